@@ -1,0 +1,64 @@
+"""Every private torch name that castwise reaches, in one place, so that a new torch release is checked in one place.
+
+Checked against torch 2.13.0 and the 2.11 sources. `torch._foreach_*` and `torch._amp_*` are native ops,
+used where they are needed and not repeated here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import _jit_internal as jit_internal
+from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
+from torch._C import _is_autocast_available as is_autocast_available
+from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
+
+__all__ = [
+    "is_autocast_available",
+    "is_torch_function_mode_enabled",
+    "jit_internal",
+    "privateuse1_backend_name",
+    "record_enter_autocast",
+    "record_exit_autocast",
+    "run_while_tracing",
+]
+
+
+_Run = TypeVar("_Run", bound=Callable[..., None])
+
+
+def run_while_tracing(function: _Run) -> _Run:
+    """Mark a function without tensors that Dynamo shall run when it meets a call of it, and leave out of the graph.
+
+    `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _exporting_mode() -> Any:
+    """Return the mode with which `torch.export` records what is not an op, or None outside of an export."""
+    # The module is loaded by whoever exports; importing it here would slow down everybody else.
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxy_tensor is None:
+        return None
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        if isinstance(mode, proxy_tensor.PreDispatchTorchFunctionMode):
+            return mode
+    return None
+
+
+def _record(name: str, args: tuple[object, ...]) -> None:
+    mode = _exporting_mode()
+    if mode is not None:
+        # An exported program must run where castwise is not installed, so the node in its graph is torch's.
+        mode.__torch_function__(getattr(torch.amp, name), (), args)
+
+
+record_enter_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_enter_autocast")
+record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_exit_autocast")
