@@ -1,0 +1,44 @@
+"""A region's entry and exit as nodes of a graph that `torch.compile` traces.
+
+Dynamo can trace the setters of autocast state one by one, except inside a higher-order op (activation
+checkpointing, an autograd Function): there torch 2.13 fails on them. A function that it is told to put into the
+graph as a whole works everywhere. Dynamo runs it while it traces, too, which gives the ops after it their dtypes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from castwise import _torch_private
+
+
+def enter(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
+    """Set the autocast state of a region."""
+    _switch(device_type, enabled, dtype, cache_enabled)
+    if _torch_private.is_torch_function_mode_enabled():
+        _torch_private.record_enter_autocast((device_type, dtype, enabled, cache_enabled))
+
+
+def leave(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
+    """Set the autocast state that held outside of a region."""
+    _switch(device_type, enabled, dtype, cache_enabled)
+    # Tracing may stop at any point, so a traced region never counts as a level of nesting.
+    torch.autocast_increment_nesting()
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    if _torch_private.is_torch_function_mode_enabled():
+        _torch_private.record_exit_autocast(())
+
+
+def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache_enabled)
+
+
+@_torch_private.run_while_tracing
+def prepare() -> None:
+    """Tell Dynamo about `enter` and `leave`, which cannot be done before somebody has imported it."""
+    for function in (enter, leave):
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+        torch.fx.node.has_side_effect(function)

@@ -1,0 +1,384 @@
+"""`autocast`: a region of code in which ops run in a lower precision, and the casting of custom autograd Functions.
+
+Which op runs in which dtype is decided by torch's native dispatch; a region sets the thread's four autocast
+switches (enabled, dtype, cache, nesting) on entry and puts them back on exit. Three requirements shaped the code:
+
+* One object may be entered again while it is active, and from several threads at once (a decorated function is
+  just that), so what has to be put back is kept per thread and per entry, never as a plain attribute.
+* `torch.compile` traces a region made inside the compiled function line by line, and takes one that was made
+  outside by its attributes `device`, `fast_dtype`, `_enabled` and `_cache_enabled`: these names are its interface.
+* A `torch.autograd.Function` may or may not hand its `forward` a context. Nothing is ever written on an argument
+  of the user's; a Function that sets up its context separately has the state recorded there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import get_ident
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
+
+from castwise._torch_private import (
+    is_torch_function_mode_enabled,
+    jit_internal,
+    privateuse1_backend_name,
+    record_enter_autocast,
+    record_exit_autocast,
+    run_while_tracing,
+)
+from castwise._warnings import warn
+from castwise.amp import _traced_region
+from castwise.amp.devices import amp_definitely_not_available, is_autocast_available
+
+__all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
+    """Wrap `func` so that each of its calls runs inside the region `autocast_instance`."""
+
+    @functools.wraps(func)
+    def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
+        with autocast_instance:
+            return func(*args, **kwargs)
+
+    # TorchScript looks for this attribute and raises its value.
+    decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
+    return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
+
+
+class autocast(torch.autocast):  # noqa: N801  # torch's name
+    """Run ops of a region in a lower precision, chosen op by op: context manager and decorator.
+
+    Matrix products and convolutions run in `dtype`, ops that need range or precision in fp32, the rest in the
+    dtype of their inputs: the lists are torch's own. The region should hold the forward and the loss; the
+    backward runs outside, in the dtypes that the forward chose. Entering and leaving does not sync with the device.
+
+    The state is thread-local: a new thread starts outside of any region. Regions nest, in any mixture of devices,
+    dtypes, `enabled=False`, and with themselves.
+
+    Args:
+        device_type: `"cuda"`, `"cpu"`, `"xpu"`, ...: the `type` of the tensors' device.
+        dtype: The low precision, `torch.float16` or `torch.bfloat16`; None takes torch's default for the device
+            (`torch.get_autocast_dtype`).
+        enabled: False makes the region run everything as it would outside.
+        cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None takes the thread's setting.
+
+    Raises:
+        ValueError: `device_type` is not a string.
+        TypeError: `dtype` is not a `torch.dtype`.
+        RuntimeError: torch has no autocast for the device, or the GPU has no bfloat16.
+
+    Warns:
+        UserWarning: The device is missing or does not autocast to `dtype`; the region is then disabled.
+
+    Example:
+        >>> linear = torch.nn.Linear(4, 4)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     linear(torch.ones(1, 4)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        _check_device_type(device_type)
+        self.device = device_type
+        self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
+        if jit_internal.is_scripting():
+            self._enabled = enabled
+            return
+        if not is_autocast_available(device_type):
+            raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
+        if not isinstance(self.fast_dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
+        # By thread: enabled, dtype and cache outside of the region, and the same of an earlier entry still active.
+        self._outer: dict[int, tuple[bool, torch.dtype, bool, Any]] = {}
+
+    def __enter__(self) -> Self:
+        if jit_internal.is_scripting():
+            return self
+        device = self.device
+        thread = 0 if is_dynamo_compiling() else get_ident()
+        self._outer[thread] = (
+            is_autocast_enabled(device),
+            get_autocast_dtype(device),
+            is_autocast_cache_enabled(),
+            self._outer.get(thread),
+        )
+        if thread == 0:
+            _traced_region.prepare()
+            _traced_region.enter(device, self._enabled, self.fast_dtype, self._cache_enabled)
+            return self
+        set_autocast_enabled(device, self._enabled)
+        set_autocast_dtype(device, self.fast_dtype)
+        autocast_increment_nesting()
+        set_autocast_cache_enabled(self._cache_enabled)
+        if is_torch_function_mode_enabled():
+            record_enter_autocast((device, self.fast_dtype, self._enabled, self._cache_enabled))
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
+        if jit_internal.is_scripting():
+            return None
+        device = self.device
+        thread = 0 if is_dynamo_compiling() else get_ident()
+        enabled, dtype, cache_enabled, before = self._outer.pop(thread)
+        if before is not None:
+            self._outer[thread] = before
+        if thread == 0:
+            _traced_region.leave(device, enabled, dtype, cache_enabled)
+            return False
+        if autocast_decrement_nesting() == 0:
+            clear_autocast_cache()
+        set_autocast_enabled(device, enabled)
+        set_autocast_dtype(device, dtype)
+        set_autocast_cache_enabled(cache_enabled)
+        if is_torch_function_mode_enabled():
+            record_exit_autocast(())
+        return False
+
+    def __call__(self, func: _F) -> _F:
+        """Decorate a function: each of its calls runs inside this region."""
+        if jit_internal.is_scripting():
+            return func
+        if not callable(func):
+            raise TypeError(
+                f"autocast(...) decorates a function, got {type(func).__name__}; "
+                "as a context manager it is written `with autocast(...):`"
+            )
+        return autocast_decorator(self, func)
+
+
+def _check_device_type(device_type: object) -> None:
+    if not isinstance(device_type, str):
+        raise ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
+
+
+def _can_autocast(device_type: str, dtype: torch.dtype) -> bool:
+    """Warn and return False where torch would disable the region; raise where torch would."""
+    if device_type == "cuda":
+        if amp_definitely_not_available():
+            warn("CUDA is not available (nor torch_xla installed). Disabling autocast.", UserWarning, 3)
+            return False
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
+        return True
+    supported = _supported_dtypes(device_type)
+    if dtype not in supported:
+        names = ", ".join(map(str, supported))
+        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning, 3)
+        return False
+    return True
+
+
+def _supported_dtypes(device_type: str) -> Iterable[torch.dtype]:
+    if device_type != privateuse1_backend_name():
+        return _LOW_PRECISION
+    backend = getattr(torch, device_type, None)
+    supported = getattr(backend, "get_amp_supported_dtype", None)
+    if supported is None:
+        raise RuntimeError(
+            f"backend {device_type!r} does not say what it can autocast to: register its module with "
+            "torch._register_device_module, with a function get_amp_supported_dtype() -> list of torch.dtype"
+        )
+    dtypes: Iterable[torch.dtype] = supported()
+    return dtypes
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a device in a value, except fp64, looking into containers.
+
+    Lists, tuples and named tuples keep their type, mappings become dicts, other iterables become generators;
+    strings, numpy arrays and whatever else cannot hold tensors come back as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
+        return value.to(dtype) if eligible else value
+    if isinstance(value, (str, bytes)) or _is_numpy_array(value):
+        return value
+    if isinstance(value, Mapping):
+        return {_cast(k, device_type, dtype): _cast(v, device_type, dtype) for k, v in value.items()}
+    if isinstance(value, Iterable):
+        items = (_cast(item, device_type, dtype) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(items)
+        return type(value)(items) if isinstance(value, (list, tuple)) else items
+    return value
+
+
+def _is_numpy_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+@overload
+def custom_fwd(fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Callable[[_F], _F]: ...
+@overload
+def custom_fwd(fwd: _F, *, device_type: str, cast_inputs: torch.dtype | None = None) -> _F: ...
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Any:
+    """Decorate the `forward` of a `torch.autograd.Function` for use inside autocast regions.
+
+    Works for both kinds of Function: `forward(ctx, ...)`, and `forward(...)` with a separate `setup_context`
+    (the kind that `torch.func` needs). In the second kind `setup_context` receives the inputs as `forward` did,
+    cast if `cast_inputs` is given.
+
+    Args:
+        fwd: The static method; left out when the decorator is called with arguments only.
+        device_type: The device type whose autocast state matters.
+        cast_inputs: With a dtype, floating-point tensors among the arguments (fp64 excepted, containers looked
+            into) are cast to it and `forward` runs with autocast disabled. None lets `forward` run in the region's
+            state. Outside of an enabled region nothing is cast.
+
+    Raises:
+        ValueError: `device_type` is not a string.
+
+    Example:
+        >>> class Product(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     def forward(ctx, a, b):
+        ...         ctx.save_for_backward(a, b)
+        ...         return a @ b
+        ...     @staticmethod
+        ...     @custom_bwd(device_type="cpu")
+        ...     def backward(ctx, grad):
+        ...         a, b = ctx.saved_tensors
+        ...         return grad @ b.T, a.T @ grad
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     Product.apply(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        torch.float32
+    """
+    _check_device_type(device_type)
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    separate = _SeparateContexts(device_type, cast_inputs)
+
+    @run_while_tracing
+    def find_setup_context() -> None:
+        separate.record_for(decorate_fwd)
+
+    @functools.wraps(fwd)
+    def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
+        if args and hasattr(args[0], "save_for_backward"):
+            _record_autocast(args[0], device_type, cast_inputs)
+        else:
+            find_setup_context()
+        if cast_inputs is None or not is_autocast_enabled(device_type):
+            return fwd(*args, **kwargs)
+        with autocast(device_type, enabled=False):
+            return fwd(*_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
+
+    return decorate_fwd
+
+
+def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+    """Decorate the `backward` of a `torch.autograd.Function`: it runs in the autocast state of its `forward`.
+
+    Args:
+        bwd: The static method; left out when the decorator is called with arguments only.
+        device_type: The device type given to `custom_fwd`.
+
+    Raises:
+        ValueError: `device_type` is not a string.
+        RuntimeError: In the backward, when `forward` was not decorated by `custom_fwd`.
+    """
+    _check_device_type(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
+        enabled = getattr(args[0], "_fwd_used_autocast", None)
+        if enabled is None:
+            raise RuntimeError(
+                "custom_bwd does not know the autocast state of the forward: "
+                f"decorate forward with custom_fwd(device_type={device_type!r}). (A Function with a separate "
+                "setup_context has to run once before torch.compile(fullgraph=True) can trace it.)"
+            )
+        with autocast(device_type, dtype=args[0]._dtype, enabled=enabled):
+            return bwd(*args, **kwargs)
+
+    return decorate_bwd
+
+
+def _record_autocast(ctx: Any, device_type: str, cast_inputs: torch.dtype | None) -> None:
+    # torch's own attribute names, so that its custom_bwd and ours can be mixed.
+    ctx._dtype = get_autocast_dtype(device_type)
+    ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
+
+
+class _SeparateContexts:
+    """Record the autocast state for Functions whose `forward` never sees the context.
+
+    A decorator of `forward` cannot know the class it will belong to, so the class is looked up when `forward`
+    first runs. Autograd calls `setup_context` after that, in the same autocast state, with the context.
+    """
+
+    def __init__(self, device_type: str, cast_inputs: torch.dtype | None) -> None:
+        self.device_type = device_type
+        self.cast_inputs = cast_inputs
+        self.owners: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+        self.lock = threading.Lock()
+
+    def record_for(self, forward: Callable[..., Any]) -> None:
+        """Wrap the `setup_context` of every Function that has this `forward`, once."""
+        with self.lock:
+            # Later on only classes derived from an owner can be new.
+            roots = list(self.owners) or [torch.autograd.Function]
+            for cls in _with_subclasses(roots):
+                if getattr(cls, "forward", None) is forward:
+                    self.owners.add(cls)
+                    self._wrap(cls)
+
+    def _wrap(self, cls: type[Any]) -> None:
+        setup_context = cls.setup_context
+        overridden = setup_context is not torch.autograd.Function.setup_context
+        if not overridden or getattr(setup_context, "records_autocast", False):
+            return
+        device_type, cast_inputs = self.device_type, self.cast_inputs
+
+        @functools.wraps(setup_context)
+        def record_and_set_up(ctx: Any, inputs: Any, output: Any) -> Any:
+            _record_autocast(ctx, device_type, cast_inputs)
+            if cast_inputs is not None and is_autocast_enabled(device_type):
+                inputs = _cast(inputs, device_type, cast_inputs)
+            return setup_context(ctx, inputs, output)
+
+        record_and_set_up.records_autocast = True  # type: ignore[attr-defined]
+        cls.setup_context = staticmethod(record_and_set_up)
+
+
+def _with_subclasses(roots: Iterable[type[Any]]) -> Iterator[type[Any]]:
+    for cls in roots:
+        yield cls
+        yield from _with_subclasses(cls.__subclasses__())

@@ -1,0 +1,33 @@
+"""Where mixed precision can run: the questions that regions and scalers ask before they start."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+
+from castwise import _torch_private
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Say whether torch can autocast on a kind of device.
+
+    Args:
+        device_type: A device type as in `torch.device(...).type`, for example `"cuda"` or `"cpu"`.
+
+    Raises:
+        RuntimeError: torch does not know such a device type.
+    """
+    return _torch_private.is_autocast_available(device_type)
+
+
+def amp_definitely_not_available() -> bool:
+    """Say whether there is neither CUDA nor XLA, so that mixed precision for `"cuda"` can only be off."""
+    return not (torch.cuda.is_available() or _has_torch_xla())
+
+
+@functools.cache
+def _has_torch_xla() -> bool:
+    # A failed search walks sys.path (~0.1 ms), and regions are entered often: ask once.
+    return find_spec("torch_xla") is not None

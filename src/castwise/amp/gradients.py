@@ -1,0 +1,209 @@
+"""Which gradients an optimizer has, whether they are finite, and their unscaling.
+
+Three facts shaped the code. The native op that checks and unscales looks for inf *before* it multiplies, so a
+finite gradient can leave it infinite when the scale is below 1: such results are checked again. A finite sum (or
+dot product with itself) proves that a tensor holds no inf or NaN, at the speed of memory, while a non-finite one
+proves nothing, so only then is the slower exact check needed. And one tensor may be the gradient of a parameter
+that two optimizers own, or be listed twice: whatever the route, it is unscaled once.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+
+def gradients_of(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[torch.Tensor]:
+    """List the gradients of an optimizer's parameters, each tensor once, in the order of the parameters.
+
+    Args:
+        optimizer: Anything with torch's `param_groups`.
+        allow_fp16: Whether fp16 gradients are acceptable. If so, sparse ones are coalesced, in `.grad` as well:
+            their duplicates may overflow when they are summed, and that has to be seen.
+
+    Raises:
+        TypeError: `optimizer` has no `param_groups`, or something other than a tensor in them.
+        ValueError: There are fp16 gradients and they are not allowed.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise TypeError(f"expected an optimizer with param_groups, got {type(optimizer).__name__}")
+    found: dict[int, torch.Tensor] = {}
+    fp16: list[str] = []
+    for group_index, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(f"an optimizer's parameters are tensors, got {type(param).__name__}")
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.dtype is torch.float16 or grad.dtype is torch.complex32:
+                if not allow_fp16:
+                    fp16.append(_name(group, group_index, index, param))
+                elif grad.is_sparse:
+                    grad = param.grad = grad.coalesce()
+            if not grad.is_sparse and 0 in grad.stride() and grad.numel() > 1:
+                grad = param.grad = grad.clone()  # an expanded tensor cannot be written to
+            found[id(grad)] = grad
+    if fp16:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
+            f"and let autocast choose fp16 op by op. fp16 gradients: {', '.join(fp16)}"
+        )
+    return list(found.values())
+
+
+def _name(group: dict[str, object], group_index: int, index: int, param: torch.Tensor) -> str:
+    names = group.get("param_names")
+    if isinstance(names, list):
+        return str(names[index])
+    return f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)}"
+
+
+def by_device(grads: Iterable[torch.Tensor]) -> dict[torch.device, list[list[torch.Tensor]]]:
+    """Group the values of gradients into lists that one native call can take.
+
+    Returns:
+        Per device, lists of non-empty tensors of one real dtype that share memory with the gradients: of a sparse
+        gradient its stored values, of a complex one its real view of shape (..., 2). DTensors are listed apart
+        from plain tensors.
+    """
+    devices: dict[torch.device, dict[tuple[torch.dtype, bool], list[torch.Tensor]]] = {}
+    for grad in grads:
+        values = _values(grad)
+        if values.numel():
+            kinds = devices.setdefault(values.device, {})
+            kinds.setdefault((values.dtype, _is_plain(values)), []).append(values)
+    return {device: list(kinds.values()) for device, kinds in devices.items()}
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    values: torch.Tensor = grad._values() if grad.is_sparse else grad
+    if values.is_complex():
+        values = torch.view_as_real(values.conj() if values.is_conj() else values)
+    return values
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+
+
+def unscale_(values: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiply by `inv_scale` in place; set `found_inf` to 1 where values were not finite or are not any more.
+
+    Args:
+        values: A list from `by_device`.
+        inv_scale: fp32, one element, on the values' device.
+        found_inf: fp32, one element, on the values' device; left alone if all is finite.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, inv_scale)
+    if _may_exceed(inv_scale, 1.0):
+        _check_finite(values, found_inf)
+
+
+def check(values: list[torch.Tensor], divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Set `found_inf` to 1 if `values / divisor` is not finite in the optimizer's arithmetic; write no value.
+
+    Args:
+        values: A list from `by_device`.
+        divisor: fp32, one element, on the values' device: what a fused optimizer will divide by.
+        found_inf: fp32, one element, on the values' device; left alone if all is finite.
+    """
+    if _is_plain(values[0]) and _may_exceed(divisor.reciprocal(), 1.0):
+        peaks = torch.stack(torch._foreach_norm(values, math.inf))
+        # Fused kernels compute with fp16 and bf16 gradients in fp32.
+        peaks = peaks.to(torch.promote_types(peaks.dtype, torch.float32))
+        found_inf.masked_fill_((peaks / divisor).isfinite().all().logical_not(), 1.0)
+    else:
+        _check_finite(values, found_inf)
+
+
+def _may_exceed(factor: torch.Tensor, bound: float) -> bool:
+    """Say whether a factor may be above a bound; certain on the CPU, always yes where asking would be a sync."""
+    return factor.device.type != "cpu" or not factor.item() <= bound
+
+
+def _check_finite(values: list[torch.Tensor], found_inf: torch.Tensor) -> None:
+    if not _is_plain(values[0]):
+        # torch's op knows how to reduce over a DTensor's mesh.
+        torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, torch.ones_like(found_inf))
+    elif values[0].device.type == "cpu":
+        if not all(map(_is_finite_on_cpu, values)):
+            found_inf.fill_(1.0)
+    else:
+        peaks = torch.stack(torch._foreach_norm(values, math.inf))
+        found_inf.masked_fill_(peaks.isfinite().all().logical_not(), 1.0)
+
+
+def _is_finite_on_cpu(values: torch.Tensor) -> bool:
+    # For fp32 and fp64 a dot product is the fastest read there is; of half precision it is very slow.
+    if values.is_contiguous() and values.dtype in (torch.float32, torch.float64):
+        flat = values.view(-1)
+        probe = torch.dot(flat, flat)
+    else:
+        probe = values.sum()
+    if math.isfinite(probe.item()):
+        return True
+    lowest, highest = torch.aminmax(values)
+    return math.isfinite(lowest.item()) and math.isfinite(highest.item())
+
+
+class Ledger:
+    """The gradients unscaled since the last `update()`, so that a parameter of two optimizers is unscaled once.
+
+    A gradient stays unscaled while it is the same tensor and no backward can have added to it since. A backward
+    adds scaled gradients only after a `scale()`, and then changes the tensor's version; clipping changes the
+    version as well, so versions are read again (`renew`) whenever a loss is about to be scaled.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+        self._scaled_since = False
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def record(self, grads: Iterable[torch.Tensor], unless: torch.Tensor | None = None) -> None:
+        """Note that `grads` are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
+        for grad in grads:
+            self._entries[id(grad)] = (weakref.ref(grad), grad._version, unless)
+
+    def renew(self) -> None:
+        """Take the present versions as those of unscaled gradients; fresh ones may be added from now on."""
+        for key, (reference, version, unless) in list(self._entries.items()):
+            grad = reference()
+            if grad is None or (self._scaled_since and version != grad._version):
+                del self._entries[key]
+            else:
+                self._entries[key] = (reference, grad._version, unless)
+        self._scaled_since = True
+
+    def clear(self) -> None:
+        """Forget everything: the next gradients are scaled ones."""
+        self._entries.clear()
+        self._scaled_since = False
+
+    def split(self, grads: list[torch.Tensor]) -> list[tuple[torch.Tensor | float | None, list[torch.Tensor]]]:
+        """Group gradients by when they still have to be unscaled.
+
+        Returns:
+            Pairs (condition, gradients): condition None means yes, 0.0 no, and a tensor means if it is not zero.
+        """
+        if not self._entries:
+            return [(None, grads)]
+        groups: dict[int, tuple[torch.Tensor | float | None, list[torch.Tensor]]] = {}
+        for grad in grads:
+            condition = self._condition(grad)
+            groups.setdefault(id(condition), (condition, []))[1].append(grad)
+        return list(groups.values())
+
+    def _condition(self, grad: torch.Tensor) -> torch.Tensor | float | None:
+        reference, version, unless = self._entries.get(id(grad), (None, 0, None))
+        if reference is None or reference() is not grad:
+            return None
+        if self._scaled_since and version != grad._version:
+            return None
+        return 0.0 if unless is None else unless

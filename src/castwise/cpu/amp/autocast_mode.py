@@ -1,0 +1,26 @@
+"""`autocast`, where `torch.cpu.amp.autocast_mode` has it."""
+
+from __future__ import annotations
+
+import torch
+
+from castwise import amp
+from castwise._warnings import warn
+
+__all__ = ["autocast"]
+
+
+class autocast(amp.autocast):  # noqa: N801  # torch's name
+    """Deprecated: `castwise.autocast("cpu", ...)`.
+
+    Warns:
+        FutureWarning: Always.
+    """
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
+        warn(
+            "castwise.cpu.amp.autocast(...) is deprecated: use castwise.autocast('cpu', ...)",
+            FutureWarning,
+            2,
+        )
+        super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

@@ -1,0 +1,32 @@
+"""`GradScaler` and `OptState`, where `torch.cpu.amp.grad_scaler` has them."""
+
+from __future__ import annotations
+
+from castwise import amp
+from castwise._warnings import warn
+from castwise.amp.grad_scaler import OptState
+
+__all__ = ["GradScaler", "OptState"]
+
+
+class GradScaler(amp.GradScaler):
+    """Deprecated: `castwise.GradScaler("cpu", ...)`, with the same arguments after the device.
+
+    Warns:
+        FutureWarning: Always.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        warn(
+            "castwise.cpu.amp.GradScaler(...) is deprecated: use castwise.GradScaler('cpu', ...)",
+            FutureWarning,
+            2,
+        )
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -1,0 +1,7 @@
+"""The deprecated spellings of `torch.cuda.amp`: each warns and does what `castwise.amp` does for `"cuda"`."""
+
+from castwise.cuda.amp.autocast_mode import autocast, custom_bwd, custom_fwd
+from castwise.cuda.amp.common import amp_definitely_not_available
+from castwise.cuda.amp.grad_scaler import GradScaler
+
+__all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]

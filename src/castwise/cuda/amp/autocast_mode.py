@@ -1,0 +1,47 @@
+"""`autocast`, `custom_fwd`, `custom_bwd` and `_cast`, where `torch.cuda.amp.autocast_mode` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castwise import amp
+from castwise._warnings import warn
+from castwise.amp import autocast_mode
+
+__all__ = ["autocast", "custom_bwd", "custom_fwd"]
+
+
+class autocast(amp.autocast):  # noqa: N801  # torch's name
+    """Deprecated: `castwise.autocast("cuda", ...)`.
+
+    Warns:
+        FutureWarning: Always.
+    """
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+        _warn("autocast(...)", "castwise.autocast('cuda', ...)")
+        super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Deprecated: `castwise.amp.autocast_mode._cast(value, "cuda", dtype)`."""
+    _warn("autocast_mode._cast(value, dtype)", "castwise.amp.autocast_mode._cast(value, 'cuda', dtype)")
+    return autocast_mode._cast(value, "cuda", dtype)
+
+
+def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+    """Deprecated: `castwise.custom_fwd(..., device_type="cuda")`."""
+    _warn("custom_fwd(...)", "castwise.custom_fwd(..., device_type='cuda')")
+    return amp.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
+
+
+def custom_bwd(bwd: Any) -> Any:
+    """Deprecated: `castwise.custom_bwd(..., device_type="cuda")`."""
+    _warn("custom_bwd(...)", "castwise.custom_bwd(..., device_type='cuda')")
+    return amp.custom_bwd(bwd, device_type="cuda")
+
+
+def _warn(old: str, new: str) -> None:
+    warn(f"castwise.cuda.amp.{old} is deprecated: use {new}", FutureWarning, 3)

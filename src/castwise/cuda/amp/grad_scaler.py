@@ -1,0 +1,32 @@
+"""`GradScaler` and `OptState`, where `torch.cuda.amp.grad_scaler` has them."""
+
+from __future__ import annotations
+
+from castwise import amp
+from castwise._warnings import warn
+from castwise.amp.grad_scaler import OptState
+
+__all__ = ["GradScaler", "OptState"]
+
+
+class GradScaler(amp.GradScaler):
+    """Deprecated: `castwise.GradScaler("cuda", ...)`, with the same arguments after the device.
+
+    Warns:
+        FutureWarning: Always.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        warn(
+            "castwise.cuda.amp.GradScaler(...) is deprecated: use castwise.GradScaler('cuda', ...)",
+            FutureWarning,
+            2,
+        )
+        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
