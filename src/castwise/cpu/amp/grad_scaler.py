@@ -1,12 +1,11 @@
-"""`GradScaler` and `OptState`, where `torch.cpu.amp.grad_scaler` has them."""
+"""`GradScaler`, where `torch.cpu.amp.grad_scaler` has it."""
 
 from __future__ import annotations
 
 from castwise import amp
 from castwise._warnings import warn
-from castwise.amp.grad_scaler import OptState
 
-__all__ = ["GradScaler", "OptState"]
+__all__ = ["GradScaler"]
 
 
 class GradScaler(amp.GradScaler):

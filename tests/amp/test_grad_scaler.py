@@ -1,0 +1,553 @@
+"""`GradScaler`, call by call: what it does, and what it refuses. Where torch's is wrong is in `test_torch_is_wrong`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from castwise.amp import gradients
+from castwise.amp.grad_scaler import GradScaler, OptState, _combine, _MultiDeviceReplicator
+
+
+class Losses(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def weight(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def ready(*, scale: float = 4.0, fused: bool = False) -> tuple[GradScaler, torch.optim.Optimizer, torch.nn.Parameter]:
+    """A scaler and an optimizer whose gradient is [1, 1] times the scale."""
+    scaler, param = GradScaler("cpu", init_scale=scale), weight(1.0, 2.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler.scale(param.sum()).backward()
+    return scaler, optimizer, param
+
+
+# -- scale ------------------------------------------------------------------------------------------------------------
+
+
+def test_containers_come_back_as_what_they_were() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    one, two = torch.tensor(1.0), torch.tensor([2.0], dtype=torch.float64)
+    scaled = scaler.scale([one, (two, [one]), Losses(one, two)])
+    assert scaled == [torch.tensor(8.0), (torch.tensor([16.0]), [torch.tensor(8.0)]), Losses(8.0, 16.0)]
+    assert type(scaled[2]) is Losses
+    assert scaled[1][0].dtype is torch.float64
+    generator = scaler.scale(loss for loss in (one, two))
+    assert inspect.isgenerator(generator)
+    assert list(generator) == [torch.tensor(8.0), torch.tensor([16.0])]
+
+
+@pytest.mark.parametrize("outputs", [1.0, None, "loss", b"loss", {"a": torch.ones(())}, [torch.ones(()), "loss"]])
+def test_what_is_not_a_tensor_is_not_scaled(outputs: Any) -> None:
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got "):
+        GradScaler("cpu").scale(outputs)
+
+
+def test_the_scale_is_made_with_the_first_loss_on_its_device() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert scaler._scale is None
+    assert scaler._get_scale_async() is None
+    assert scaler.get_scale() == 8.0
+    scaler.scale(torch.ones(2, device="meta"))
+    assert scaler._scale is not None
+    assert scaler._scale.device.type == "meta"
+    with pytest.raises(RuntimeError, match="the growth tracker exists already"):
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+
+def test_copies_for_devices_are_made_once_and_never_the_master() -> None:
+    master = torch.ones(())
+    copies = _MultiDeviceReplicator(master)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert copies.get(cpu) is copies.get(cpu)
+    assert copies.get(cpu) is not master
+    assert copies.get(meta).device == meta
+
+
+# -- order of calls ---------------------------------------------------------------------------------------------------
+
+WRONG_ORDERS: list[tuple[str, list[str], str]] = [
+    ("unscale_ before scale", ["unscale_"], "unscale_() needs a scale, which the first scale() makes"),
+    ("step before scale", ["step"], "step() needs a scale, which the first scale() makes"),
+    ("update before scale", ["update"], "update() needs a scale, which the first scale() makes"),
+    ("update without a step", ["scale", "update"], "No inf checks were recorded prior to update(): call scaler.step("),
+    ("unscale_ twice", ["scale", "unscale_", "unscale_"], "call it once per step, and scaler.update() after the step"),
+    ("unscale_ after step", ["scale", "step", "unscale_"], "unscale_() is being called after step() of the same"),
+    ("step twice", ["scale", "step", "step"], "call scaler.update() once per iteration, after the last step()"),
+    ("update twice", ["scale", "step", "update", "update"], "No inf checks were recorded prior to update()"),
+    ("pickle in an iteration", ["scale", "step", "pickle"], "call scaler.update() before"),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("calls", "message"), [row[1:] for row in WRONG_ORDERS], ids=[row[0] for row in WRONG_ORDERS])
+def test_calls_out_of_order_say_what_to_call_and_change_nothing(calls: list[str], message: str, fused: bool) -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), weight(1.0, 2.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    actions: dict[str, Callable[[], Any]] = {
+        "scale": lambda: scaler.scale(param.sum()).backward(),
+        "unscale_": lambda: scaler.unscale_(optimizer),
+        "step": lambda: scaler.step(optimizer),
+        "update": scaler.update,
+        "pickle": lambda: pickle.dumps(scaler),
+    }
+    for name in calls[:-1]:
+        actions[name]()
+    grad = None if param.grad is None else param.grad.clone()
+    before = param.detach().clone(), scaler.state_dict()
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        actions[calls[-1]]()
+    assert torch.equal(param, before[0])
+    assert scaler.state_dict() == before[1]
+    assert grad is None if param.grad is None else torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stage_of_an_optimizer_can_be_followed(fused: bool) -> None:
+    scaler, optimizer, _ = ready(fused=fused)
+    stages = [scaler._per_optimizer_states[id(optimizer)]["stage"]]
+    for call in (scaler.unscale_, scaler.step):
+        call(optimizer)
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"])
+    assert stages == [OptState.READY, OptState.UNSCALED, OptState.STEPPED]
+    assert {device.type for device in scaler._found_inf_per_device(optimizer)} == {"cpu"}
+    scaler.update()
+    assert not scaler._per_optimizer_states
+
+
+# -- step -------------------------------------------------------------------------------------------------------------
+
+
+class Recording(torch.optim.SGD):
+    """An SGD that remembers how it was called."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.called_with = args, kwargs
+        return "returned"
+
+
+def test_arguments_and_the_return_value_pass_through() -> None:
+    scaler, _, param = ready()
+    optimizer = Recording([param], lr=1.0)
+    assert scaler.step(optimizer, None, 3, closure_like=5) == "returned"
+    assert optimizer.called_with == ((None, 3), {"closure_like": 5})
+
+
+def test_none_in_the_place_of_a_closure_is_fine() -> None:
+    for arguments in [(None,), ()]:
+        scaler, optimizer, param = ready()
+        scaler.step(optimizer, *arguments, **({} if arguments else {"closure": None}))
+        assert param.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_returns_none_and_leaves_the_weights(fused: bool) -> None:
+    scaler, optimizer, param = ready(fused=fused)
+    param.grad[0] = torch.inf
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert param.tolist() == [1.0, 2.0]
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_fused_step_reads_gradients_and_does_not_write_them_first() -> None:
+    scaler, optimizer, _ = ready(fused=True)
+    called = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        scaler.step(optimizer)
+    assert "_fused_sgd_" in called
+    assert "_amp_foreach_non_finite_check_and_unscale_" not in called
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scale_of_the_users_takes_part_in_a_fused_step(unscale: bool) -> None:
+    scaler, optimizer, param = ready(fused=True)
+    optimizer.grad_scale = torch.tensor(2.0)
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5, 1.5]
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_an_error_in_a_fused_step_leaves_the_optimizer_as_it_was() -> None:
+    scaler, optimizer, param = ready(fused=True)
+    optimizer.grad_scale = mine = torch.tensor(2.0)
+    optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        scaler.step(optimizer)
+    assert optimizer.grad_scale is mine
+    assert not hasattr(optimizer, "found_inf")
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    assert torch.equal(param.grad, torch.full((2,), 4.0))
+
+
+def test_found_infs_of_several_devices_combine_to_exactly_one() -> None:
+    found_infs = [torch.tensor(1.0), torch.tensor([1.0]), torch.tensor(0.0)]
+    assert torch.equal(_combine(found_infs, torch.device("cpu")), torch.tensor(1.0))
+    assert torch.equal(_combine(found_infs[2:], torch.device("cpu")), torch.tensor(0.0))
+
+
+class TakesScaler(torch.optim.SGD):
+    """The deprecated contract: the optimizer is given the scaler and does everything itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:  # type: ignore[override]
+        self.given = grad_scaler
+        (found_inf,) = grad_scaler._check_inf_per_device(self).values()
+        if not found_inf.item():
+            grad_scaler.unscale_(self)
+            super().step()
+        return "own"
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_an_optimizer_that_takes_the_scaler_gets_it(bad: bool) -> None:
+    scaler, _, param = ready()
+    optimizer = TakesScaler([param], lr=1.0)
+    if bad:
+        param.grad[0] = torch.nan
+    with pytest.warns(FutureWarning, match=r"step\(grad_scaler=...\) is deprecated") as caught:
+        assert scaler.step(optimizer) == "own"
+    assert caught[0].filename == __file__
+    assert optimizer.given is scaler
+    scaler.update()
+    assert param.tolist() == ([1.0, 2.0] if bad else [0.0, 1.0])
+    assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+# -- members that subclasses and frameworks replace -------------------------------------------------------------------
+
+
+class Vetoing(GradScaler):
+    """A subclass that finds inf where nobody else does."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return {device: torch.ones_like(flag) for device, flag in found.items()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overridden_unscale_grads_decides(fused: bool) -> None:
+    scaler, param = Vetoing("cpu", init_scale=4.0), weight(1.0, 2.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0, 2.0]
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_unscale_grads_replaced_on_the_instance_decides(fused: bool) -> None:
+    # The way scripts let fp16 weights through.
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    original = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda opt, inv_scale, found_inf, _: original(opt, inv_scale, found_inf, True)  # type: ignore[method-assign]
+    scaler.scale(param.float().sum()).backward()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0, 0.0]
+
+
+def test_an_overridden_maybe_opt_step_decides() -> None:
+    class Always(GradScaler):
+        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+            return "always", sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+
+    scaler, param = Always("cpu", init_scale=4.0), weight(1.0)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(param.sum() * torch.inf).backward()
+    assert scaler.step(optimizer) == ("always", 1.0)
+
+
+def test_an_update_that_resets_the_states_as_torchs_does_leaves_ours_working() -> None:
+    scaler, optimizer, param = ready()
+    scaler.step(optimizer)
+    scaler._per_optimizer_states = type(scaler._per_optimizer_states)(scaler._per_optimizer_states.default_factory)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# -- update, getters, setters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "new_scale", [1024, 1024.0, torch.tensor(1024.0), torch.tensor([1024]), torch.ones(1, 1) * 1024]
+)
+def test_update_takes_any_number(new_scale: Any) -> None:
+    scaler, _, _ = ready()
+    scale = scaler._scale
+    scaler.update(new_scale)
+    assert scaler.get_scale() == 1024.0
+    assert scaler._scale is scale
+    assert scaler._get_growth_tracker() == 0
+
+
+@pytest.mark.parametrize(
+    ("new_scale", "error"),
+    [
+        (0.0, ValueError),
+        (-1, ValueError),
+        (torch.inf, ValueError),
+        (torch.tensor(torch.nan), ValueError),
+        (torch.tensor(0.0), ValueError),
+        ("2", TypeError),
+        (True, TypeError),
+        (torch.ones(2), TypeError),
+        (torch.ones((), requires_grad=True), TypeError),
+        (torch.ones((), device="meta"), TypeError),
+    ],
+)
+def test_update_refuses_what_cannot_be_a_scale_and_changes_nothing(new_scale: Any, error: type[Exception]) -> None:
+    scaler, optimizer, _ = ready()
+    scaler.step(optimizer)
+    with pytest.raises(error, match=r"^new_scale must be "):
+        scaler.update(new_scale)
+    assert scaler.get_scale() == 4.0
+    scaler.update()  # the step is still on record
+
+
+def test_setters_set_what_getters_get() -> None:
+    scaler = GradScaler("cpu")
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(7)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
+    assert (scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval) == (3.0, 0.25, 7)
+
+
+def test_a_disabled_scaler_passes_through_and_answers_everything() -> None:
+    scaler, param = GradScaler("cpu", init_scale=0.0, enabled=False), weight(1.0)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    loss = param.sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, lambda: None)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update(5.0)
+    scaler.load_state_dict({"scale": "nonsense"})
+    assert param.item() == -1.0
+    assert not scaler.is_enabled()
+    assert scaler.get_scale() == 1.0
+    assert scaler._get_growth_tracker() == 0
+    assert scaler.state_dict() == {}
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.5, 2000)
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_scaler_for_missing_cuda_warns_once_and_is_off() -> None:
+    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+        scaler = GradScaler()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert not scaler.is_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradScaler(enabled=False)
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+STATE = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 5, "_growth_tracker": 4}
+
+
+def saved(scaler: Any) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(scaler.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(("source", "target"), [(GradScaler, torch.amp.GradScaler), (torch.amp.GradScaler, GradScaler)])
+def test_checkpoints_go_both_ways_between_torchs_scaler_and_ours(source: Any, target: Any, started: bool) -> None:
+    first, second = source("cpu"), target("cpu")
+    first.load_state_dict(STATE)
+    if started:
+        first.scale(torch.ones(()))
+        second.scale(torch.ones(()))
+    second.load_state_dict(saved(first))
+    assert second.state_dict() == STATE
+    assert saved(second) == STATE
+    scaled = second.scale(torch.ones(()))
+    assert scaled.item() == 8.0
+
+
+BAD_STATES = [
+    ({"scale": None}, TypeError, "scale must be a number, got None of type NoneType"),
+    ({"scale": 0.0}, ValueError, "scale must be a finite number > 0"),
+    ({"scale": float("nan")}, ValueError, "scale must be a finite number > 0"),
+    ({"scale": torch.ones(())}, TypeError, "scale must be a number, got tensor"),
+    ({"growth_factor": 1.0}, ValueError, "growth_factor must be a finite number > 1, got 1.0"),
+    ({"backoff_factor": float("inf")}, ValueError, "backoff_factor must be in"),
+    ({"growth_interval": 2.5}, TypeError, "growth_interval must be an integer"),
+    ({"_growth_tracker": -1}, ValueError, "_growth_tracker must be an integer in"),
+    ({"_growth_tracker": 2**31}, ValueError, "_growth_tracker must be an integer in"),
+    ({"_growth_tracker": "4"}, TypeError, "_growth_tracker must be an integer"),
+    ({"more": 1}, ValueError, "unknown ['more']"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_STATES)
+def test_a_bad_state_dict_is_refused_and_changes_nothing(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    scaler, _, _ = ready()
+    before = scaler.state_dict(), scaler._init_scale, scaler._init_growth_tracker
+    with pytest.raises(error, match=re.escape(message)):
+        scaler.load_state_dict(STATE | change)
+    assert (scaler.state_dict(), scaler._init_scale, scaler._init_growth_tracker) == before
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_missing_entry_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"missing ['{name}']")):
+        GradScaler("cpu").load_state_dict({key: value for key, value in STATE.items() if key != name})
+
+
+def test_an_empty_state_dict_or_none_at_all_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="probably saved from a disabled GradScaler"):
+        GradScaler("cpu").load_state_dict({})
+    with pytest.raises(TypeError, match=r"state_dict must be a mapping as from state_dict\(\), got list"):
+        GradScaler("cpu").load_state_dict([])  # type: ignore[arg-type]
+
+
+class Named(GradScaler):
+    name = "default"
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_has_every_number_and_shares_nothing(duplicate: Callable[[Any], Any]) -> None:
+    scaler = Named("cpu")
+    scaler.name = "mine"
+    scaler.scale(torch.ones(()))
+    scaler.load_state_dict(STATE)
+    twin = duplicate(scaler)
+    assert type(twin) is Named
+    assert twin.name == "mine"
+    assert twin.state_dict() == STATE
+    twin.scale(torch.ones(()))
+    twin.update(2.0)
+    assert scaler.get_scale() == 8.0
+
+
+# -- gradients of every kind ------------------------------------------------------------------------------------------
+
+
+def test_complex_and_sparse_and_empty_gradients_step_as_without_a_scaler() -> None:
+    def train(scaler: GradScaler) -> list[torch.Tensor]:
+        embedding = torch.nn.Parameter(torch.arange(8.0).view(4, 2))
+        params = [torch.nn.Parameter(torch.tensor([1 + 2j, 3j])), torch.nn.Parameter(torch.empty(0)), embedding]
+        optimizer = torch.optim.SGD(params, lr=0.5)
+        for _ in range(2):
+            rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), embedding, sparse=True)
+            loss = (params[0] * (2 - 1j)).abs().sum() + params[1].sum() + (rows**2).sum()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [param.detach() for param in params]
+
+    for got, expected in zip(train(GradScaler("cpu")), train(GradScaler("cpu", enabled=False)), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("part", [complex("inf"), complex(0, float("nan"))])
+def test_a_non_finite_part_of_a_complex_gradient_skips_the_step(part: complex) -> None:
+    scaler = GradScaler("cpu")
+    param = torch.nn.Parameter(torch.tensor([1j, 2j]))
+    scaler.scale(torch.ones(()))
+    param.grad = torch.tensor([1j, part])
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    assert param.tolist() == [1j, 2j]
+
+
+def test_fp16_gradients_are_refused_before_anything_is_written() -> None:
+    scaler, param, half = GradScaler("cpu", init_scale=4.0), weight(1.0), torch.nn.Parameter(torch.ones(1).half())
+    optimizer = torch.optim.SGD([param, half], lr=1.0)
+    scaler.scale(param.sum() + half.float().sum()).backward()
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            call(optimizer)
+        assert param.grad.item() == 4.0
+        assert param.item() == 1.0
+
+
+def test_losses_scalers_and_optimizers_mix_as_without_scaling() -> None:
+    def train(first: GradScaler, second: GradScaler) -> list[float]:
+        a, b = weight(1.0), weight(2.0)
+        optimizers = [torch.optim.AdamW([a], lr=0.1), torch.optim.SGD([b], lr=0.1)]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            shared = a * b
+            first.scale(shared.sin().sum()).backward(retain_graph=True)
+            first.step(optimizers[0])
+            optimizers[1].zero_grad()
+            second.scale(b.exp().sum()).backward()
+            second.step(optimizers[1])
+            first.update()
+            second.update()
+        return [a.item(), b.item()]
+
+    off = GradScaler("cpu", enabled=False)
+    assert train(GradScaler("cpu", 2.0**16), GradScaler("cpu", 2.0**3)) == train(off, off)
+
+
+def test_accumulation_penalty_and_clipping_as_without_scaling() -> None:
+    def train(scaler: GradScaler) -> list[float]:
+        param = weight(1.0, 2.0)
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for factor in (1.0, 3.0):
+                loss = (param.sin() * factor).sum()
+                (grad,) = torch.autograd.grad(scaler.scale(loss), param, create_graph=True)
+                grad = grad / scaler.get_scale()
+                scaler.scale(loss + grad.pow(2).sum().sqrt()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([param], 0.25)
+            scaler.step(optimizer)
+            scaler.update()
+        return param.tolist()
+
+    assert train(GradScaler("cpu", 2.0**10)) == train(GradScaler("cpu", enabled=False))
+
+
+def test_no_memory_of_a_gradient_outlives_update() -> None:
+    scaler, optimizer, _ = ready()
+    scaler.unscale_(optimizer)
+    assert scaler._unscaled
+    scaler.step(optimizer)
+    scaler.update()
+    assert isinstance(scaler._unscaled, gradients.Ledger)
+    assert not scaler._unscaled

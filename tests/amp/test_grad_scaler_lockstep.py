@@ -1,0 +1,232 @@
+"""Random programs, run into torch's scaler and ours: after every call the same bits, or the same kind of refusal."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import castwise
+
+FAULTS = {"inf": math.inf, "nan": math.nan, "huge": 1e38, "big": 3e19, "tiny": 1e-42, "none": None}
+
+
+class World:
+    """A scaler with five optimizers: for-loop, foreach over mixed dtypes, fused, sparse, and one with fp16 weights."""
+
+    def __init__(self, scaler_class: type[Any], init_scale: float, interval: int) -> None:
+        self.scaler_class = scaler_class
+        self.scaler = self.new_scaler(init_scale, interval)
+        draw = torch.Generator().manual_seed(0)
+
+        def parameters(*dtypes: torch.dtype) -> list[torch.nn.Parameter]:
+            return [torch.nn.Parameter(torch.randn(3, 2, generator=draw).to(dtype)) for dtype in dtypes]
+
+        single, half, double = torch.float32, torch.bfloat16, torch.float64
+        self.params = [
+            parameters(single, single),
+            parameters(single, half, double),
+            parameters(single, double),
+            parameters(single),
+            parameters(torch.float16),
+        ]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(self.params[0], lr=0.1, momentum=0.9, foreach=False),
+            torch.optim.AdamW(self.params[1], lr=0.1, foreach=True),
+            torch.optim.AdamW(self.params[2], lr=0.1, fused=True),
+            torch.optim.SparseAdam(self.params[3], lr=0.1),
+            torch.optim.SGD(self.params[4], lr=0.1),
+        ]
+
+    def new_scaler(self, init_scale: float, interval: int) -> Any:
+        return self.scaler_class("cpu", init_scale=init_scale, growth_interval=interval)
+
+    def backward(self, which: int, fault: str, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        losses = []
+        for param in self.params[which]:
+            factor = torch.randn(3, 2, generator=draw)
+            if FAULTS[fault] is not None:
+                factor[1, 0] = FAULTS[fault]
+            if which == 3:
+                rows = torch.nn.functional.embedding(torch.tensor([0, 2, 2]), param, sparse=True)
+                losses.append((rows * factor).sum())
+            else:
+                losses.append((param * factor.to(param.dtype)).sum().float())
+        self.scaler.scale(sum(losses)).backward()
+
+    def zero_grad(self, which: int, set_to_none: bool) -> None:
+        self.optimizers[which].zero_grad(set_to_none)
+
+    def unscale(self, which: int) -> None:
+        self.scaler.unscale_(self.optimizers[which])
+
+    def step(self, which: int) -> Any:
+        return self.scaler.step(self.optimizers[which])
+
+    def update(self, new_scale: float | None) -> None:
+        self.scaler.update(new_scale)
+
+    def update_tensor(self, new_scale: float) -> None:
+        self.scaler.update(torch.tensor(new_scale))
+
+    def clip(self, which: int) -> torch.Tensor:
+        grads = [param for param in self.params[which] if param.grad is not None and not param.grad.is_sparse]
+        return torch.nn.utils.clip_grad_norm_(grads, 0.5)
+
+    def reload(self, through_file: bool) -> dict[str, Any]:
+        state = self.scaler.state_dict()
+        if through_file:
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        self.scaler.load_state_dict(state)
+        return state
+
+    def restart(self) -> None:
+        state = self.scaler.state_dict()
+        self.scaler = self.new_scaler(1.0, 7)
+        self.scaler.load_state_dict(state)
+
+    def unpickle(self) -> None:
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+
+    def deepcopy(self) -> None:
+        self.scaler = copy.deepcopy(self.scaler)
+
+    def settings(self, growth: float, backoff: float, interval: int) -> None:
+        self.scaler.set_growth_factor(growth)
+        self.scaler.set_backoff_factor(backoff)
+        self.scaler.set_growth_interval(interval)
+
+    def facts(self) -> list[Any]:
+        """Everything that can be seen of this world, as bits."""
+        scaler = self.scaler
+        seen: list[Any] = [
+            scaler.get_scale(),
+            scaler._get_growth_tracker(),
+            scaler.state_dict(),
+            bits(scaler._scale),
+            bits(scaler._growth_tracker),
+        ]
+        for params, optimizer in zip(self.params, self.optimizers, strict=True):
+            seen += [[bits(param.detach()), bits(param.grad)] for param in params]
+            seen += [[bits(value) for value in state.values()] for state in optimizer.state.values()]
+            entry = scaler._per_optimizer_states.get(id(optimizer))
+            if entry is not None:
+                found = any(found_inf.item() for found_inf in entry["found_inf_per_device"].values())
+                seen.append((entry["stage"].name, found))
+            seen += [hasattr(optimizer, "grad_scale"), hasattr(optimizer, "found_inf")]
+        return seen
+
+
+def bits(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_sparse:
+        return bits(value._indices()), bits(value._values())
+    return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+WHICH = st.integers(0, 4)
+FINITE_SCALE = st.sampled_from([2.0**-3, 1.0, 3.0, 1024.0, 2.0**24])
+ACTIONS = st.one_of(
+    st.tuples(st.just("backward"), WHICH, st.sampled_from([*FAULTS, "none", "none", "none"]), st.integers(0, 99)),
+    st.tuples(st.just("zero_grad"), WHICH, st.booleans()),
+    st.tuples(st.just("unscale"), WHICH),
+    st.tuples(st.just("step"), WHICH),
+    st.tuples(st.just("step"), WHICH),
+    st.tuples(st.just("update"), st.none()),
+    st.tuples(st.just("update"), st.none()),
+    st.tuples(st.just("update"), FINITE_SCALE),
+    st.tuples(st.just("update_tensor"), FINITE_SCALE),
+    st.tuples(st.just("clip"), WHICH),
+    st.tuples(st.just("reload"), st.booleans()),
+    st.tuples(st.just("restart")),
+    st.tuples(st.just("unpickle")),
+    st.tuples(st.just("deepcopy")),
+    st.tuples(
+        st.just("settings"), st.sampled_from([1.5, 2.0]), st.sampled_from([0.5, 0.3]), st.sampled_from([1, 2, 5])
+    ),
+)
+ITERATION = st.tuples(WHICH, st.sampled_from(sorted(FAULTS)), st.integers(0, 99), st.booleans(), st.booleans()).map(
+    lambda drawn: [
+        ("zero_grad", drawn[0], drawn[3]),
+        ("backward", drawn[0], drawn[1], drawn[2]),
+        *([("unscale", drawn[0]), ("clip", drawn[0])] if drawn[4] else []),
+        ("step", drawn[0]),
+        ("update", None),
+    ]
+)
+PROGRAMS = st.lists(st.one_of(ITERATION, ITERATION, ACTIONS.map(lambda action: [action])), min_size=2, max_size=14).map(
+    lambda parts: list(itertools.chain.from_iterable(parts))
+)
+
+
+def outcome(world: World, name: str, arguments: list[Any]) -> tuple[Any, str]:
+    """Return the result as bits, or the kind of refusal and its text."""
+    try:
+        return bits(getattr(world, name)(*arguments)), ""
+    except (RuntimeError, ValueError, AssertionError) as refusal:
+        # torch asserts where we raise RuntimeError.
+        return RuntimeError if isinstance(refusal, AssertionError) else type(refusal), str(refusal)
+
+
+def deliberately_different(theirs: World, refusal: str) -> str | None:
+    """Name the documented difference that the last action ran into, if it did."""
+    if "No inf checks were recorded" in refusal and any(
+        not entry["found_inf_per_device"] and entry["stage"].name != "READY"
+        for entry in theirs.scaler._per_optimizer_states.values()
+    ):
+        return "an optimizer without gradients"
+    for params, optimizer in zip(theirs.params, theirs.optimizers, strict=True):
+        entry = theirs.scaler._per_optimizer_states.get(id(optimizer))
+        if entry is None or entry["stage"].name == "READY":
+            continue
+        finite = not any(found_inf.item() for found_inf in entry["found_inf_per_device"].values())
+        grads = [param.grad.to_dense() for param in params if param.grad is not None]
+        if finite and not all(grad.isfinite().all() for grad in grads):
+            return "unscaling made a gradient infinite"
+    return None
+
+
+@given(PROGRAMS, st.sampled_from([2.0**-2, 1.0, 1024.0, 2.0**16, 2.0**30]), st.sampled_from([1, 2, 3]))
+def test_random_programs_give_the_same_bits_as_torch(program: list[Any], init_scale: float, interval: int) -> None:
+    theirs = World(torch.amp.GradScaler, init_scale, interval)
+    ours = World(castwise.GradScaler, init_scale, interval)
+    for name, *arguments in program:
+        expected, refusal = outcome(theirs, name, arguments)
+        got, _ = outcome(ours, name, arguments)
+        difference = deliberately_different(theirs, refusal)
+        if difference is not None:
+            event(difference)
+            return
+        assert got == expected, (name, arguments)
+        assert ours.facts() == theirs.facts(), (name, arguments)
+    event("ran to the end")
+
+
+def test_the_comparison_sees_a_single_wrong_bit() -> None:
+    theirs, ours = World(torch.amp.GradScaler, 1024.0, 2), World(castwise.GradScaler, 1024.0, 2)
+    for world in (theirs, ours):
+        world.backward(0, "none", 0)
+    ours.params[0][0].grad.view(-1).view(torch.int32)[0] ^= 1
+    assert ours.facts() != theirs.facts()
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_each_fault_does_what_its_name_says(fault: str) -> None:
+    world = World(torch.amp.GradScaler, 2.0**16, 100)
+    world.backward(0, fault, 0)
+    world.step(0)
+    skipped = world.scaler._per_optimizer_states[id(world.optimizers[0])]["found_inf_per_device"]
+    assert bool(sum(skipped.values()).item()) == (fault in {"inf", "nan", "huge"})

@@ -1,0 +1,191 @@
+"""Rules of the whole package: its face, its signatures, what it imports, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+
+SOURCE = Path(castwise.__file__).parent
+ROOMS_THAT_MAY_BE_IMPORTED = {
+    "amp": {"amp"},
+    "cuda": {"cuda", "amp"},
+    "cpu": {"cpu", "amp"},
+    "cli": {"cli", "amp"},
+}
+EXTRAS = ["typer", "rich", "click", "hypothesis", "pytest"]
+
+# Every name that scripts and frameworks find in torch, at the same relative path.
+NAMES = {
+    "": ["autocast", "GradScaler"],
+    "amp": ["autocast", "custom_fwd", "custom_bwd", "is_autocast_available", "GradScaler"],
+    "amp.autocast_mode": [
+        "autocast",
+        "custom_fwd",
+        "custom_bwd",
+        "is_autocast_available",
+        "_cast",
+        "autocast_decorator",
+    ],
+    "amp.grad_scaler": ["GradScaler", "OptState", "_MultiDeviceReplicator", "_refresh_per_optimizer_state"],
+    "cuda.amp": ["autocast", "custom_fwd", "custom_bwd", "GradScaler", "amp_definitely_not_available"],
+    "cuda.amp.autocast_mode": ["autocast", "custom_fwd", "custom_bwd", "_cast"],
+    "cuda.amp.grad_scaler": ["GradScaler", "OptState"],
+    "cuda.amp.common": ["amp_definitely_not_available"],
+    "cpu.amp": ["autocast", "GradScaler"],
+    "cpu.amp.autocast_mode": ["autocast"],
+    "cpu.amp.grad_scaler": ["GradScaler"],
+}
+PLACES = [(module, name) for module, names in NAMES.items() for name in names]
+
+CONTRACT = [
+    *("scale", "unscale_", "step", "update", "get_scale", "is_enabled", "state_dict", "load_state_dict"),
+    *("get_growth_factor", "set_growth_factor", "get_backoff_factor", "set_backoff_factor"),
+    *("get_growth_interval", "set_growth_interval", "_lazy_init_scale_growth_tracker"),
+    *("_check_scale_growth_tracker", "_get_scale_async", "_get_growth_tracker", "_check_inf_per_device"),
+    *("_found_inf_per_device", "_unscale_grads_", "_maybe_opt_step", "__getstate__", "__setstate__", "__init__"),
+]
+ATTRIBUTES = ["_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker", "_per_optimizer_states"]
+
+
+def find(package: Any, module: str, name: str) -> Any:
+    return getattr(importlib.import_module(".".join([package.__name__, *filter(None, [module])])), name)
+
+
+def shape(function: Any) -> list[tuple[str, Any, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
+
+
+def test_the_face() -> None:
+    assert castwise.__all__ == [
+        "GradScaler",
+        "amp",
+        "autocast",
+        "cpu",
+        "cuda",
+        "custom_bwd",
+        "custom_fwd",
+        "is_autocast_available",
+    ]
+    assert all(hasattr(castwise, name) for name in castwise.__all__)
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES)
+def test_every_name_is_where_torch_has_it_with_torchs_signature(module: str, name: str) -> None:
+    theirs, ours = find(torch, module, name), find(castwise, module, name)
+    assert ours is not theirs
+    if inspect.isclass(theirs) and name == "OptState":
+        assert {state.name: state.value for state in ours} == {state.name: state.value for state in theirs}
+        return
+    expected, got = shape(theirs), shape(ours)
+    assert got[: len(expected)] == expected
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in got[len(expected) :])
+
+
+@pytest.mark.parametrize("cls", ["autocast", "GradScaler"])
+def test_every_method_has_torchs_signature(cls: str) -> None:
+    theirs, ours = getattr(torch.amp, cls), getattr(castwise, cls)
+    methods = [name for name, value in vars(theirs).items() if inspect.isfunction(value)]
+    assert len(methods) >= 4
+    for name in methods:
+        assert shape(getattr(ours, name)) == shape(getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("cls", ["autocast", "GradScaler"])
+def test_instances_are_torchs_but_no_member_is(cls: str) -> None:
+    theirs, ours = getattr(torch.amp, cls), getattr(castwise, cls)
+    assert isinstance(ours("cpu"), theirs)
+    own = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"}
+    members = {name for name in vars(theirs) if name not in own and not name.startswith("__static")}
+    members -= {"__firstlineno__"}
+    if cls == "GradScaler":
+        assert set(CONTRACT) <= members
+        assert all(hasattr(ours("cpu"), name) for name in ATTRIBUTES)
+    for name in members:
+        assert inspect.getattr_static(ours, name) is not inspect.getattr_static(theirs, name), name
+
+
+@pytest.mark.parametrize("module", ["cuda", "cpu"])
+def test_deprecated_classes_are_made_of_ours(module: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert isinstance(find(castwise, f"{module}.amp", "GradScaler")(), castwise.GradScaler)
+        assert isinstance(find(castwise, f"{module}.amp", "autocast")(), castwise.autocast)
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"{statement}; import sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_the_import_is_light() -> None:
+    ours = loaded_after("import castwise") - loaded_after("import torch")
+    assert {name for name in ours if name.split(".")[0] != "castwise"} == set()
+
+
+def test_the_test_of_the_light_import_can_fail() -> None:
+    assert {"typer", "rich"} <= loaded_after("import castwise.cli")
+    assert not set(EXTRAS) & loaded_after("import castwise")
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of castwise that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "castwise"}
+
+
+@pytest.mark.parametrize("room", ROOMS_THAT_MAY_BE_IMPORTED)
+def test_the_arrow_of_imports(room: str) -> None:
+    files = list((SOURCE / room).rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imports(path):
+            target = [*name.split("."), "castwise itself"][1]
+            private_to_package = target.startswith("_")
+            face = room == "cli" and target in {"castwise itself", "__version__", *castwise.__all__}
+            assert private_to_package or face or target in ROOMS_THAT_MAY_BE_IMPORTED[room], f"{path}: {name}"
+
+
+def test_every_room_is_under_the_rule() -> None:
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        ROOMS_THAT_MAY_BE_IMPORTED
+    )
+
+
+def test_private_torch_names_are_reached_in_one_place() -> None:
+    allowed = ("torch._foreach_", "torch._amp_")
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "_torch_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                name = ast.unparse(node)
+                is_private = any(part.startswith("_") for part in name.split(".")[1:])
+                assert not is_private or name.startswith(allowed), f"{path}: {name}"
+
+
+def test_torch_amp_is_used_for_isinstance_alone() -> None:
+    for path in (SOURCE / "amp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            assert set(bases).isdisjoint({"torch.amp.GradScaler", "torch.autocast"}) or len(bases) == 1
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.amp", "torch.cuda.amp")):
+                assert ast.unparse(node) in {"torch.amp", "torch.amp.GradScaler"}, f"{path}: {ast.unparse(node)}"
