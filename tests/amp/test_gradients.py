@@ -86,6 +86,10 @@ def test_values_share_memory_with_their_gradients() -> None:
     assert torch.equal(grads[4], torch.full((3,), 0.5, dtype=torch.float64))
 
 
+def test_empty_gradients_are_left_out() -> None:
+    assert by_device([torch.empty(0), torch.empty(2, 0)]) == {}
+
+
 def test_an_expanded_gradient_is_made_writable_which_torch_refuses_to_do() -> None:
     grad = torch.tensor([4.0]).expand(3)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
@@ -168,8 +172,12 @@ class TestLedger:
             (0.0, [id(grad)]),
             (None, [id(other)]),
         ]
+        ledger.renew()
         ledger.clear()
         assert ledger.split([grad]) == [(None, [grad])]
+        ledger.record([grad])
+        grad.mul_(0.5)
+        assert ledger.split([grad])[0][0] == 0.0, "no loss was scaled since it was forgotten"
 
     def test_clipping_does_not_make_it_scaled_again(self) -> None:
         ledger, grad = Ledger(), torch.ones(2)
