@@ -551,3 +551,4 @@ def test_no_memory_of_a_gradient_outlives_update() -> None:
     scaler.update()
     assert isinstance(scaler._unscaled, gradients.Ledger)
     assert not scaler._unscaled
+    assert not scaler._owners
