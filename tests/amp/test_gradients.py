@@ -17,6 +17,13 @@ from castwise.amp.gradients import Ledger, by_device, gradients_of
 CPU = torch.device("cpu")
 
 
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+ROUTES: dict[str, Callable[[list[torch.Tensor], torch.Tensor], None]] = {
+    "CPU": gradients._check_finite,
+    "accelerator": gradients._check_peaks,
+}
+
+
 def optimizer_of(*grads: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.optim.Optimizer:
     params = []
     for grad in grads:
@@ -86,8 +93,27 @@ def test_values_share_memory_with_their_gradients() -> None:
     assert torch.equal(grads[4], torch.full((3,), 0.5, dtype=torch.float64))
 
 
-def test_empty_gradients_are_left_out() -> None:
-    assert by_device([torch.empty(0), torch.empty(2, 0)]) == {}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_empty_gradients_are_finite(dtype: torch.dtype) -> None:
+    empty = torch.empty(2, 0, dtype=dtype)
+    for others in ([], [torch.ones(2, dtype=dtype)], [torch.full((2,), 3e38, dtype=torch.float32).to(dtype)]):
+        for route in ROUTES.values():
+            found_inf = torch.zeros(())
+            route([empty, *others], found_inf)
+            assert bool(found_inf) == any(not other.isfinite().all() for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [1.0, torch.finfo(torch.float16).max, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_gradients_are_judged_like_small_ones(dtype: torch.dtype, value: float, transposed: bool) -> None:
+    values = torch.full((300, 400), torch.finfo(torch.float16).max, dtype=dtype)
+    values[299, 7] = value
+    values = values.t() if transposed else values
+    for route in ROUTES.values():
+        found_inf = torch.zeros(())
+        route([values], found_inf)
+        assert bool(found_inf) == (not math.isfinite(value))
 
 
 def test_an_expanded_gradient_is_made_writable_which_torch_refuses_to_do() -> None:
@@ -97,13 +123,6 @@ def test_an_expanded_gradient_is_made_writable_which_torch_refuses_to_do() -> No
     (copy,) = gradients_of(optimizer_of(grad), allow_fp16=False)
     gradients.unscale_([copy], torch.tensor(0.5), torch.zeros(()))
     assert torch.equal(copy, torch.full((3,), 2.0))
-
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-ROUTES: dict[str, Callable[[list[torch.Tensor], torch.Tensor], None]] = {
-    "CPU": gradients._check_finite,
-    "accelerator": gradients._check_peaks,
-}
 
 
 @pytest.mark.parametrize("route", ROUTES)

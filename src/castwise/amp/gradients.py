@@ -15,6 +15,10 @@ from collections.abc import Iterable
 
 import torch
 
+_HALF = (torch.float16, torch.complex32)
+# Below this many elements a call costs more than its arithmetic, so small tensors are measured by one call.
+_SMALL = 2**16
+
 
 def gradients_of(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[torch.Tensor]:
     """List the gradients of an optimizer's parameters, each tensor once, in the order of the parameters.
@@ -40,7 +44,7 @@ def gradients_of(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[
             grad = param.grad
             if grad is None:
                 continue
-            if grad.dtype is torch.float16 or grad.dtype is torch.complex32:
+            if grad.dtype in _HALF:
                 if not allow_fp16:
                     fp16.append(_name(group, group_index, index, param))
                 elif grad.is_sparse:
@@ -67,24 +71,22 @@ def by_device(grads: Iterable[torch.Tensor]) -> dict[torch.device, list[list[tor
     """Group the values of gradients into lists that one native call can take.
 
     Returns:
-        Per device, lists of non-empty tensors of one real dtype that share memory with the gradients: of a sparse
-        gradient its stored values, of a complex one its real view of shape (..., 2). DTensors are listed apart
-        from plain tensors.
+        Per device, lists of tensors of one real dtype that share memory with the gradients: of a sparse gradient
+        its stored values, of a complex one its real view of shape (..., 2). DTensors are listed apart from plain
+        tensors.
     """
-    devices: dict[torch.device, dict[tuple[torch.dtype, bool], list[torch.Tensor]]] = {}
+    lists: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
     for grad in grads:
-        values = _values(grad)
-        if values.numel():
-            kinds = devices.setdefault(values.device, {})
-            kinds.setdefault((values.dtype, _is_plain(values)), []).append(values)
-    return {device: list(kinds.values()) for device, kinds in devices.items()}
-
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    values: torch.Tensor = grad._values() if grad.is_sparse else grad
-    if values.is_complex():
-        values = torch.view_as_real(values.conj() if values.is_conj() else values)
-    return values
+        values: torch.Tensor = grad._values() if grad.is_sparse else grad
+        dtype = values.dtype
+        if dtype.is_complex:
+            values = torch.view_as_real(values.conj() if values.is_conj() else values)
+            dtype = values.dtype
+        lists.setdefault((values.device, dtype, type(values)), []).append(values)
+    devices: dict[torch.device, list[list[torch.Tensor]]] = {}
+    for (device, _, _), values_of_a_kind in lists.items():
+        devices.setdefault(device, []).append(values_of_a_kind)
+    return devices
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -128,7 +130,7 @@ def _check_finite(values: list[torch.Tensor], found_inf: torch.Tensor) -> None:
         # torch's op knows how to reduce over a DTensor's mesh.
         torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, torch.ones_like(found_inf))
     elif values[0].device.type == "cpu":
-        if not all(map(_is_finite_on_cpu, values)):
+        if not _are_finite_on_cpu(values):
             found_inf.fill_(1.0)
     else:
         _check_peaks(values, found_inf)
@@ -136,11 +138,23 @@ def _check_finite(values: list[torch.Tensor], found_inf: torch.Tensor) -> None:
 
 def _check_peaks(values: list[torch.Tensor], found_inf: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
     """Judge by the largest magnitudes: exact, a few launches for any number of tensors, slow only on a CPU."""
+    values = [tensor for tensor in values if tensor.numel()]  # nothing has no largest magnitude
+    if not values:
+        return
     peaks = torch.stack(torch._foreach_norm(values, math.inf))
     if divisor is not None:
         # Fused kernels compute with fp16 and bf16 gradients in fp32.
         peaks = peaks.to(torch.promote_types(peaks.dtype, torch.float32)) / divisor
     found_inf.masked_fill_(peaks.isfinite().all().logical_not(), 1.0)
+
+
+def _are_finite_on_cpu(values: list[torch.Tensor]) -> bool:
+    small = [tensor for tensor in values if tensor.numel() < _SMALL]
+    if small:
+        norms = torch._foreach_norm(small, 2.0, dtype=torch.promote_types(small[0].dtype, torch.float32))
+        if not torch.stack(norms).isfinite().all() and not all(map(_is_finite_exactly, small)):
+            return False
+    return all(_is_finite_on_cpu(tensor) for tensor in values if tensor.numel() >= _SMALL)
 
 
 def _is_finite_on_cpu(values: torch.Tensor) -> bool:
@@ -150,7 +164,11 @@ def _is_finite_on_cpu(values: torch.Tensor) -> bool:
         probe = torch.dot(flat, flat)
     else:
         probe = values.sum()
-    if math.isfinite(probe.item()):
+    return math.isfinite(probe.item()) or _is_finite_exactly(values)
+
+
+def _is_finite_exactly(values: torch.Tensor) -> bool:
+    if not values.numel():
         return True
     lowest, highest = torch.aminmax(values)
     return math.isfinite(lowest.item()) and math.isfinite(highest.item())

@@ -78,6 +78,8 @@ def check_scale(name: str, value: object) -> float:
 
 def real_number(name: str, value: object) -> float:
     """Return `value` as a float; raise a TypeError unless it is a real number (a bool is none)."""
+    if type(value) is float:  # nearly always, and the abstract base class is slow to ask
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     return float(value)
