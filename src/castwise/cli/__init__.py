@@ -1,0 +1,33 @@
+"""The command line, one file or folder per command.
+
+`import castwise` never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
+user's mistake is one line and exit code 2 (`castwise.cli.errors`), and anything else deserves Python's full
+traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import castwise
+from castwise.cli.demo import command as demo_command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+app.command()(demo_command.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"castwise {castwise.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Mixed-precision training for PyTorch that says what happened to the numbers."""

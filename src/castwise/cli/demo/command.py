@@ -1,0 +1,130 @@
+"""The command itself: options in, exit code out. Everything a user can do wrong ends here as one line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from castwise.cli.demo.comparison import compare, verdicts, write_summary
+from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.cli.demo.display import display_for
+from castwise.cli.demo.gpt import SIZES
+from castwise.cli.demo.hardware import choose_device, emulated_precisions, make_deterministic
+from castwise.cli.demo.run_folder import SETTINGS, create_run_folder, read_settings
+from castwise.cli.demo.settings import DEFAULT_STEPS, Settings, size_of
+from castwise.cli.demo.table import print_results
+from castwise.cli.errors import UserError
+
+LOG_WIDTH = 120
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def demo(
+    context: typer.Context,
+    data: Annotated[
+        Path | None, typer.Option(help="Text to train on, a file or folder. [default: the standard library]")
+    ] = None,
+    preset: Annotated[str, typer.Option(metavar=f"[{'|'.join(SIZES)}]", help="Size of the model.")] = "tiny",
+    steps: Annotated[int, typer.Option(help="Steps of each of the six trainings.")] = DEFAULT_STEPS,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
+    seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the results of runs.")] = Path("runs"),
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a run to go on with, runs/<time>; its settings stay as they are."),
+    ] = None,
+) -> None:
+    """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
+
+    Takes about two minutes on two CPU cores.
+
+    Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
+    done, and 130 after Ctrl-C.
+    """
+    console = _console()
+    folder = resume
+    try:
+        if folder is None:
+            settings, corpus = _new(data, preset, steps, device, seed, checkpoint_every)
+            folder = create_run_folder(out, settings.to_json())
+        else:
+            _refuse_other_options(context)
+            settings, corpus = _reopen(folder)
+        identical = _run(console, folder, settings, corpus)
+    except UserError as error:
+        typer.echo(f"castwise demo: {error}", err=True)
+        raise typer.Exit(USER_ERROR) from error
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
+        advice = f"continue with: castwise demo --resume {folder}" if folder else "nothing was written yet"
+        typer.echo(f"castwise demo: stopped; {advice}", err=True)
+        raise typer.Exit(INTERRUPTED) from interrupt
+    raise typer.Exit(0 if identical else 1)
+
+
+def _console() -> Console:
+    """Prints what it is given: a path may well hold what rich takes for markup."""
+    width = None if sys.stdout.isatty() else LOG_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def _new(
+    data: Path | None, preset: str, steps: int, device: str | None, seed: int, checkpoint_every: int
+) -> tuple[Settings, Corpus]:
+    context = size_of(preset).context
+    chosen = choose_device(device)
+    corpus = Corpus(read_text(data), context)
+    settings = Settings(
+        data=None if data is None else str(data.resolve()),
+        preset=preset,
+        steps=steps,
+        device=str(chosen),
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        threads=torch.get_num_threads(),
+        emulated=emulated_precisions(chosen),
+        text_digest=corpus.digest,
+    )
+    return settings, corpus
+
+
+def _reopen(folder: Path) -> tuple[Settings, Corpus]:
+    settings = Settings.from_json(read_settings(folder), source=str(folder / SETTINGS))
+    data = None if settings.data is None else Path(settings.data)
+    corpus = Corpus(read_text(data), size_of(settings.preset).context)
+    if corpus.digest != settings.text_digest:
+        source = settings.data or "the standard library"
+        raise UserError(f"the text of {source} has changed since {folder} was started: start a new run")
+    choose_device(settings.device)
+    return settings, corpus
+
+
+def _refuse_other_options(context: typer.Context) -> None:
+    """A resumed run has its settings already; to take others in silence would be a different run."""
+    given = []
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name != "resume" and source is not None and source.name == "COMMANDLINE":
+            given.append("--" + name.replace("_", "-"))
+    if given:
+        raise UserError(f"--resume takes its settings from the run's folder: leave out {', '.join(given)}")
+
+
+def _run(console: Console, folder: Path, settings: Settings, corpus: Corpus) -> bool:
+    """Train, print and write the outcome; returns whether all pairs are identical."""
+    torch.set_num_threads(settings.threads)
+    make_deterministic(torch.device(settings.device))
+    source = settings.data or "Python's standard library"
+    console.print(f"{corpus.n_bytes:,} bytes of {source}, {settings.device}, writing to {folder}", soft_wrap=True)
+    results = compare(folder, settings, corpus, display_for(console))
+    write_summary(folder, settings, results)
+    print_results(console, settings, results)
+    console.print(f"results: {folder}", soft_wrap=True)
+    return all(verdicts(results).values())

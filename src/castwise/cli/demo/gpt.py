@@ -1,0 +1,106 @@
+"""A byte-level GPT, kept plain: the demo is about precision, so the model is what every reader knows already.
+
+There is no dropout: training draws no random numbers, and so a resumed run needs no random state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from torch import Tensor, nn
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and its batches are.
+
+    Args:
+        layers: Transformer blocks.
+        heads: Attention heads of a block; divides `width`.
+        width: Features of one token.
+        context: Tokens (bytes) that the model sees at once.
+        batch: Sequences of one step.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one step trains on."""
+        return self.batch * self.context
+
+
+SIZES = {
+    "tiny": Size(layers=2, heads=4, width=256, context=128, batch=8),
+    "small": Size(layers=6, heads=8, width=384, context=256, batch=16),
+}
+
+# For a precision that the CPU has no units for: a step of `tiny` would take seconds there.
+EMULATED = Size(layers=1, heads=2, width=32, context=64, batch=4)
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each normalised before and added after (pre-LN, as in GPT-2)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm_attention = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.projection = nn.Linear(size.width, size.width)
+        self.norm_mlp = nn.LayerNorm(size.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map features of shape (batch, context, width) to features of the same shape."""
+        x = x + self._attention(self.norm_attention(x))
+        mlp: Tensor = self.mlp(self.norm_mlp(x))
+        return x + mlp
+
+    def _attention(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class GPT(nn.Module):
+    """The next byte from the bytes before it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.token = nn.Embedding(BYTES, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, BYTES)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (batch, context), int64, to logits (batch, context, 256)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        features = self.blocks(self.token(tokens) + self.position(positions))
+        logits: Tensor = self.head(self.norm(features))
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte, a scalar."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    """Draw weights as GPT-2 does: with torch's defaults the first loss is far above ln 256."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
