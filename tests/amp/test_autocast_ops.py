@@ -1,0 +1,103 @@
+"""Every op on torch's own lists gives the same bits and dtypes under our region as under torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+import castwise
+
+# This import of torch's loads a hypothesis profile of its own, for all tests of this process.
+_profile = hypothesis.settings.get_current_profile_name()
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists  # noqa: E402
+
+hypothesis.settings.load_profile(_profile)
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def ops_of(lists: Any) -> list[tuple[str, Any]]:
+    """All entries, each with the name of its list."""
+    found = []
+    for name, entries in sorted(vars(lists).items()):
+        if isinstance(entries, list) and entries and isinstance(entries[0], tuple):
+            found += [(name, entry) for entry in entries]
+    return found
+
+
+def call(name: str, entry: Any) -> list[Any]:
+    """Run an entry (op, arguments, options...) wherever it is found: in torch, torch.nn.functional, or on a tensor."""
+    op, arguments, *rest = entry
+    keywords = next((extra for extra in rest if isinstance(extra, dict)), {})
+    if not isinstance(arguments, tuple):
+        arguments = (arguments,)
+    outputs = []
+    places = [torch.Tensor] if name.startswith("methods") else [torch, torch._C._nn, torch.nn.functional, torch.Tensor]
+    for place in places:
+        function = getattr(place, op, None)
+        if function is not None:
+            torch.manual_seed(0)
+            outputs.append(function(*arguments, **keywords))
+            break
+    else:
+        raise AssertionError(f"torch has no {op}, which {name} lists")
+    return outputs
+
+
+def outcome(region: Any, device: str, dtype: torch.dtype, name: str, entry: Any) -> Any:
+    with region(device, dtype=dtype):
+        try:
+            return bits(call(name, entry))
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            return type(error), str(error)
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # uint8 compares NaN with NaN, and -0.0 with 0.0, as bits.
+        return value.dtype, tuple(value.shape), value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, (list, tuple)):
+        return [bits(part) for part in value]
+    return value
+
+
+CPU_OPS = ops_of(AutocastCPUTestLists(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("index", range(len(CPU_OPS)), ids=lambda index: f"{CPU_OPS[index][0]}-{CPU_OPS[index][1][0]}")
+def test_ops_on_a_cpu(index: int, dtype: torch.dtype) -> None:
+    name, entry = CPU_OPS[index]
+    expected = outcome(torch.autocast, "cpu", dtype, name, entry)
+    assert outcome(castwise.autocast, "cpu", dtype, name, entry) == expected
+
+
+def test_the_lists_are_the_whole_of_torchs() -> None:
+    assert {"torch_16", "nn_16", "torch_fp32", "nn_fp32", "torch_need_autocast_promote"} <= {n for n, _ in CPU_OPS}
+    assert len(CPU_OPS) > 40
+
+
+def test_most_ops_run_and_regions_change_what_they_do() -> None:
+    ran = changed = 0
+    for name, entry in CPU_OPS:
+        inside = outcome(castwise.autocast, "cpu", torch.bfloat16, name, entry)
+        outside = outcome(lambda *_, **__: torch.enable_grad(), "cpu", torch.bfloat16, name, entry)
+        ran += isinstance(inside, list)
+        changed += inside != outside
+    assert ran == len(CPU_OPS)
+    assert changed > 0.5 * len(CPU_OPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_ops_on_a_gpu(dtype: torch.dtype) -> None:
+    lists = AutocastTestLists(torch.device("cuda"))
+    different = []
+    for name, entry in ops_of(lists):
+        expected = outcome(torch.autocast, "cuda", dtype, name, entry)
+        if outcome(castwise.autocast, "cuda", dtype, name, entry) != expected:
+            different.append((name, entry[0]))
+    assert different == []
