@@ -108,13 +108,13 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         cache_enabled: bool | None = None,
     ) -> None:
         _check_device_type(device_type)
+        if not (jit_internal.is_scripting() or _has_autocast(device_type)):
+            raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
         self.device = device_type
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if jit_internal.is_scripting():
             self._enabled = enabled
             return
-        if not is_autocast_available(device_type):
-            raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
         if not isinstance(self.fast_dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
         self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
@@ -180,6 +180,13 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
+
+
+def _has_autocast(device_type: str) -> bool:
+    try:
+        return is_autocast_available(device_type)
+    except RuntimeError:  # torch cannot even read it as a device
+        return False
 
 
 def _can_autocast(device_type: str, dtype: torch.dtype) -> bool:

@@ -1,0 +1,305 @@
+"""`autocast`, entry by entry: what a region sets, what it puts back, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+from castwise.amp.autocast_mode import autocast, autocast_decorator, is_autocast_available
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def state() -> tuple[Any, ...]:
+    """All of this thread's autocast state."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    devices = ("cpu", "cuda", "xpu")
+    switches = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return (*switches, torch.is_autocast_cache_enabled(), nesting)
+
+
+@pytest.fixture(autouse=True)
+def the_state_is_restored() -> Iterator[None]:
+    before = state()
+    yield
+    assert state() == before
+
+
+def cpu() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def product_dtype() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def test_a_region_sets_all_four_switches_and_puts_them_back() -> None:
+    before = state()
+    with autocast("cpu", dtype=FP16, cache_enabled=False) as region:
+        assert isinstance(region, autocast)
+        assert cpu() == (True, FP16)
+        assert state()[-2:] == (False, before[-1] + 1)
+        assert product_dtype() is FP16
+    assert state() == before
+    assert product_dtype() is FP32
+
+
+def test_regions_nest_in_every_mixture() -> None:
+    with autocast("cpu", dtype=BF16):
+        with autocast("cpu", dtype=FP16):
+            assert product_dtype() is FP16
+            with autocast("cpu", enabled=False):
+                assert product_dtype() is FP32
+                with autocast("cpu"):
+                    assert product_dtype() is FP16, "the dtype defaults to the thread's present one"
+            assert product_dtype() is FP16
+        assert product_dtype() is BF16
+
+
+def test_the_caches_switch_is_inherited_by_default() -> None:
+    with autocast("cpu", cache_enabled=False), autocast("cpu"):
+        assert not torch.is_autocast_cache_enabled()
+        with autocast("cpu", cache_enabled=True):
+            assert torch.is_autocast_cache_enabled()
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_casts_are_kept_until_the_outermost_region_ends() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with autocast("cpu"):
+        with autocast("cpu"):
+            torch.mm(x, weight)
+        weight.data.mul_(2)
+        assert torch.mm(x, weight).sum().item() == 8.0, "the cast of the inner region is kept"
+    with autocast("cpu"):
+        assert torch.mm(x, weight).sum().item() == 16.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, None])
+def test_one_region_entered_again_while_active_puts_back_what_torch_forgets(dtype: torch.dtype | None) -> None:
+    before = state()
+    theirs = torch.autocast("cpu", dtype=dtype)
+    with theirs, theirs:
+        pass
+    assert torch.is_autocast_enabled("cpu"), "torch is right now; this test and the README can go"
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_dtype("cpu", before[0][1])
+    ours = autocast("cpu", dtype=dtype)
+    with ours, autocast("cpu", enabled=False), ours:
+        with ours:
+            assert cpu()[0]
+        assert cpu()[0]
+    assert state() == before
+
+
+def test_one_region_shared_by_threads_gives_each_its_own_state_back() -> None:
+    region = autocast("cpu", dtype=FP16)
+    barrier = threading.Barrier(4)
+    seen: list[Any] = []
+
+    def work(outer: torch.dtype | None) -> None:
+        with autocast("cpu", dtype=outer or BF16, enabled=outer is not None):
+            before = cpu()
+            for _ in range(20):
+                barrier.wait()
+                with region:
+                    barrier.wait()
+                    seen.append(cpu() == (True, FP16))
+                barrier.wait()
+                seen.append(cpu() == before)
+
+    threads = [threading.Thread(target=work, args=(outer,)) for outer in (None, BF16, FP16, None)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 160
+    assert region._outer == {}
+
+
+def test_a_new_thread_starts_outside() -> None:
+    seen: list[Any] = []
+    with autocast("cpu"):
+        thread = threading.Thread(target=lambda: seen.append(cpu()))
+        thread.start()
+        thread.join()
+    assert seen == [(False, BF16)]
+
+
+def test_a_decorated_function_runs_inside_and_is_still_itself() -> None:
+    @autocast("cpu", dtype=FP16)
+    def forward(x: torch.Tensor, *, twice: bool) -> Any:
+        """Doc."""
+        return cpu(), twice
+
+    assert forward(torch.ones(1), twice=True) == ((True, FP16), True)
+    assert forward.__doc__ == "Doc."
+    assert list(inspect.signature(forward).parameters) == ["x", "twice"]
+    assert autocast_decorator(autocast("cpu"), cpu)() == (True, BF16)
+
+
+def test_a_decorated_function_that_calls_itself() -> None:
+    @autocast("cpu", dtype=FP16)
+    def depth(n: int) -> int:
+        assert cpu() == (True, FP16)
+        result = n if n == 0 else depth(n - 1) + 1
+        assert cpu() == (True, FP16)
+        return result
+
+    assert depth(5) == 5
+
+
+def test_what_cannot_be_called_cannot_be_decorated() -> None:
+    with pytest.raises(TypeError, match=r"decorates a function, got int; .*`with autocast\(...\):`"):
+        autocast("cpu")(3)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_the_state_comes_back_after_an_exception(error: type[BaseException]) -> None:
+    before = state()
+
+    @autocast("cpu", dtype=FP16)
+    def fail() -> None:
+        with autocast("cpu", enabled=False, cache_enabled=False):
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert state() == before
+
+
+@pytest.mark.parametrize("ending", ["exhausted", "closed", "deleted", "thrown into"])
+def test_the_state_comes_back_when_a_generator_ends(ending: str) -> None:
+    before = state()
+
+    def generate() -> Iterator[torch.dtype]:
+        with autocast("cpu", dtype=FP16):
+            yield product_dtype()
+            yield product_dtype()
+
+    generator = generate()
+    assert next(generator) is FP16
+    if ending == "exhausted":
+        assert list(generator) == [FP16]
+    elif ending == "closed":
+        generator.close()
+    elif ending == "deleted":
+        del generator
+    else:
+        with pytest.raises(ValueError, match="x"):
+            generator.throw(ValueError("x"))
+    assert state() == before
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+BAD = [
+    (
+        (torch.device("cpu"),),
+        ValueError,
+        "device_type must be a string such as 'cuda' or 'cpu', got device(type='cpu')",
+    ),
+    ((None,), ValueError, "device_type must be a string such as 'cuda' or 'cpu', got None"),
+    (("vulkan",), RuntimeError, "torch has no autocast for device_type 'vulkan'"),
+    (("warp drive",), RuntimeError, "torch has no autocast for device_type 'warp drive'"),
+    (("cpu", "bfloat16"), TypeError, "dtype must be a torch.dtype such as torch.bfloat16, got 'bfloat16'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+def test_arguments_that_make_no_region(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        autocast(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(error), torch.autocast(*arguments):
+            pass
+
+
+def warned(region: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = region(*arguments, **keywords)
+    return made._enabled, made.fast_dtype, made.device, [(w.category, w.filename == __file__) for w in caught]
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int32, torch.complex64, BF16, FP16, None])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "hpu"])
+def test_availability_and_dtypes_are_checked_as_torch_does(device: str, dtype: Any, enabled: bool) -> None:
+    if not is_autocast_available(device):
+        pytest.skip("torch has no autocast for it")
+    expected = warned(torch.autocast, device, dtype, enabled)
+    assert warned(autocast, device, dtype, enabled) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_the_words_of_the_warnings() -> None:
+    with pytest.warns(UserWarning, match=r"^CUDA is not available .*Disabling autocast\.$"):
+        autocast("cuda")
+    message = "autocast on 'cpu' supports torch.bfloat16, torch.float16, got torch.float32. Disabling autocast."
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        autocast("cpu", dtype=FP32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "vulkan", "meta"])
+def test_availability_is_what_torch_says(device: str) -> None:
+    assert castwise.is_autocast_available(device) == torch.amp.is_autocast_available(device)
+
+
+def test_an_unknown_backend_has_to_say_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castwise.amp.autocast_mode.privateuse1_backend_name", lambda: "cpu")
+    monkeypatch.setattr(torch, "cpu", object())
+    with pytest.raises(RuntimeError, match="backend 'cpu' does not say what it can autocast to: register its module"):
+        autocast("cpu")
+    backend = type("backend", (), {"get_amp_supported_dtype": staticmethod(lambda: [FP16])})
+    monkeypatch.setattr(torch, "cpu", backend)
+    assert autocast("cpu", dtype=FP16)._enabled
+    with pytest.warns(UserWarning, match="supports torch.float16, got torch.bfloat16"):
+        assert not autocast("cpu", dtype=BF16)._enabled
+
+
+# -- TorchScript ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_happens_while_torchscript_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state()
+    monkeypatch.setattr("torch._jit_internal.is_scripting", lambda: True)
+    region = autocast("cpu", dtype=FP16)
+    assert region(cpu) is cpu
+    with region:
+        assert state() == before
+
+
+def test_a_scripted_region_fails_rather_than_run_in_fp32() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((RuntimeError, torch.jit.frontend.FrontendError)):
+            torch.jit.script(forward)
+        with pytest.raises((RuntimeError, torch.jit.frontend.FrontendError), match="cannot be scripted"):
+            torch.jit.script(autocast("cpu")(forward))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_is_made_as_under_torchs_region() -> None:
+    linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    outputs = []
+    for region in (torch.autocast, autocast):
+        with region("cpu", cache_enabled=False), torch.no_grad():
+            outputs.append(torch.jit.trace(linear, x)(x))
+    assert outputs[0].dtype is outputs[1].dtype is BF16
+    assert torch.equal(*outputs)
