@@ -16,11 +16,15 @@ from torch import _jit_internal as jit_internal
 from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
+from torch._C._dynamo import eval_frame
 
 __all__ = [
+    "after_tracing",
     "is_autocast_available",
     "is_torch_function_mode_enabled",
     "jit_internal",
+    "never_traced",
+    "only_inlined",
     "privateuse1_backend_name",
     "record_enter_autocast",
     "record_exit_autocast",
@@ -38,6 +42,40 @@ def run_while_tracing(function: _Run) -> _Run:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def only_inlined(function: _Function) -> _Function:
+    """Keep Dynamo from compiling a function for itself, as it does with every call after a graph break.
+
+    Within a function that is compiled it is traced all the same.
+    """
+    _skip(function, eval_frame._FrameAction.DEFAULT)
+    return function
+
+
+def never_traced(function: _Function) -> _Function:
+    """Keep Dynamo away from a function and from all that it calls: a call of it is a graph break.
+
+    `torch.compiler.disable` does the same but imports all of Dynamo.
+    """
+    _skip(function, eval_frame._FrameAction.SKIP)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def _skip(function: Callable[..., Any], callees: eval_frame._FrameAction) -> None:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, callees)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def after_tracing(function: Callable[[], None]) -> None:
+    """Let Dynamo, which is tracing, call a function when it ends or gives up; the last one comes first."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    InstructionTranslator.current_tx().output.add_cleanup_hook(function)
 
 
 def _exporting_mode() -> Any:

@@ -37,8 +37,17 @@ def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
 
 
 @_torch_private.run_while_tracing
-def prepare() -> None:
-    """Tell Dynamo about `enter` and `leave`, which cannot be done before somebody has imported it."""
+def prepare(device_type: str) -> None:
+    """Tell Dynamo about `enter` and `leave`, and what to put back if it stops before it meets the `leave`.
+
+    The first cannot be done earlier: somebody has to have imported Dynamo.
+    """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
         torch.fx.node.has_side_effect(function)
+    outer = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    _torch_private.after_tracing(lambda: _switch(device_type, *outer))

@@ -39,6 +39,7 @@ from typing_extensions import Self
 from castwise._torch_private import (
     is_torch_function_mode_enabled,
     jit_internal,
+    only_inlined,
     privateuse1_backend_name,
     record_enter_autocast,
     record_exit_autocast,
@@ -100,6 +101,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         torch.bfloat16
     """
 
+    @only_inlined
     def __init__(
         self,
         device_type: str,
@@ -122,6 +124,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         # By thread: enabled, dtype and cache outside of the region, and the same of an earlier entry still active.
         self._outer: dict[int, tuple[bool, torch.dtype, bool, Any]] = {}
 
+    @only_inlined
     def __enter__(self) -> Self:
         if jit_internal.is_scripting():
             return self
@@ -134,7 +137,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             self._outer.get(thread),
         )
         if thread == 0:
-            _traced_region.prepare()
+            _traced_region.prepare(device)
             _traced_region.enter(device, self._enabled, self.fast_dtype, self._cache_enabled)
             return self
         set_autocast_enabled(device, self._enabled)
@@ -145,6 +148,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             record_enter_autocast((device, self.fast_dtype, self._enabled, self._cache_enabled))
         return self
 
+    @only_inlined
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
         if jit_internal.is_scripting():
             return None

@@ -3,6 +3,8 @@
 What the gradients are and how they are unscaled is in `gradients`, how the scale moves in `schedules`. Attributes
 with a leading underscore that torch's class has as well keep its names and meaning: subclasses and frameworks use
 them, down to replacing `_unscale_grads_` on an instance.
+
+Under `torch.compile` only `scale` is traced; the rest looks at optimizers and gradients as they are, and runs eagerly.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, overload
 
 import torch
 
+from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp import gradients
 from castwise.amp.devices import amp_definitely_not_available
@@ -191,6 +194,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- unscaling and stepping ---------------------------------------------------------------------------------
 
+    @never_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note if any is not finite.
 
@@ -260,6 +264,7 @@ class GradScaler(torch.amp.GradScaler):
         grad_scale = getattr(optimizer, "grad_scale", None)
         return scale if grad_scale is None else scale * grad_scale
 
+    @never_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer on unscaled gradients, unless they are not finite: then nothing but the skip is noted.
 
@@ -338,6 +343,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unscaled.record(grads, unless=None if unscaled else found_inf)
         return returned
 
+    @never_traced
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         """Note whether an optimizer could step on gradients divided by the scale, without writing them."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -364,6 +370,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- moving the scale ---------------------------------------------------------------------------------------
 
+    @never_traced
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """End an iteration: move the scale by what its steps met, once for all optimizers.
 
@@ -409,6 +416,7 @@ class GradScaler(torch.amp.GradScaler):
     def _get_scale_async(self) -> torch.Tensor | None:
         return self._scale
 
+    @never_traced
     def get_scale(self) -> float:
         """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
         if not self._enabled:
@@ -440,6 +448,7 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of finite steps after which the scale grows; checked as in the constructor."""
         self._growth_interval = Dynamic(growth_interval=new_interval).growth_interval
 
+    @never_traced
     def _get_growth_tracker(self) -> int:
         if not self._enabled:
             return 0
@@ -449,6 +458,7 @@ class GradScaler(torch.amp.GradScaler):
         """Say whether this scaler scales; False also if it was made for CUDA where there is none."""
         return self._enabled
 
+    @never_traced
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, in the format of torch's scaler; empty when disabled. Syncs with the device.
 
@@ -465,6 +475,7 @@ class GradScaler(torch.amp.GradScaler):
             "_growth_tracker": self._get_growth_tracker(),
         }
 
+    @never_traced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
 

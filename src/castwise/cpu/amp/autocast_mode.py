@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from castwise import amp
+from castwise._torch_private import only_inlined
 from castwise._warnings import warn
 
 __all__ = ["autocast"]
@@ -17,6 +18,7 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
         FutureWarning: Always.
     """
 
+    @only_inlined
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
         warn(
             "castwise.cpu.amp.autocast(...) is deprecated: use castwise.autocast('cpu', ...)",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from castwise import amp
+from castwise._torch_private import only_inlined
 from castwise._warnings import warn
 from castwise.amp import autocast_mode
 
@@ -20,6 +21,7 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
         FutureWarning: Always.
     """
 
+    @only_inlined
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         _warn("autocast(...)", "castwise.autocast('cuda', ...)")
         super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

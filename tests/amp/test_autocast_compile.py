@@ -1,0 +1,229 @@
+"""Regions under `torch.compile` and `torch.export`: no graph break, torch's bits, and the thread left as it was."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DECORATED = castwise.autocast("cpu", dtype=BF16)
+READY = castwise.autocast("cpu", dtype=BF16)
+
+
+def state() -> tuple[Any, ...]:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    switches = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+    return (*switches, torch.is_autocast_cache_enabled(), nesting)
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_compiler_and_an_untouched_thread() -> Iterator[None]:
+    torch.compiler.reset()
+    before = state()
+    yield
+    assert state() == before
+
+
+class Net(torch.nn.Module):
+    """Two layers; `run` says where its region is, with torch's or our autocast."""
+
+    def __init__(self, run: Callable[[Any, Any, torch.Tensor], torch.Tensor], library: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.run, self.library = run, library
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, self.library, x)
+
+
+def inside(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.autocast("cpu", dtype=BF16):
+        return net.second(net.first(x).relu())
+
+
+def inside_without_cache(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.autocast("cpu", dtype=BF16, cache_enabled=False):
+        return net.first(net.first(x).relu())
+
+
+def part_of_it(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.autocast("cpu", dtype=FP16):
+        hidden = net.first(x)
+    return net.second(hidden.float()).softmax(-1)
+
+
+def two_dtypes(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.autocast("cpu", dtype=BF16):
+        hidden = net.first(x)
+        with library.autocast("cpu", dtype=FP16):
+            return net.second(hidden).float() + hidden
+
+
+def in_a_checkpoint(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with library.autocast("cpu", dtype=BF16):
+            return net.first(x).relu()
+
+    return net.second(checkpoint(block, x, use_reentrant=False).float())
+
+
+def around_a_checkpoint(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+    with library.autocast("cpu", dtype=BF16):
+        return net.second(checkpoint(net.first, x, use_reentrant=False))
+
+
+PLACES = [inside, inside_without_cache, part_of_it, two_dtypes, in_a_checkpoint, around_a_checkpoint]
+
+
+def results(net: Net, forward: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+    output = forward(x)
+    output.float().sin().sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in net.parameters())]
+    net.zero_grad()
+    return [output.dtype, output.tolist(), [None if grad is None else grad.tolist() for grad in grads]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_region_in_a_compiled_function(place: Any, backend: str) -> None:
+    theirs = Net(place, torch)
+    expected = results(theirs, theirs)
+    ours = Net(place, castwise)
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    assert results(ours, compiled) == expected
+    assert results(ours, compiled) == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_region_disabled_inside_an_enabled_one_in_the_forward(backend: str) -> None:
+    # Forward only: in the backward torch.compile forgets inner regions (pytorch#179804), whoever made them.
+    def place(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+        with library.autocast("cpu", dtype=BF16):
+            hidden = net.first(x)
+            with library.autocast("cpu", enabled=False):
+                return net.second(hidden.float())
+
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    expected = Net(place, torch)(x)
+    got = torch.compile(Net(place, castwise), fullgraph=True, backend=backend)(x)
+    assert got.dtype is torch.float32
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_region_compiled_by_inductor() -> None:
+    theirs, ours = Net(inside, torch), Net(inside, castwise)
+    expected = results(theirs, torch.compile(theirs, fullgraph=True))
+    torch.compiler.reset()
+    assert results(ours, torch.compile(ours, fullgraph=True)) == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("made", ["outside", "as a decorator", "around the call"])
+def test_a_region_made_outside_of_the_compiled_function(made: str, backend: str) -> None:
+    def place(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
+        if made == "outside":
+            with READY:
+                return net.first(x)
+        return decorated(net, x) if made == "as a decorator" else net.first(x)
+
+    @DECORATED
+    def decorated(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.first(x)
+
+    net = Net(place, castwise)
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if made != "around the call":
+            return compiled(x)
+        with castwise.autocast("cpu", dtype=BF16):
+            return compiled(x)
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return net.first(x)
+
+    expected = results(net, reference)
+    assert expected[0] is BF16
+    assert results(net, forward) == expected
+    if made == "around the call":
+        assert compiled(torch.ones(2, 8)).dtype is torch.float32
+
+
+def test_no_graph_breaks_are_counted() -> None:
+    net = Net(two_dtypes, castwise)
+    explanation = torch._dynamo.explain(net)(torch.ones(2, 8))
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_changed_weight_is_used_in_the_next_call(backend: str) -> None:
+    net = Net(inside, castwise)
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+    x = torch.ones(2, 8)
+    before = compiled(x)
+    net.second.bias.data += 64
+    after = compiled(x)
+    assert torch.equal(after, Net.forward(net, x))
+    assert not torch.equal(after, before)
+
+
+def test_a_graph_break_inside_a_region_leaves_the_thread_as_it_was() -> None:
+    before = state()
+
+    @torch.compile(backend="eager")
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=BF16):
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y @ x
+
+    for _ in range(3):
+        assert broken(torch.ones(2, 2)).dtype is BF16
+        assert state() == before
+
+
+def test_an_exception_while_tracing_a_region_leaves_the_thread_as_it_was() -> None:
+    before = state()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=BF16):
+            torch._dynamo.graph_break()
+            return x @ x
+
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            failing(torch.ones(2, 2))
+        assert state() == before
+
+
+def test_a_region_that_warns_breaks_no_graph() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def unsupported(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=torch.float32):
+            return x @ x
+
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        assert unsupported(torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_the_region(strict: bool) -> None:
+    net, x = Net(inside, castwise), torch.linspace(-1, 1, 16).view(2, 8)
+    program = torch.export.export(net, (x,), strict=strict)
+    output = program.module()(x)
+    assert output.dtype is BF16
+    assert torch.equal(output, Net(inside, torch)(x))
+    assert "castwise" not in program.graph_module.code, "the program has to run without castwise"
