@@ -285,3 +285,23 @@ def test_a_one_element_tensor_is_a_new_scale_whatever_its_shape() -> None:
         theirs.update(torch.tensor([2.0]))
     ours.update(torch.tensor([2.0]))
     assert ours.get_scale() == 2.0
+
+
+def test_a_wrong_state_dict_is_neither_accepted_nor_partly_loaded() -> None:
+    good = GradScaler("cpu").state_dict()
+    nan = good | {"scale": math.nan}
+    partial = {name: value for name, value in (good | {"scale": 8.0}).items() if name != "growth_interval"}
+
+    theirs = THEIRS("cpu")
+    theirs.load_state_dict(nan)
+    assert math.isnan(theirs.get_scale())
+    theirs = THEIRS("cpu")
+    with pytest.raises(KeyError):
+        theirs.load_state_dict(partial)
+    assert theirs.get_scale() == 8.0
+
+    ours = GradScaler("cpu")
+    for wrong in (nan, partial):
+        with pytest.raises(ValueError, match="scale|growth_interval"):
+            ours.load_state_dict(wrong)
+        assert ours.state_dict() == good
