@@ -65,7 +65,9 @@ def test_what_is_not_an_optimizer_is_refused() -> None:
 
 
 def test_an_overflow_of_fp16_duplicates_is_found_when_they_are_summed() -> None:
-    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0]).half(), (3,))
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0]).half(), (3,), check_invariants=True
+    )
     optimizer = optimizer_of(grad)
     found_inf = torch.zeros(())
     (values,) = by_device(gradients_of(optimizer, allow_fp16=True))[CPU]
