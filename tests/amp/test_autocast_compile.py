@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -219,6 +223,191 @@ def test_a_region_that_warns_breaks_no_graph() -> None:
         assert unsupported(torch.ones(2, 2)).dtype is torch.float32
 
 
+# -- more ways of writing a region ------------------------------------------------------------------------------------
+
+
+def by_hand(library: Any, x: torch.Tensor) -> Any:
+    region = library.autocast("cpu", dtype=BF16)
+    region.__enter__()
+    product = x @ x
+    region.__exit__(None, None, None)
+    return product, x @ x
+
+
+def in_a_context_manager(library: Any, x: torch.Tensor) -> Any:
+    @contextlib.contextmanager
+    def lowered() -> Iterator[None]:
+        with library.autocast("cpu", dtype=BF16):
+            yield
+
+    with lowered():
+        product = x @ x
+    return product, x @ x
+
+
+def in_a_generator(library: Any, x: torch.Tensor) -> Any:
+    def products() -> Iterator[torch.Tensor]:
+        with library.autocast("cpu", dtype=BF16):
+            yield x @ x
+            yield x @ x
+
+    return [*products(), x @ x]
+
+
+def left_by_an_exception(library: Any, x: torch.Tensor) -> Any:
+    try:
+        with library.autocast("cpu", dtype=BF16):
+            product = x @ x
+            raise ValueError
+    except ValueError:
+        return product, x @ x
+
+
+def entered_again(library: Any, x: torch.Tensor) -> Any:
+    region = library.autocast("cpu", dtype=BF16)
+    with region:
+        first = x @ x
+    with region:
+        return first, x @ x
+
+
+def of_a_function_that_calls_itself(library: Any, x: torch.Tensor) -> Any:
+    def power(n: int) -> torch.Tensor:
+        with library.autocast("cpu", dtype=BF16):
+            return x @ x if n == 0 else power(n - 1) @ x
+
+    return power(2), x @ x
+
+
+def of_three_devices_dtypes_and_caches(library: Any, x: torch.Tensor) -> Any:
+    with library.autocast("cuda", enabled=False), library.autocast("cpu", dtype=FP16, cache_enabled=False):
+        first = x @ x
+        with library.autocast("cpu"):
+            second = x @ x
+            with library.autocast("cpu", enabled=False):
+                return first, second, x @ x
+
+
+SPELLINGS = [by_hand, in_a_context_manager, in_a_generator, left_by_an_exception, entered_again]
+SPELLINGS += [of_a_function_that_calls_itself, of_three_devices_dtypes_and_caches]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.__name__)
+def test_a_spelling_of_a_region_is_compiled_once(spelling: Any) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    expected = spelling(torch, x)
+    compiled = torch.compile(lambda x: spelling(castwise, x), fullgraph=True, backend=backend)
+    for _ in range(3):
+        got = compiled(x)
+        assert [output.dtype for output in got] == [output.dtype for output in expected]
+        assert all(map(torch.equal, got, expected))
+    assert len(graphs) == 1
+
+
+def test_one_region_entered_again_while_active_in_a_compiled_function() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(x: torch.Tensor) -> Any:
+        region = castwise.autocast("cpu", dtype=BF16)
+        with region, castwise.autocast("cpu", enabled=False):
+            with region:
+                first = x @ x
+            second = x @ x
+        return first, second, x @ x
+
+    x = torch.ones(2, 2)
+    assert [output.dtype for output in compiled(x)] == [BF16, torch.float32, torch.float32]
+
+
+def test_a_region_kept_in_a_module() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.region = castwise.autocast("cpu", dtype=FP16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with self.region:
+                return x @ x
+
+    module = copy.deepcopy(Module())
+    assert torch.compile(module, fullgraph=True, backend="eager")(torch.ones(2, 2)).dtype is FP16
+    assert module(torch.ones(2, 2)).dtype is FP16
+
+
+def test_threads_run_a_compiled_function_in_their_own_regions() -> None:
+    def products(x: torch.Tensor) -> Any:
+        outer = x @ x
+        with castwise.autocast("cpu", dtype=BF16):
+            return outer, x @ x
+
+    compiled = torch.compile(products, fullgraph=True, backend="eager")
+    seen: dict[Any, Any] = {}
+
+    def work(dtype: torch.dtype | None) -> None:
+        with castwise.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            before = state()
+            outputs = compiled(torch.ones(2, 2))
+            seen[dtype] = [output.dtype for output in outputs], state() == before
+
+    for dtype in (None, BF16, FP16):
+        thread = threading.Thread(target=work, args=(dtype,))
+        thread.start()
+        thread.join()
+    assert seen == {dtype: ([dtype or torch.float32, BF16], True) for dtype in (None, BF16, FP16)}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_an_op_that_fails_in_a_compiled_region_leaves_the_thread_as_it_was(fullgraph: bool) -> None:
+    before = state()
+
+    @torch.compile(fullgraph=fullgraph, backend="aot_eager")
+    def rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=FP16, cache_enabled=False):
+            product = x @ x
+            if not fullgraph:
+                torch._dynamo.graph_break()
+            return torch.nn.functional.embedding(indices, product)
+
+    assert rows(torch.ones(2, 2), torch.tensor([1])).dtype is FP16
+    with pytest.raises(IndexError):
+        rows(torch.ones(2, 2), torch.tensor([7]))
+    assert state() == before
+
+
+@pytest.mark.parametrize("fault", ["an error of one's own", "a break in a callee", "a branch on data"])
+def test_a_trace_that_stops_inside_a_region_leaves_the_thread_as_it_was(fault: str) -> None:
+    before = state()
+
+    def callee(x: torch.Tensor) -> torch.Tensor:
+        if fault == "a break in a callee":
+            torch._dynamo.graph_break()
+        if fault == "an error of one's own":
+            raise ValueError("mine")
+        return x @ x if fault != "a branch on data" or x.sum().item() > 0 else x
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> Any:
+        with castwise.autocast("cpu", dtype=FP16, cache_enabled=False):
+            inside = callee(x @ x)
+        return inside, x @ x
+
+    for _ in range(3):
+        if fault == "an error of one's own":
+            with pytest.raises(ValueError, match="mine"):
+                compiled(torch.ones(2, 2))
+        else:
+            assert [output.dtype for output in compiled(torch.ones(2, 2))] == [FP16, torch.float32]
+        assert state() == before
+
+
+# -- torch.export -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_has_the_region(strict: bool) -> None:
     net, x = Net(inside, castwise), torch.linspace(-1, 1, 16).view(2, 8)
@@ -227,3 +416,44 @@ def test_an_exported_program_has_the_region(strict: bool) -> None:
     assert output.dtype is BF16
     assert torch.equal(output, Net(inside, torch)(x))
     assert "castwise" not in program.graph_module.code, "the program has to run without castwise"
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, spelling: Any, library: Any) -> None:
+        super().__init__()
+        self.spelling, self.library = spelling, library
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tuple(self.spelling(self.library, x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.__name__)
+def test_exported_programs_keep_dtypes_and_bits_through_a_file(spelling: Any, strict: bool) -> None:
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    expected = spelling(torch, x)
+    program = torch.export.export(Exported(spelling, castwise), (x,), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for exported in (program, program.run_decompositions(), torch.export.load(file)):
+        got = exported.module()(x)
+        assert [output.dtype for output in got] == [output.dtype for output in expected]
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_decorated_and_a_ready_region_are_exported(strict: bool) -> None:
+    class Module(torch.nn.Module):
+        @DECORATED
+        def first(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with READY:
+                second = x @ x
+            return self.first(x), second, x @ x
+
+    x = torch.ones(2, 2)
+    outputs = torch.export.export(Module(), (x,), strict=strict).module()(x)
+    assert [output.dtype for output in outputs] == [BF16, BF16, torch.float32]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 import threading
 import warnings
@@ -201,6 +203,28 @@ def test_the_state_comes_back_when_a_generator_ends(ending: str) -> None:
     assert state() == before
 
 
+def test_a_generator_closed_by_another_thread_leaves_that_threads_state_alone() -> None:
+    def generate(region: Any) -> Iterator[None]:
+        with region:
+            yield
+
+    def close_elsewhere(region: Any) -> tuple[Any, Any]:
+        generator = generate(region)
+        thread = threading.Thread(target=lambda: next(generator))
+        thread.start()
+        thread.join()
+        with autocast("cpu", dtype=FP16):
+            before = state()
+            generator.close()
+            return before, state()
+
+    before, after = close_elsewhere(torch.autocast("cpu", dtype=BF16))
+    assert after != before, "torch is right now"
+    torch.autocast_increment_nesting()
+    before, after = close_elsewhere(autocast("cpu", dtype=BF16))
+    assert after == before
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 BAD = [
@@ -241,6 +265,29 @@ def test_availability_and_dtypes_are_checked_as_torch_does(device: str, dtype: A
         pytest.skip("torch has no autocast for it")
     expected = warned(torch.autocast, device, dtype, enabled)
     assert warned(autocast, device, dtype, enabled) == expected
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, None])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_gpu_is_asked_for_bfloat16(dtype: Any, enabled: bool, has_bf16: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    if enabled and dtype is BF16 and not has_bf16:
+        with pytest.raises(RuntimeError):
+            torch.autocast("cuda", dtype)
+        with pytest.raises(RuntimeError, match=r"does not support torch\.bfloat16: use dtype=torch\.float16"):
+            autocast("cuda", dtype)
+    else:
+        assert warned(autocast, "cuda", dtype, enabled) == warned(torch.autocast, "cuda", dtype, enabled)
+
+
+def test_a_region_is_copied_and_pickled() -> None:
+    region = autocast("cpu", dtype=FP16, cache_enabled=False)
+    for twin in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        with region, twin:
+            assert (cpu(), torch.is_autocast_cache_enabled()) == ((True, FP16), False)
+        assert cpu() == (False, BF16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")

@@ -201,11 +201,78 @@ def test_a_setup_context_inherited_from_a_plain_base() -> None:
     assert vars(Base)["setup_context"] is before
 
 
+@pytest.mark.parametrize("inner", [None, FP32, FP16])
+@pytest.mark.parametrize("outer", [None, FP32, FP16])
+@pytest.mark.parametrize("first", ["base", "derived"])
+def test_a_derived_function_with_a_forward_of_its_own(first: str, outer: Any, inner: Any) -> None:
+    base = separate_product(castwise, outer)
+
+    class Derived(base):  # type: ignore[misc,valid-type]
+        forward = separate_product(castwise, inner).forward
+
+    expected = {cls: run(product(torch.amp, cast), "in fp16", torch.autocast) for cls, cast in [(base, outer)]}
+    expected[Derived] = run(product(torch.amp, inner), "in fp16", torch.autocast)
+    for cls in (base, Derived) if first == "base" else (Derived, base):
+        assert run(cls, "in fp16") == expected[cls]
+
+
+def test_a_derived_function_with_a_plain_forward_that_calls_the_decorated_one() -> None:
+    base = separate_product(castwise, FP32)
+
+    class Derived(base):  # type: ignore[misc,valid-type]
+        @staticmethod
+        def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return base.forward(a, b)
+
+    assert run(Derived, "in bf16") == run(product(torch.amp, FP32), "in bf16", torch.autocast)
+
+
 @pytest.mark.parametrize("make", [product, separate_product])
 def test_torchs_backward_decorator_can_follow_our_forward(make: Any) -> None:
     function = make(castwise, None)
     function.backward = product(torch.amp, None).backward
     assert run(function, "in bf16") == run(product(torch.amp, None), "in bf16", torch.autocast)
+
+
+def test_our_backward_decorator_can_follow_torchs_forward() -> None:
+    function = product(torch.amp, FP16)
+    function.backward = product(castwise, None).backward
+    assert run(function, "in fp16") == run(product(torch.amp, FP16), "in fp16", torch.autocast)
+
+
+def test_a_decorator_with_its_function_is_one_without() -> None:
+    def forward(ctx: Any, x: torch.Tensor) -> torch.dtype:
+        """Doc."""
+        return (x @ x).dtype
+
+    for decorated in (
+        castwise.custom_fwd(forward, device_type=CPU, cast_inputs=FP16),
+        castwise.custom_fwd(device_type=CPU, cast_inputs=FP16)(forward),
+    ):
+        assert (decorated.__name__, decorated.__doc__, decorated.__wrapped__) == ("forward", "Doc.", forward)
+        with castwise.autocast(CPU):
+            assert decorated(type("Context", (), {"save_for_backward": None})(), torch.ones(2, 2)) is FP16
+
+
+def test_torch_fails_under_vmap() -> None:
+    batch, b = torch.randn(5, 3, 3), operands()[1].detach()
+    with pytest.raises(AttributeError, match="_fwd_used_autocast"):
+        torch.func.vmap(torch.func.grad(lambda a: separate_product(torch.amp, None).apply(a, b).sum()))(batch)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_function_with_a_vmap_rule_of_its_own(state: str) -> None:
+    class Product(separate_product(castwise, None)):  # type: ignore[misc]
+        generate_vmap_rule = False
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+            return Product.apply(a, b), 0
+
+    batch, b = torch.randn(5, 3, 3), operands()[1].detach()
+    with castwise.autocast(CPU, **STATES[state]):
+        got = torch.func.vmap(Product.apply, in_dims=(0, None))(batch, b)
+        assert torch.equal(got, batch @ b)
 
 
 @pytest.mark.parametrize("make", [product, separate_product])
@@ -317,6 +384,8 @@ def test_a_function_whose_first_argument_is_no_tensor() -> None:
     x = torch.ones(2, requires_grad=True)
     Scale.apply(3.0, x).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
+    with pytest.raises(AttributeError, match="'float' object has no attribute '_dtype'"):
+        torch.amp.custom_fwd(lambda factor: factor, device_type=CPU)(3.0)
 
 
 def test_keyword_arguments_of_a_plain_function_are_cast() -> None:
@@ -347,6 +416,7 @@ VALUES: list[Any] = [
     None,
     1.5,
     torch.Size([1, 2]),
+    torch.ones(2, 2).max(0),
     object(),
 ]
 
@@ -384,3 +454,10 @@ def test_a_named_tuple_keeps_its_type_which_torch_cannot_do() -> None:
     cast = _cast(Pair(torch.ones(1), 2), CPU, FP16)
     assert type(cast) is Pair
     assert (cast.first.dtype, cast.second) == (FP16, 2)
+
+
+def test_a_packed_sequence_keeps_its_type() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
+    cast = _cast(packed, CPU, FP16)
+    assert type(cast) is type(packed)
+    assert (cast.data.dtype, cast.batch_sizes.tolist()) == (FP16, [2, 1])

@@ -154,7 +154,10 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             return None
         device = self.device
         thread = 0 if is_dynamo_compiling() else get_ident()
-        enabled, dtype, cache_enabled, before = self._outer.pop(thread)
+        outer = self._outer.pop(thread, None)
+        if outer is None:
+            return self._leave_elsewhere()
+        enabled, dtype, cache_enabled, before = outer
         if before is not None:
             self._outer[thread] = before
         if thread == 0:
@@ -167,6 +170,12 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         set_autocast_cache_enabled(cache_enabled)
         if is_torch_function_mode_enabled():
             record_exit_autocast(())
+        return False
+
+    def _leave_elsewhere(self) -> bool:
+        """Leave in a thread that did not enter, as a generator does that is closed there: nothing to put back."""
+        if not self._outer:
+            raise RuntimeError("this autocast region is left, but was not entered")
         return False
 
     def __call__(self, func: _F) -> _F:
@@ -373,9 +382,12 @@ class _SeparateContexts:
 
     def _wrap(self, cls: type[Any]) -> None:
         setup_context = cls.setup_context
-        overridden = setup_context is not torch.autograd.Function.setup_context
-        if not overridden or getattr(setup_context, "records_autocast", False):
+        recorder = getattr(setup_context, "recorder", None)
+        if recorder is self or setup_context is torch.autograd.Function.setup_context:
             return
+        if recorder is not None:
+            # Inherited from a Function whose forward is decorated differently.
+            setup_context = setup_context.__wrapped__
         device_type, cast_inputs = self.device_type, self.cast_inputs
 
         @functools.wraps(setup_context)
@@ -385,7 +397,7 @@ class _SeparateContexts:
                 inputs = _cast(inputs, device_type, cast_inputs)
             return setup_context(ctx, inputs, output)
 
-        record_and_set_up.records_autocast = True  # type: ignore[attr-defined]
+        record_and_set_up.recorder = self  # type: ignore[attr-defined]
         cls.setup_context = staticmethod(record_and_set_up)
 
 

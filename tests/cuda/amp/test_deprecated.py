@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import castwise
 from castwise.amp.grad_scaler import OptState
@@ -61,6 +62,94 @@ def test_decorators_and_casts_are_for_cuda() -> None:
     bwd: Any = amp.custom_bwd(lambda ctx, grad: grad)
     context = type("Context", (), {"_fwd_used_autocast": False, "_dtype": torch.float16})()
     assert bwd(context, 3) == 3
+
+
+@pytest.fixture
+def in_cudas_region() -> Iterator[None]:
+    """The thread's state inside `autocast("cuda", torch.bfloat16)`, which needs no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (True, torch.bfloat16)
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.usefixtures("in_cudas_region")
+def test_casts_in_cudas_region_are_of_cudas_tensors() -> None:
+    def forward(*tensors: torch.Tensor) -> Any:
+        return [tensor.dtype for tensor in tensors], torch.is_autocast_enabled("cuda")
+
+    with FakeTensorMode():
+        tensors = [torch.ones(1, device="cuda"), torch.ones(1)]
+        cast = [torch.float16, torch.float32]
+        assert amp.custom_fwd(cast_inputs=torch.float16)(forward)(*tensors) == (cast, False)
+        assert amp.custom_fwd(forward)(*tensors) == ([torch.float32] * 2, True)
+        assert [tensor.dtype for tensor in amp.autocast_mode._cast(tensors, torch.float16)] == cast
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.usefixtures("in_cudas_region")
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+def test_a_backward_has_the_state_of_its_forward(cast_inputs: torch.dtype | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr("castwise.amp.autocast_mode.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(cast_inputs=cast_inputs)
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        @amp.custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+            return 2 * grad
+
+    loss = Double.apply(torch.ones(1, requires_grad=True))
+    torch.set_autocast_enabled("cuda", False)
+    loss.backward()
+    torch.set_autocast_enabled("cuda", True)
+    assert seen == [(cast_inputs is None, torch.bfloat16)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_region_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castwise.amp.autocast_mode.amp_definitely_not_available", lambda: False)
+    with amp.autocast():
+        assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (True, torch.float16)
+        assert torch.is_autocast_cache_enabled()
+    with amp.autocast(cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_nothing_breaks_a_graph() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(cast_inputs=torch.float32)
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        @amp.custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with amp.autocast(enabled=False):
+            return amp.autocast_mode._cast([Double.apply(x)], torch.float16)[0]
+
+    x = torch.ones(2, requires_grad=True)
+    forward(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0]
 
 
 def test_the_rest_is_the_same_object() -> None:
