@@ -379,9 +379,9 @@ def test_an_op_that_fails_in_a_compiled_region_leaves_the_thread_as_it_was(fullg
     assert state() == before
 
 
+@pytest.mark.parametrize("outer", [None, False])
 @pytest.mark.parametrize("fault", ["an error of one's own", "a break in a callee", "a branch on data"])
-def test_a_trace_that_stops_inside_a_region_leaves_the_thread_as_it_was(fault: str) -> None:
-    before = state()
+def test_a_trace_that_stops_inside_a_region_leaves_the_thread_as_it_was(fault: str, outer: bool | None) -> None:
 
     def callee(x: torch.Tensor) -> torch.Tensor:
         if fault == "a break in a callee":
@@ -396,13 +396,15 @@ def test_a_trace_that_stops_inside_a_region_leaves_the_thread_as_it_was(fault: s
             inside = callee(x @ x)
         return inside, x @ x
 
-    for _ in range(3):
-        if fault == "an error of one's own":
-            with pytest.raises(ValueError, match="mine"):
-                compiled(torch.ones(2, 2))
-        else:
-            assert [output.dtype for output in compiled(torch.ones(2, 2))] == [FP16, torch.float32]
-        assert state() == before
+    with castwise.autocast("cpu", enabled=False, cache_enabled=outer):
+        before = state()
+        for _ in range(3):
+            if fault == "an error of one's own":
+                with pytest.raises(ValueError, match="mine"):
+                    compiled(torch.ones(2, 2))
+            else:
+                assert [output.dtype for output in compiled(torch.ones(2, 2))] == [FP16, torch.float32]
+            assert state() == before
 
 
 # -- torch.export -----------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -216,6 +218,23 @@ def test_a_derived_function_with_a_forward_of_its_own(first: str, outer: Any, in
         assert run(cls, "in fp16") == expected[cls]
 
 
+@pytest.mark.parametrize("inner", [None, FP32, FP16])
+@pytest.mark.parametrize("outer", [None, FP32, FP16])
+def test_a_setup_context_that_calls_the_one_it_overrides(outer: Any, inner: Any) -> None:
+    base = separate_product(castwise, outer)
+
+    class Derived(base):  # type: ignore[misc,valid-type]
+        forward = separate_product(castwise, inner).forward
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            base.setup_context(ctx, inputs, output)
+
+    run(base, "in fp16")
+    for _ in range(2):
+        assert run(Derived, "in fp16") == run(product(torch.amp, inner), "in fp16", torch.autocast)
+
+
 def test_a_derived_function_with_a_plain_forward_that_calls_the_decorated_one() -> None:
     base = separate_product(castwise, FP32)
 
@@ -225,6 +244,20 @@ def test_a_derived_function_with_a_plain_forward_that_calls_the_decorated_one() 
             return base.forward(a, b)
 
     assert run(Derived, "in bf16") == run(product(torch.amp, FP32), "in bf16", torch.autocast)
+
+
+def test_a_forward_does_not_keep_a_function_alive_that_had_it() -> None:
+    forward = separate_product(castwise, None).forward
+
+    def use() -> weakref.ref[Any]:
+        function = separate_product(castwise, None)
+        function.forward = forward
+        run(function, "in bf16")
+        return weakref.ref(function)
+
+    function = use()
+    gc.collect()
+    assert function() is None
 
 
 @pytest.mark.parametrize("make", [product, separate_product])
@@ -438,6 +471,12 @@ def listing(value: Any) -> Any:
 def test_casting_gives_what_torchs_gives(value: Any, dtype: torch.dtype) -> None:
     expected = torch.amp.autocast_mode._cast(value, CPU, dtype)
     assert listing(_cast(value, CPU, dtype)) == listing(expected)
+
+
+def test_tensors_that_are_keys_are_cast_too() -> None:
+    for cast in (_cast, torch.amp.autocast_mode._cast):
+        ((key, value),) = cast({torch.ones(1): torch.ones(1)}, CPU, FP16).items()
+        assert key.dtype is value.dtype is FP16
 
 
 def test_a_generator_is_cast_as_it_is_read() -> None:

@@ -158,6 +158,14 @@ def test_the_rest_is_the_same_object() -> None:
     assert amp.amp_definitely_not_available() == torch.cuda.amp.common.amp_definitely_not_available()
 
 
+@pytest.mark.parametrize("has_cuda", [False, True])
+@pytest.mark.parametrize("has_xla", [False, True])
+def test_xla_can_stand_in_for_cuda(has_cuda: bool, has_xla: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr("castwise.amp.devices._has_torch_xla", lambda: has_xla)
+    assert amp.amp_definitely_not_available() == (not has_cuda and not has_xla)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_region_on_a_gpu() -> None:
