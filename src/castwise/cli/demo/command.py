@@ -43,7 +43,7 @@ def demo(
 ) -> None:
     """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
 
-    Takes about two minutes on two CPU cores.
+    Takes one to two minutes on two CPU cores.
 
     Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
     done, and 130 after Ctrl-C.

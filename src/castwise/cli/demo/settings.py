@@ -8,7 +8,7 @@ from castwise.cli.demo.gpt import EMULATED, SIZES, Size
 from castwise.cli.demo.hardware import PRECISIONS
 from castwise.cli.errors import UserError
 
-DEFAULT_STEPS = 250
+DEFAULT_STEPS = 150
 TORCH, CASTWISE = "torch.amp", "castwise"
 
 
