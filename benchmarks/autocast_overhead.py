@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import random
 import statistics
@@ -76,8 +77,10 @@ def seconds(call: Callable[[], Any], repetitions: int, device: str) -> float:
 
 
 def import_seconds(library: str) -> float:
+    # An installed package has its bytecode; without this a checkout might be compiled again at every import.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", f"import {library}"], check=True)
+    subprocess.run([sys.executable, "-c", f"import {library}"], check=True, env=environment)
     return time.perf_counter() - start
 
 
@@ -100,9 +103,11 @@ def measure(device: str, rounds: int, import_rounds: int) -> dict[str, Any]:
                     times[library].append(taken)
         results[name] = summary(times)
     times = {library: [] for library in LIBRARIES}
-    for _ in range(import_rounds):
+    for index in range(import_rounds + 1):
         for library in random.sample(list(LIBRARIES), 2):
-            times[library].append(import_seconds(library))
+            taken = import_seconds(library)
+            if index >= 1:
+                times[library].append(taken)
     return results | {"import the library, in a new process": summary(times)}
 
 
@@ -113,6 +118,7 @@ def machine(device: str) -> dict[str, Any]:
     )
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -125,7 +131,7 @@ def machine(device: str) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     about = record["machine"]
     lines = [
-        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, Python {about['python']}, "
+        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, Python {about['python']}, "
         f"{about['date']}, `{about['command']}`:",
         "",
         "| | torch.amp | castwise | castwise / torch.amp (quartiles) |",

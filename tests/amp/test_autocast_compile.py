@@ -310,6 +310,17 @@ def test_a_spelling_of_a_region_is_compiled_once(spelling: Any) -> None:
     assert len(graphs) == 1
 
 
+def test_a_backend_may_drop_dead_code() -> None:
+    def backend(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph.forward
+
+    net, x = Net(two_dtypes, castwise), torch.ones(2, 8)
+    got = torch.compile(net, fullgraph=True, backend=backend)(x)
+    assert torch.equal(got, Net(two_dtypes, torch)(x))
+
+
 def test_one_region_entered_again_while_active_in_a_compiled_function() -> None:
     @torch.compile(fullgraph=True, backend="eager")
     def compiled(x: torch.Tensor) -> Any:

@@ -225,6 +225,13 @@ def test_a_generator_closed_by_another_thread_leaves_that_threads_state_alone() 
     assert after == before
 
 
+def test_a_region_cannot_be_left_before_it_was_entered() -> None:
+    before = state()
+    with pytest.raises(RuntimeError, match=r"^this autocast region is left, but was not entered$"):
+        autocast("cpu").__exit__(None, None, None)
+    assert state() == before
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 BAD = [

@@ -113,7 +113,9 @@ def test_a_separate_context_does_the_same(state: str, cast_inputs: torch.dtype |
     expected = run(product(torch.amp, cast_inputs), state, torch.autocast)
     function = separate_product(castwise, cast_inputs)
     assert run(function, state) == expected
+    setup_context = function.setup_context
     assert run(function, state) == expected
+    assert function.setup_context is setup_context
 
 
 def test_torch_writes_on_the_users_tensor_and_fails_in_the_backward() -> None:
