@@ -392,6 +392,8 @@ class _SeparateContexts:
 
         @functools.wraps(setup_context)
         def record_and_set_up(ctx: Any, inputs: Any, output: Any) -> Any:
+            if hasattr(ctx, "_fwd_used_autocast"):  # called by the setup_context that overrides this one
+                return setup_context(ctx, inputs, output)
             _record_autocast(ctx, device_type, cast_inputs)
             if cast_inputs is not None and is_autocast_enabled(device_type):
                 inputs = _cast(inputs, device_type, cast_inputs)
