@@ -131,8 +131,8 @@ def machine(device: str) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     about = record["machine"]
     lines = [
-        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, Python {about['python']}, "
-        f"{about['date']}, `{about['command']}`:",
+        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
+        f"Python {about['python']}, {about['date']}, `{about['command']}`:",
         "",
         "| | torch.amp | castwise | castwise / torch.amp (quartiles) |",
         "|---|---|---|---|",
