@@ -552,3 +552,75 @@ def test_no_memory_of_a_gradient_outlives_update() -> None:
     assert isinstance(scaler._unscaled, gradients.Ledger)
     assert not scaler._unscaled
     assert not scaler._owners
+
+
+# -- what tools outside do by hand ------------------------------------------------------------------------------------
+
+
+def test_unscaling_by_hand_does_what_it_is_asked_to_and_is_not_taken_for_the_scalers() -> None:
+    scaler, optimizer, param = ready()
+    for _ in range(2):
+        scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.tensor(0.0), True)
+    assert param.grad.tolist() == [1.0, 1.0]
+    param.grad.mul_(4.0)
+    scaler._unscale_grads_(optimizer, torch.tensor(1.0), torch.tensor(0.0), True)
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0, 1.0]
+
+
+def test_a_scale_set_by_hand_scales() -> None:
+    scaler = GradScaler("cpu")
+    scaler._scale = torch.tensor(8.0)
+    assert scaler.scale(torch.ones(())).item() == 8.0
+
+
+def test_an_overridden_scale_reaches_a_fused_step() -> None:
+    class Halved(GradScaler):
+        def _get_scale_async(self) -> torch.Tensor | None:
+            return None if self._scale is None else self._scale / 2
+
+    scaler, param = Halved("cpu", init_scale=4.0), weight(9.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
+    assert param.item() == 7.0
+
+
+class KeepsGradients(torch.optim.SGD):
+    """A fused optimizer of somebody else's, which does not write unscaled gradients back."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if not self.found_inf:
+                param.data -= param.grad / self.grad_scale
+
+
+def test_a_shared_gradient_that_a_foreign_optimizer_left_scaled_is_unscaled() -> None:
+    scaler, shared = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    scaler.scale(shared.sum()).backward()
+    scaler.step(KeepsGradients([shared], lr=1.0))
+    scaler.step(torch.optim.SGD([shared], lr=1.0))
+    assert shared.item() == -1.0
+
+
+def test_a_second_loss_scaled_by_hand_counts_as_scaled() -> None:
+    scaler, shared = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    one, two = torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([shared], lr=1.0)
+    scaler.scale(shared.sum()).backward()
+    scaler.step(one)
+    two.zero_grad(set_to_none=False)
+    (shared.sum() * scaler.get_scale()).backward()
+    scaler.step(two)
+    assert shared.item() == -1.0
+
+
+def test_an_fp16_parameter_without_a_name_is_named_by_its_place() -> None:
+    scaler, linear = GradScaler("cpu"), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(linear.named_parameters(), lr=1.0)
+    late = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    late.grad = torch.ones_like(late)
+    optimizer.param_groups[0]["params"].append(late)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=re.escape("param_groups[0]['params'][2] of shape (1,)")):
+        scaler.unscale_(optimizer)

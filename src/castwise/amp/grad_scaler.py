@@ -126,6 +126,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
         self._unscaled = gradients.Ledger()
+        self._unscaling_once = False
         # Given to _unscale_grads_ as inv_scale, this very tensor asks for a check that writes no gradient.
         self._check_only: torch.Tensor | None = None
 
@@ -175,8 +176,8 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        scale, _ = self._check_scale_growth_tracker("scale")
-        return scale
+        assert self._scale is not None
+        return self._scale
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -222,7 +223,11 @@ class GradScaler(torch.amp.GradScaler):
             )
         # fp32 division may be approximate on some devices; mps has no fp64.
         inv_scale = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        state["found_inf_per_device"] = self._find_inf(optimizer, inv_scale, allow_fp16=False)
+        self._unscaling_once = True
+        try:
+            state["found_inf_per_device"] = self._find_inf(optimizer, inv_scale, allow_fp16=False)
+        finally:
+            self._unscaling_once = False
         state["stage"] = OptState.UNSCALED
 
     def _find_inf(
@@ -250,17 +255,21 @@ class GradScaler(torch.amp.GradScaler):
                     for values in lists:
                         gradients.check(values, divisors.get(device), found_infs.get(device))
                 return found_infs._per_device_tensors
-            for condition, part in self._unscaled.split(grads):
+            # Whoever calls this method by himself, with a factor of his own, gets what he asks for.
+            parts = self._unscaled.split(grads) if self._unscaling_once else [(None, grads)]
+            for condition, part in parts:
                 inv_scales = _MultiDeviceReplicator(_only_if(condition, inv_scale))
                 for device, lists in gradients.by_device(part).items():
                     for values in lists:
                         gradients.unscale_(values, inv_scales.get(device), found_infs.get(device))
-            self._unscaled.record(grads)
+            if self._unscaling_once:
+                self._unscaled.record(grads)
         return found_infs._per_device_tensors
 
     def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """What a fused optimizer has to divide its gradients by: the scale times a `grad_scale` of the user's."""
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self._get_scale_async()
+        assert scale is not None
         grad_scale = getattr(optimizer, "grad_scale", None)
         return scale if grad_scale is None else scale * grad_scale
 
@@ -339,8 +348,9 @@ class GradScaler(torch.amp.GradScaler):
             _restore(optimizer, before)
             raise
         _restore(optimizer, {})
-        # A fused kernel writes the gradients back unscaled, unless it skipped.
-        self._unscaled.record(grads, unless=None if unscaled else found_inf)
+        # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
+        if not unscaled and type(optimizer).__module__.startswith("torch.optim."):
+            self._unscaled.record(grads, unless=found_inf)
         return returned
 
     @never_traced
@@ -421,6 +431,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
         if not self._enabled:
             return 1.0
+        if self._unscaled:
+            self._unscaled.renew()  # a loss may be scaled by hand with it
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 
@@ -516,7 +528,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _STEP_FACTS = ("grad_scale", "found_inf")
-_PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_unscaled", "_check_only")
+_PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_unscaled", "_unscaling_once", "_check_only")
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 

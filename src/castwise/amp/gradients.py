@@ -62,7 +62,7 @@ def gradients_of(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[
 
 def _name(group: dict[str, object], group_index: int, index: int, param: torch.Tensor) -> str:
     names = group.get("param_names")
-    if isinstance(names, list):
+    if isinstance(names, list) and index < len(names):
         return str(names[index])
     return f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)}"
 
