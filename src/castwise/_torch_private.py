@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import _jit_internal as jit_internal
+from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
@@ -20,6 +21,7 @@ from torch._C._dynamo import eval_frame
 
 __all__ = [
     "after_tracing",
+    "are_functorch_transforms_active",
     "is_autocast_available",
     "is_torch_function_mode_enabled",
     "jit_internal",

@@ -624,3 +624,20 @@ def test_an_fp16_parameter_without_a_name_is_named_by_its_place() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match=re.escape("param_groups[0]['params'][2] of shape (1,)")):
         scaler.unscale_(optimizer)
+
+
+def test_gradients_made_in_inference_mode_are_unscaled() -> None:
+    scaler, optimizer, param = ready()
+    with torch.inference_mode():
+        param.grad = torch.full((2,), 4.0)
+        scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [0.0, 1.0]
+
+
+def test_numbers_of_numpy_become_plain_ones_in_a_checkpoint() -> None:
+    numpy = pytest.importorskip("numpy")
+    scaler = GradScaler("cpu", numpy.float32(4.0), numpy.float64(3.0), numpy.float32(0.25), numpy.int64(7))
+    assert saved(scaler) == STATE | {"scale": 4.0, "growth_interval": 7, "_growth_tracker": 0}
+    with pytest.raises(ValueError, match="init_scale must be a finite number > 0"):
+        GradScaler("cpu", 10**400)

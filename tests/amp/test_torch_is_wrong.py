@@ -188,6 +188,22 @@ def test_a_shared_parameter_with_a_second_scaled_loss_is_unscaled_again(set_to_n
         assert shared.item() == 1.0 - 8.0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_loss_scaled_before_the_first_step_adds_scaled_gradients_after_it(kind: str, retained: bool) -> None:
+    # Torch is right here as well.
+    for scaler in (THEIRS("cpu", init_scale=1024.0), GradScaler("cpu", init_scale=1024.0)):
+        shared = weight(1.0)
+        one, two = (torch.optim.SGD([shared], lr=1.0, **KINDS[kind]) for _ in range(2))
+        losses = scaler.scale([shared.sum(), 1 * shared.sum()])
+        losses[0].backward(retain_graph=retained)
+        scaler.step(one)
+        two.zero_grad(set_to_none=False)
+        losses[0 if retained else 1].backward()
+        scaler.step(two)
+        assert shared.item() == -1.0
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("kind", ["for-loop", "foreach"])
 def test_a_parameter_listed_twice_is_unscaled_once(kind: str) -> None:

@@ -18,8 +18,9 @@ from enum import Enum
 from typing import Any, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from castwise._torch_private import never_traced
+from castwise._torch_private import are_functorch_transforms_active, never_traced
 from castwise._warnings import warn
 from castwise.amp import gradients
 from castwise.amp.devices import amp_definitely_not_available
@@ -111,11 +112,15 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         if enabled:
-            self._schedule()  # checks the numbers
+            self._take(self._schedule())
             if self._device == "cuda" and amp_definitely_not_available():
                 warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
                 self._enabled = False
         self._forget_device_state()
+
+    def _take(self, schedule: Dynamic) -> None:
+        for field in dataclasses.fields(schedule):
+            setattr(self, f"_{field.name}", getattr(schedule, field.name))
 
     def _schedule(self) -> Dynamic:
         return Dynamic(self._init_scale, self._growth_factor, self._backoff_factor, self._growth_interval)
@@ -154,10 +159,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        if self._unscaled:
-            self._unscaled.renew()
         if isinstance(outputs, torch.Tensor):
-            return outputs * self._scale_for(outputs).to(device=outputs.device, non_blocking=True)
+            scale = self._scale_for(outputs)
+            return self._watched(outputs * scale.to(device=outputs.device, non_blocking=True))
         scaled: Iterable[torch.Tensor] = self._scale_all(outputs, [])
         return scaled
 
@@ -165,13 +169,23 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, torch.Tensor):
             if not copies:
                 copies.append(_MultiDeviceReplicator(self._scale_for(outputs)))
-            return outputs * copies[0].get(outputs.device)
+            return self._watched(outputs * copies[0].get(outputs.device))
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
             raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
         scaled = (self._scale_all(output, copies) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
             return outputs._make(scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _watched(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Let the ledger know of each backward that starts from a scaled loss, before it adds to any gradient."""
+        if is_dynamo_compiling() or are_functorch_transforms_active():
+            # No hooks there; the backward comes after this call, at least.
+            if self._unscaled:
+                self._unscaled.renew()
+        elif scaled.requires_grad:
+            scaled.register_hook(self._unscaled.before_backward)  # type: ignore[no-untyped-call]
+        return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
@@ -499,8 +513,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         schedule, growth_tracker = _checked(state_dict)
-        for field in dataclasses.fields(schedule):
-            setattr(self, f"_{field.name}", getattr(schedule, field.name))
+        self._take(schedule)
         self._init_growth_tracker = growth_tracker
         if self._scale is not None:
             self._scale.fill_(schedule.init_scale)

@@ -177,9 +177,9 @@ def _is_finite_exactly(values: torch.Tensor) -> bool:
 class Ledger:
     """The gradients unscaled since the last `update()`, so that a parameter of two optimizers is unscaled once.
 
-    A gradient stays unscaled while it is the same tensor and no backward can have added to it since. A backward
-    adds scaled gradients only after a `scale()`, and then changes the tensor's version; clipping changes the
-    version as well, so versions are read again (`renew`) whenever a loss is about to be scaled.
+    A gradient stays unscaled while it is the same tensor and no backward of a scaled loss has added to it since,
+    which changes the tensor's version. Clipping changes the version as well, so versions are read again (`renew`)
+    whenever such a backward starts.
     """
 
     def __init__(self) -> None:
@@ -192,17 +192,22 @@ class Ledger:
     def record(self, grads: Iterable[torch.Tensor], unless: torch.Tensor | None = None) -> None:
         """Note that `grads` are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
         for grad in grads:
-            self._entries[id(grad)] = (weakref.ref(grad), grad._version, unless)
+            self._entries[id(grad)] = (weakref.ref(grad), _version(grad), unless)
 
     def renew(self) -> None:
         """Take the present versions as those of unscaled gradients; fresh ones may be added from now on."""
         for key, (reference, version, unless) in list(self._entries.items()):
             grad = reference()
-            if grad is None or (self._scaled_since and version != grad._version):
+            if grad is None or (self._scaled_since and version != _version(grad)):
                 del self._entries[key]
             else:
-                self._entries[key] = (reference, grad._version, unless)
+                self._entries[key] = (reference, _version(grad), unless)
         self._scaled_since = True
+
+    def before_backward(self, _: torch.Tensor) -> None:
+        """A hook on scaled losses: their backward is about to add to gradients."""
+        if self._entries:
+            self.renew()
 
     def clear(self) -> None:
         """Forget everything: the next gradients are scaled ones."""
@@ -227,6 +232,10 @@ class Ledger:
         reference, version, unless = self._entries.get(id(grad), (None, 0, None))
         if reference is None or reference() is not grad:
             return None
-        if self._scaled_since and version != grad._version:
+        if self._scaled_since and version != _version(grad):
             return None
         return 0.0 if unless is None else unless
+
+
+def _version(grad: torch.Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version  # tensors of inference mode keep no count

@@ -45,13 +45,20 @@ class Dynamic:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        check_scale("init_scale", self.init_scale)
-        if not 1.0 < real_number("growth_factor", self.growth_factor) < math.inf:
+        growth_factor = real_number("growth_factor", self.growth_factor)
+        if not 1.0 < growth_factor < math.inf:
             raise ValueError(f"growth_factor must be a finite number > 1, got {self.growth_factor!r}")
-        if not 0.0 < real_number("backoff_factor", self.backoff_factor) < 1.0:
+        backoff_factor = real_number("backoff_factor", self.backoff_factor)
+        if not 0.0 < backoff_factor < 1.0:
             raise ValueError(f"backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
-        if integer("growth_interval", self.growth_interval) < 1:
+        growth_interval = integer("growth_interval", self.growth_interval)
+        if growth_interval < 1:
             raise ValueError(f"growth_interval must be an integer >= 1, got {self.growth_interval!r}")
+        # Plain numbers, whatever was given: they end in checkpoints that torch.load(weights_only=True) reads.
+        object.__setattr__(self, "init_scale", check_scale("init_scale", self.init_scale))
+        object.__setattr__(self, "growth_factor", growth_factor)
+        object.__setattr__(self, "backoff_factor", backoff_factor)
+        object.__setattr__(self, "growth_interval", growth_interval)
 
     def advance_(self, scale: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Move the scale after a step, in place and without a sync.
@@ -82,7 +89,10 @@ def real_number(name: str, value: object) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def integer(name: str, value: object) -> int:
