@@ -641,3 +641,18 @@ def test_numbers_of_numpy_become_plain_ones_in_a_checkpoint() -> None:
     assert saved(scaler) == STATE | {"scale": 4.0, "growth_interval": 7, "_growth_tracker": 0}
     with pytest.raises(ValueError, match="init_scale must be a finite number > 0"):
         GradScaler("cpu", 10**400)
+
+
+class Subclass(torch.Tensor):
+    """A gradient whose type torch's native ops know and ours need not."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_of_a_subclass_that_unscaling_makes_infinite_skips_the_step(fused: bool) -> None:
+    scaler, param = GradScaler("cpu", init_scale=2.0**-20), weight(1.0, 2.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((2,), 1e35).as_subclass(Subclass)
+    scaler.step(torch.optim.SGD([param], lr=0.1, fused=fused))
+    scaler.update()
+    assert param.tolist() == [1.0, 2.0]
+    assert scaler.get_scale() == 2.0**-21

@@ -114,10 +114,12 @@ def check(values: list[torch.Tensor], divisor: torch.Tensor, found_inf: torch.Te
         divisor: fp32, one element, on the values' device: what a fused optimizer will divide by.
         found_inf: fp32, one element, on the values' device; left alone if all is finite.
     """
-    if _is_plain(values[0]) and _may_exceed(divisor.reciprocal(), 1.0):
+    if not _may_exceed(divisor.reciprocal(), 1.0):
+        _check_finite(values, found_inf)
+    elif _is_plain(values[0]):
         _check_peaks(values, found_inf, divisor)
     else:
-        _check_finite(values, found_inf)
+        _check_finite([tensor / divisor for tensor in values], found_inf)
 
 
 def _may_exceed(factor: torch.Tensor, bound: float) -> bool:
