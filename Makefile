@@ -20,6 +20,7 @@ lint: .venv/.ready
 
 bench: .venv/.ready
 	$(BIN)/python benchmarks/autocast_overhead.py
+	$(BIN)/python benchmarks/step_cost.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -8,10 +8,7 @@ Writes benchmarks/results/autocast_overhead-<device>.json and the table in bench
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -19,14 +16,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import castwise
+import recording
 
-HERE = Path(__file__).parent
 LIBRARIES = {"torch": torch.autocast, "castwise": castwise.autocast}
 
 
@@ -85,10 +81,8 @@ def import_seconds(library: str) -> float:
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    ratios = [ours / theirs for ours, theirs in zip(times["castwise"], times["torch"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
     medians = {library: statistics.median(values) * 1e6 for library, values in times.items()}
-    return {"median_us": medians, "ratio": {"median": middle, "quartiles": [low, high]}}
+    return {"median_us": medians, "ratio": recording.ratio(times["castwise"], times["torch"])}
 
 
 def measure(device: str, rounds: int, import_rounds: int) -> dict[str, Any]:
@@ -111,28 +105,9 @@ def measure(device: str, rounds: int, import_rounds: int) -> dict[str, Any]:
     return results | {"import the library, in a new process": summary(times)}
 
 
-def machine(device: str) -> dict[str, Any]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "castwise": castwise.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
 def table(record: dict[str, Any]) -> str:
-    about = record["machine"]
     lines = [
-        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
-        f"Python {about['python']}, {about['date']}, `{about['command']}`:",
+        recording.title(record["machine"]),
         "",
         "| | torch.amp | castwise | castwise / torch.amp (quartiles) |",
         "|---|---|---|---|",
@@ -146,17 +121,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(record: dict[str, Any], device: str) -> None:
-    path = HERE / "results" / f"autocast_overhead-{device}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    readme = HERE / "README.md"
-    begin, end = (f"<!-- autocast_overhead-{device} {word} -->" for word in ("begins", "ends"))
-    before, _, rest = readme.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    readme.write_text(f"{before}{begin}\n{table(record)}\n{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -165,10 +129,10 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     record = {
-        "machine": machine(arguments.device),
+        "machine": recording.machine(arguments.device),
         "results": measure(arguments.device, arguments.rounds, arguments.import_rounds),
     }
-    write(record, arguments.device)
+    recording.write(f"autocast_overhead-{arguments.device}", record, table(record))
     print(table(record))
 
 

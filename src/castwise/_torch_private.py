@@ -22,6 +22,7 @@ from torch._C._dynamo import eval_frame
 __all__ = [
     "after_tracing",
     "are_functorch_transforms_active",
+    "at_the_end_of_this_backward",
     "is_autocast_available",
     "is_torch_function_mode_enabled",
     "jit_internal",
@@ -78,6 +79,11 @@ def after_tracing(function: Callable[[], None]) -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     InstructionTranslator.current_tx().output.add_cleanup_hook(function)
+
+
+def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
+    """Let autograd, which is running a hook, call a function when the backward is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _exporting_mode() -> Any:

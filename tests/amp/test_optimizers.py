@@ -86,8 +86,75 @@ def test_the_list_of_optimizers_is_not_empty_or_guessed() -> None:
     assert {name for cls in CLASSES for name in implementations(cls)} == {"for-loop", "foreach", "fused", "capturable"}
 
 
-def test_lbfgs_is_refused_with_its_closure() -> None:
-    scaler, param = GradScaler("cpu"), torch.nn.Parameter(torch.ones(2))
-    scaler.scale(param.sum()).backward()
-    with pytest.raises(RuntimeError, match="LBFGS"):
-        scaler.step(torch.optim.LBFGS([param]), lambda: 0.0)
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def clip_as_torch_does(scaler: Any, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    scaler.unscale_(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    if not any(grad.is_sparse for grad in grads):
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    # torch has no norm of sparse gradients.
+    norm = torch.stack([grad.coalesce().values().norm() for grad in grads]).norm()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def train_clipped(
+    cls: type[torch.optim.Optimizer], flags: dict[str, bool], scaler: Any, device: str
+) -> tuple[list[torch.Tensor], list[float], list[float]]:
+    """A hundred clipped iterations, three of them with an inf or a NaN; returns the parameters, norms and scales."""
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in [(8, 2), (8, 2)]]
+    optimizer = cls(params, lr=0.01, **flags)  # type: ignore[call-arg]
+    norms, scales = [], []
+    for step in range(100):
+        optimizer.zero_grad()
+        losses = []
+        for param in params:
+            used = param
+            if cls is torch.optim.SparseAdam:
+                rows = torch.randint(8, (5,), generator=draw).to(device)
+                used = torch.nn.functional.embedding(rows, param, sparse=True)
+            losses.append(((used - torch.randn(used.shape, generator=draw).to(device)) ** 2).sum())
+        spoil = {20: torch.inf, 50: torch.nan, 51: -torch.inf}.get(step, 1.0 if step % 3 else 0.1)
+        scaler.scale(sum(losses) * spoil).backward()
+        if isinstance(scaler, GradScaler):
+            norm = scaler.clip_grad_norm_(optimizer, 5.0)
+        else:
+            norm = clip_as_torch_does(scaler, optimizer, 5.0)
+        norms.append(norm.item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [param.detach() for param in params], norms, scales
+
+
+def compare_clipped(cls: type[torch.optim.Optimizer], flags: dict[str, bool], device: str) -> None:
+    theirs = train_clipped(cls, flags, torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=9), device)
+    ours = train_clipped(cls, flags, GradScaler(device, init_scale=2.0**10, growth_interval=9), device)
+    assert ours[2] == theirs[2], "the same steps are skipped"
+    assert len(set(theirs[2])) > 4
+    assert any(norm > 6.0 for norm in theirs[1])
+    assert any(norm < 5.0 for norm in theirs[1])
+    finite = [pair for pair in zip(ours[1], theirs[1], strict=True) if pair[1] < torch.inf]
+    assert len(finite) == 97
+    for our_norm, their_norm in finite:
+        assert our_norm == pytest.approx(their_norm, rel=1e-6)
+    for our_param, their_param in zip(ours[0], theirs[0], strict=True):
+        assert (our_param - their_param).norm() <= 1e-6 * their_param.norm()
+
+
+@pytest.mark.parametrize(("cls", "flags"), ON_A_CPU)
+def test_a_hundred_clipped_steps_are_those_of_torch(cls: type[torch.optim.Optimizer], flags: dict[str, bool]) -> None:
+    compare_clipped(cls, flags, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cls", "flags"), CASES)
+def test_a_hundred_clipped_steps_are_those_of_torch_on_a_gpu(
+    cls: type[torch.optim.Optimizer], flags: dict[str, bool]
+) -> None:
+    compare_clipped(cls, flags, "cuda")

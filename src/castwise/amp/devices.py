@@ -1,4 +1,4 @@
-"""Where mixed precision can run: the questions that regions and scalers ask before they start."""
+"""Where mixed precision can run, and what a tensor is on each of several devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from importlib.util import find_spec
 import torch
 
 from castwise import _torch_private
+
+
+class MultiDeviceReplicator:
+    """Copies of a tensor on other devices, each made when it is first asked for."""
+
+    def __init__(self, master_tensor: torch.Tensor) -> None:
+        self.master = master_tensor
+        self.copies: dict[torch.device, torch.Tensor] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        """Return the copy on `device`; never the master itself, so that it may be written to."""
+        if device not in self.copies:
+            self.copies[device] = self.master.to(device, non_blocking=True, copy=True)
+        return self.copies[device]
 
 
 def is_autocast_available(device_type: str) -> bool:

@@ -1,8 +1,8 @@
 """`GradScaler`: the state machine of gradient scaling. Nothing here is numeric.
 
-What the gradients are and how they are unscaled is in `gradients`, how the scale moves in `schedules`. Attributes
-with a leading underscore that torch's class has as well keep its names and meaning: subclasses and frameworks use
-them, down to replacing `_unscale_grads_` on an instance.
+What the gradients are is in `gradients`, how they are measured and unscaled in `measuring`, which ones are unscaled
+already in `ledger`, how the scale moves in `schedules`. Attributes with a leading underscore that torch's class has as
+well keep its names and meaning: subclasses and frameworks use them, down to replacing `_unscale_grads_` on an instance.
 
 Under `torch.compile` only `scale` is traced; the rest looks at optimizers and gradients as they are, and runs eagerly.
 """
@@ -22,8 +22,13 @@ from torch.compiler import is_dynamo_compiling
 
 from castwise._torch_private import are_functorch_transforms_active, never_traced
 from castwise._warnings import warn
-from castwise.amp import gradients
+from castwise.amp import clipping, closures, measuring, unscaling
+from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.devices import amp_definitely_not_available
+from castwise.amp.gradients import Collector, Gradients, contents, params_of, present
+from castwise.amp.ledger import Ledger
+from castwise.amp.measuring import Probe
+from castwise.amp.readback import Readback
 from castwise.amp.schedules import Dynamic, check_scale, integer
 
 __all__ = ["GradScaler", "OptState"]
@@ -41,20 +46,16 @@ def _refresh_per_optimizer_state() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
-class _MultiDeviceReplicator:
-    """Copies of a tensor on other devices, each made when it is first asked for."""
+class _Memory:
+    """What is found out once about an optimizer: how it wants to step, and of which kinds its gradients are."""
 
-    def __init__(self, master_tensor: torch.Tensor) -> None:
-        self.master = master_tensor
-        self._per_device_tensors: dict[torch.device, torch.Tensor] = {}
-
-    def get(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on `device`; never the master itself, so that it may be written to."""
-        copy = self._per_device_tensors.get(device)
-        if copy is None:
-            copy = self.master.to(device=device, non_blocking=True, copy=True)
-            self._per_device_tensors[device] = copy
-        return copy
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.collector = Collector()
+        self.probe = Probe()
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.
+        self.takes_scaler = scales and "grad_scaler" in inspect.signature(optimizer.step).parameters
+        self.takes_grad_scale = scales and not self.takes_scaler
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -76,6 +77,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1).
         growth_interval: Steps; >= 1.
         enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
+        allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
+            fp32 arithmetic and rounded to fp16, where small ones may vanish.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -103,8 +106,11 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        allow_fp16_gradients: bool = False,
     ) -> None:
         self._device = _device_type(device)
+        self._allow_fp16_gradients = allow_fp16_gradients
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -130,10 +136,9 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker: torch.Tensor | None = None
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
-        self._unscaled = gradients.Ledger()
-        self._unscaling_once = False
-        # Given to _unscale_grads_ as inv_scale, this very tensor asks for a check that writes no gradient.
-        self._check_only: torch.Tensor | None = None
+        self._states_of_dead_optimizers: list[dict[str, Any]] = []
+        self._unscaled = Ledger()
+        self._memories: weakref.WeakKeyDictionary[Any, _Memory] = weakref.WeakKeyDictionary()
 
     # -- scaling ------------------------------------------------------------------------------------------------
 
@@ -162,16 +167,16 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, torch.Tensor):
             scale = self._scale_for(outputs)
             return self._watched(outputs * scale.to(device=outputs.device, non_blocking=True))
+        _refuse_what_is_no_loss(outputs)
         scaled: Iterable[torch.Tensor] = self._scale_all(outputs, [])
         return scaled
 
-    def _scale_all(self, outputs: object, copies: list[_MultiDeviceReplicator]) -> Any:
+    def _scale_all(self, outputs: Any, copies: list[_MultiDeviceReplicator]) -> Any:
         if isinstance(outputs, torch.Tensor):
             if not copies:
                 copies.append(_MultiDeviceReplicator(self._scale_for(outputs)))
             return self._watched(outputs * copies[0].get(outputs.device))
-        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
-            raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+        _refuse_what_is_no_loss(outputs)  # an iterator's outputs come to light only now
         scaled = (self._scale_all(output, copies) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
             return outputs._make(scaled)
@@ -180,11 +185,9 @@ class GradScaler(torch.amp.GradScaler):
     def _watched(self, scaled: torch.Tensor) -> torch.Tensor:
         """Let the ledger know of each backward that starts from a scaled loss, before it adds to any gradient."""
         if is_dynamo_compiling() or are_functorch_transforms_active():
-            # No hooks there; the backward comes after this call, at least.
-            if self._unscaled:
-                self._unscaled.renew()
+            self._unscaled.backward_starts()  # no hooks there; the backward comes after this call, at least
         elif scaled.requires_grad:
-            scaled.register_hook(self._unscaled.before_backward)  # type: ignore[no-untyped-call]
+            self._unscaled.watch(scaled)
         return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
@@ -207,50 +210,66 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._scale, self._growth_tracker
 
-    # -- unscaling and stepping ---------------------------------------------------------------------------------
+    # -- unscaling ----------------------------------------------------------------------------------------------
 
     @never_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note if any is not finite.
 
-        For clipping or looking at gradients between the backward and `step`, once per `step` and after all
+        For looking at gradients or changing them between the backward and `step`, once per `step` and after all
         gradients of the step are accumulated. Does not sync, except for CPU gradients.
 
         Raises:
             RuntimeError: Called twice, or after `step`, before an `update()`; or before the first `scale()`.
-            TypeError: `optimizer` is not one.
-            ValueError: There are fp16 gradients; nothing has been changed then.
+            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        if state["stage"] is OptState.UNSCALED:
+        _refuse_if_over(state, "unscale_")
+        if state["stage"] is OptState.READY:
+            self._unscale(optimizer, state, allow_fp16=self._allow_fp16_gradients)
+        elif not state.pop("unscaled_by_clipping", False):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(): "
                 "call it once per step, and scaler.update() after the step"
             )
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "unscale_() is being called after step() of the same optimizer: call it before, "
-                "or scaler.update() first if a new iteration begins"
-            )
-        # fp32 division may be approximate on some devices; mps has no fp64.
-        inv_scale = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        self._unscaling_once = True
-        try:
-            state["found_inf_per_device"] = self._find_inf(optimizer, inv_scale, allow_fp16=False)
-        finally:
-            self._unscaling_once = False
-        state["stage"] = OptState.UNSCALED
 
-    def _find_inf(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, *, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        found_inf = torch.full((), 0.0, dtype=torch.float32, device=inv_scale.device)
-        found = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # No gradient, no inf: the step counts as finite.
-        return found or {found_inf.device: found_inf}
+    def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
+        inv_scale = self._inv_scale() * state.get("clip_coef", 1.0)
+        found_inf = torch.zeros_like(inv_scale)
+        if self._unscales_by_itself():
+            grads = self._collect(optimizer, allow_fp16=allow_fp16)
+            found = unscaling.multiply_(self._unscaled.factors(grads, inv_scale), found_inf)
+        else:
+            found = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self._unscaled.record(params_of(optimizer))
+        state.pop("clip_coef", None)
+        state["stage"] = OptState.UNSCALED
+        self._note(optimizer, state, found)
+
+    def _inv_scale(self) -> torch.Tensor:
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        # fp32 division may be approximate on some devices; mps has no fp64.
+        return scale.to(measuring.wide(scale.device)).reciprocal().float()
+
+    def _collect(self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> Gradients:
+        grads = self._memory_of(optimizer).collector(optimizer)
+        if not allow_fp16:
+            grads.refuse_fp16()
+            return grads
+        return grads.sum_duplicates(of_fp16_only=True)
+
+    def _memory_of(self, optimizer: torch.optim.Optimizer) -> _Memory:
+        try:
+            memory = self._memories.get(optimizer)
+            if memory is None:
+                memory = self._memories[optimizer] = _Memory(optimizer)
+        except TypeError:  # cannot be hashed or referenced weakly
+            memory = _Memory(optimizer)
+        return memory
 
     def _unscale_grads_(
         self,
@@ -259,102 +278,247 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale an optimizer's gradients; return the found_inf (fp32, shape ()) of each of their devices."""
-        found_infs = _MultiDeviceReplicator(found_inf)
-        with torch.no_grad():
-            grads = gradients.gradients_of(optimizer, allow_fp16=allow_fp16)
-            if inv_scale is self._check_only:
-                divisors = _MultiDeviceReplicator(self._divisor(optimizer))
-                for device, lists in gradients.by_device(grads).items():
-                    for values in lists:
-                        gradients.check(values, divisors.get(device), found_infs.get(device))
-                return found_infs._per_device_tensors
-            # Whoever calls this method by himself, with a factor of his own, gets what he asks for.
-            parts = self._unscaled.split(grads) if self._unscaling_once else [(None, grads)]
-            for condition, part in parts:
-                inv_scales = _MultiDeviceReplicator(_only_if(condition, inv_scale))
-                for device, lists in gradients.by_device(part).items():
-                    for values in lists:
-                        gradients.unscale_(values, inv_scales.get(device), found_infs.get(device))
-            if self._unscaling_once:
-                self._unscaled.record(grads)
-        return found_infs._per_device_tensors
+        """Multiply an optimizer's gradients with a factor, whatever was done before.
 
-    def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """What a fused optimizer has to divide its gradients by: the scale times a `grad_scale` of the user's."""
-        scale = self._get_scale_async()
-        assert scale is not None
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        return scale if grad_scale is None else scale * grad_scale
+        For tools that call or replace it: `unscale_` and `step` go through it only if somebody has replaced it.
+
+        Returns:
+            Per device of gradients its found_inf, fp32 like the one given, 1 if a gradient is not finite.
+        """
+        return unscaling.multiply_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)
+
+    def _unscales_by_itself(self) -> bool:
+        return "_unscale_grads_" not in vars(self) and type(self)._unscale_grads_ is GradScaler._unscale_grads_
+
+    def _note(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], found: dict[torch.device, torch.Tensor]
+    ) -> dict[torch.device, torch.Tensor]:
+        """Put what was found on record for `step` and `update`, and send it to the host if `step` will ask there."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        # No gradient, no inf: the step counts as finite.
+        found = found or {scale.device: torch.zeros_like(scale)}
+        state["found_inf_per_device"] = found
+        self._per_optimizer_states[id(optimizer)] = state
+        # Tools reduce found_inf over ranks between unscale_() and step(), of which nothing is seen here.
+        if not self._memory_of(optimizer).takes_grad_scale and not torch.distributed.is_initialized():
+            state["readback"] = _readback(found)
+        return found
+
+    # -- clipping -----------------------------------------------------------------------------------------------
+
+    @never_traced
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip the gradients of an optimizer, all together, to a norm; in the place of `unscale_` and torch's clipping.
+
+        The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
+        step, so its `.grad` are still scaled until then; those of any other are unscaled and clipped by one
+        multiplication here. If they are not finite, nothing is clipped and `step` will skip. May be called before
+        `unscale_`, after it, and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
+
+        Args:
+            optimizer: All gradients of its parameters count as one vector.
+            max_norm: The largest norm they may have, >= 0; inf only measures.
+            norm_type: p of the p-norm, > 0, or inf. 1, 2 and inf take one read of the gradients, others two on a CPU.
+            error_if_nonfinite: Raise instead of skipping the step, which syncs.
+
+        Returns:
+            The p-norm of the unscaled gradients before clipping, shape (), on the device of the first: fp32, or fp64
+            if a gradient is. It is 0 without gradients. Sums are taken in fp64, on a CPU in pieces.
+
+        Raises:
+            RuntimeError: Called after `step`, or before the first `scale()`; or the gradients are not finite and
+                `error_if_nonfinite` is set. Nothing has been changed then.
+            TypeError: `optimizer` is not one, an argument has the wrong type, or a gradient a dtype or layout that
+                cannot be unscaled.
+            ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
+
+        Example:
+            >>> scaler = GradScaler("cpu")
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+            >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+            tensor(5.)
+            >>> weight.grad
+            tensor([0.6000, 0.8000])
+        """
+        max_norm, norm_type = clipping.check_bound("max_norm", max_norm), clipping.check_norm_type(norm_type)
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._state_of(optimizer)
+        _refuse_if_over(state, "clip_grad_norm_")
+        in_its_step = self._memory_of(optimizer).takes_grad_scale and not state.get("in_closure")
+        allow_fp16 = in_its_step or self._allow_fp16_gradients
+        if state["stage"] is OptState.READY and not self._unscales_by_itself():
+            self._unscale(optimizer, state, allow_fp16=allow_fp16)
+            state["unscaled_by_clipping"] = True
+        grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
+        factors = self._factors(state, grads)
+        # One grad_scale speaks for all of an optimizer's gradients.
+        in_its_step = in_its_step and len(factors) == 1
+        norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
+        total = unscaling.total_norm(norms, norm_type, like=scale)
+        found = unscaling.found_infs(facts) or {scale.device: torch.zeros_like(scale)}
+        if error_if_nonfinite and (any(found.values()) or not total.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped: let "
+                "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
+            )
+        found_inf = _combine([*state["found_inf_per_device"].values(), *found.values()], scale)
+        coef = clipping.coefficient(total, max_norm, found_inf)
+        if in_its_step:
+            state["clip_coef"] = coef * state.get("clip_coef", 1.0)
+            state["measured"] = contents(grads.tensors)
+        else:
+            unscaling.multiply_([(factor * coef, part) for factor, part in factors], torch.zeros_like(coef))
+            if state["stage"] is OptState.READY:
+                state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
+            state.pop("clip_coef", None)
+            self._unscaled.record(grads.params)
+        state["finite"] = facts
+        self._note(optimizer, state, {scale.device: found_inf})
+        return _like_gradients(total, grads)
+
+    @never_traced
+    def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
+        """Unscale the gradients of an optimizer, if they are not yet, and clip each element to [-v, v].
+
+        May be called wherever `clip_grad_norm_` may, also on a disabled scaler.
+
+        Args:
+            optimizer: Any; there is no way for a fused one to clip elements by itself.
+            clip_value: v >= 0.
+
+        Raises:
+            RuntimeError: Called after `step`, or before the first `scale()`.
+            TypeError: `optimizer` is not one, `clip_value` is no number, or there are complex gradients.
+            ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
+        """
+        clip_value = clipping.check_bound("clip_value", clip_value)
+        if not self._enabled:
+            torch.nn.utils.clip_grad_value_(params_of(optimizer), clip_value)
+            return
+        self._check_scale_growth_tracker("clip_grad_value_")
+        state = self._state_of(optimizer)
+        _refuse_if_over(state, "clip_grad_value_")
+        allow_fp16 = self._allow_fp16_gradients
+        grads = self._collect(optimizer, allow_fp16=allow_fp16)
+        grads.refuse_complex()
+        grads.sum_duplicates()
+        self._settle(optimizer, state, allow_fp16=allow_fp16)
+        with torch.no_grad():
+            for values in self._collect(optimizer, allow_fp16=allow_fp16).values():
+                torch._foreach_clamp_min_(values.tensors, -clip_value)
+                torch._foreach_clamp_max_(values.tensors, clip_value)
+
+    def _settle(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
+        """Multiply gradients now with all that `step` would leave to a fused optimizer."""
+        if state["stage"] is OptState.READY:
+            self._unscale(optimizer, state, allow_fp16=allow_fp16)
+            state["unscaled_by_clipping"] = True
+        elif "clip_coef" in state:
+            grads = self._collect(optimizer, allow_fp16=allow_fp16)
+            unscaling.multiply_(self._factors(state, grads), torch.zeros_like(state["clip_coef"]))
+            del state["clip_coef"]
+
+    def _factors(self, state: dict[str, Any], grads: Gradients) -> list[tuple[torch.Tensor, Gradients]]:
+        """Group gradients by what they still have to be multiplied with: 1 / scale, and a coefficient of clipping."""
+        inv_scale = self._inv_scale()
+        coef = state.get("clip_coef", 1.0)
+        if state["stage"] is OptState.READY:
+            return self._unscaled.factors(grads, inv_scale * coef)
+        return [(torch.ones_like(inv_scale) * coef, grads)]
+
+    # -- stepping -----------------------------------------------------------------------------------------------
 
     @never_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer on unscaled gradients, unless they are not finite: then nothing but the skip is noted.
 
         Syncs with the host to learn whether to skip, except for fused optimizers, which decide on the device.
+        After a step `.grad` are unscaled, and clipped if `clip_grad_norm_` was called. After a skipped one they are
+        not finite: a fused optimizer leaves them as they were, for any other they are unscaled.
+
+        A closure is called as often as the optimizer likes. It calls `scaler.scale(loss).backward()`, may call
+        `clip_grad_norm_`, and returns the loss, unscaled. If one evaluation is not finite, the parameters and the
+        optimizer's state are put back to what they were and the step is skipped; that takes a copy of them.
 
         Args:
             optimizer: The optimizer whose gradients come from scaled losses.
-            *args: Passed to `optimizer.step`.
+            *args: Passed to `optimizer.step`, of which a closure is the first.
             **kwargs: Passed to `optimizer.step`.
 
         Returns:
             What `optimizer.step` returned; None when the step was skipped.
 
         Raises:
-            RuntimeError: Called twice before an `update()`, or before the first `scale()`, or with a closure.
-            TypeError: `optimizer` is not one.
-            ValueError: There are fp16 gradients; nothing has been changed then.
+            RuntimeError: Called twice, or after `skip`, before an `update()`; or before the first `scale()`.
+            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        _refuse_closure(args, kwargs)
-        self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "step() has already been called on this optimizer since the last update(): "
-                "call scaler.update() once per iteration, after the last step()"
+        _refuse_if_over(state, "step")
+        closure = closures.closure_of(args, kwargs)
+        if closure is not None:
+            returned = self._step_with_closure(optimizer, state, closure, args, kwargs)
+        elif self._memory_of(optimizer).takes_scaler:
+            self._check_scale_growth_tracker("step")
+            warn(
+                "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
+                "that GradScaler sets on the optimizer instead",
+                FutureWarning,
+                2,
             )
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
+        elif self._memory_of(optimizer).takes_grad_scale:
             returned = self._step_with_scale(optimizer, state, *args, **kwargs)
         else:
+            self._check_scale_growth_tracker("step")
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
+                state = self._state_of(optimizer)
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
+        self._finish(optimizer)
         return returned
+
+    def _finish(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = self._per_optimizer_states[id(optimizer)] = self._state_of(optimizer)
+        state["stage"] = OptState.STEPPED
+        return state
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values()):
+        if _is_to_be_skipped(optimizer_state):
             return None
         return optimizer.step(*args, **kwargs)
 
     def _step_with_scale(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Let an optimizer that can do so unscale and skip by itself."""
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            warn(
-                "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
-                "that GradScaler sets on the optimizer instead",
-                FutureWarning,
-                3,
-            )
-            return optimizer.step(*args, **kwargs | {"grad_scaler": self})
-        grads = gradients.gradients_of(optimizer, allow_fp16=True)
-        if state["stage"] is OptState.READY and any(c is not None for c, _ in self._unscaled.split(grads)):
-            # One grad_scale speaks for all of its gradients, and some are unscaled already.
-            self.unscale_(optimizer)
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
+        """Let an optimizer that can do so unscale, clip and skip by itself."""
         scale, _ = self._check_scale_growth_tracker("step")
-        found_inf = _combine(state["found_inf_per_device"].values(), scale.device)
+        if state["stage"] is OptState.READY and self._unscaled:
+            grads = self._collect(optimizer, allow_fp16=True)
+            if self._unscaled.knows_any(grads):
+                # One grad_scale speaks for all of its gradients, and some are unscaled already.
+                self._unscale(optimizer, state, allow_fp16=True)
         unscaled = state["stage"] is OptState.UNSCALED
+        if not unscaled and not self._is_measured(optimizer, state):
+            self._check_inf_per_device(optimizer)
+            state = self._state_of(optimizer)
+        found_inf = _combine(state["found_inf_per_device"].values(), scale)
         before = {name: getattr(optimizer, name) for name in _STEP_FACTS if hasattr(optimizer, name)}
-        optimizer.grad_scale = before.get("grad_scale") if unscaled else self._divisor(optimizer)  # type: ignore[attr-defined]
+        optimizer.grad_scale = self._grad_scale(optimizer, state)  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             returned = optimizer.step(*args, **kwargs)
@@ -364,33 +528,112 @@ class GradScaler(torch.amp.GradScaler):
         _restore(optimizer, {})
         # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
         if not unscaled and type(optimizer).__module__.startswith("torch.optim."):
-            self._unscaled.record(grads, unless=found_inf)
+            self._unscaled.record(params_of(optimizer), unless=found_inf)
         return returned
 
     @never_traced
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         """Note whether an optimizer could step on gradients divided by the scale, without writing them."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        if self._check_only is None or self._check_only.device != scale.device:
-            self._check_only = torch.ones((), dtype=torch.float32, device=scale.device)
-        found = self._find_inf(optimizer, self._check_only, allow_fp16=True)
-        self._state_of(optimizer)["found_inf_per_device"] = found
-        return found
+        state = self._state_of(optimizer)
+        if self._unscales_by_itself():
+            divisor = self._grad_scale(optimizer, state)
+            assert divisor is not None
+            params, grads = present(optimizer)
+            if self._memory_of(optimizer).probe.proves_finite(grads, divisor, torch.float32):
+                state["finite"] = unscaling.all_finite(params)
+            else:
+                state["finite"] = unscaling.check(self._collect(optimizer, allow_fp16=True), divisor)
+            found = unscaling.found_infs(state["finite"])
+        else:
+            found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+        return self._note(optimizer, state, found)
+
+    def _is_measured(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Say whether clipping has measured the gradients that are there now."""
+        return "measured" in state and state["measured"] == contents(present(optimizer)[1])
+
+    def _grad_scale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor | None:
+        """Return what a fused optimizer has to divide its gradients by; a `grad_scale` of the user's takes part."""
+        divisor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            scale = self._get_scale_async()
+            assert scale is not None
+            divisor = scale if divisor is None else scale * divisor
+        if "clip_coef" in state:
+            divisor = state["clip_coef"].reciprocal() if divisor is None else divisor / state["clip_coef"]
+        return divisor
+
+    def _step_with_closure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Unscale and check after every evaluation; a fused optimizer is no exception, its step comes later."""
+        allow_fp16 = self._allow_fp16_gradients or self._memory_of(optimizer).takes_grad_scale
+
+        def evaluate() -> Any:
+            state.clear()
+            state.update(_refresh_per_optimizer_state(), in_closure=True)
+            loss = closure()
+            scale, _ = self._check_scale_growth_tracker("step")
+            if state["stage"] is OptState.READY:
+                self._unscale(optimizer, state, allow_fp16=allow_fp16)
+            if not closures.is_finite(loss):
+                self._note(optimizer, state, {scale.device: torch.ones_like(scale)})
+            if _is_to_be_skipped(state):
+                raise closures.NonFiniteEvaluationError
+            return loss
+
+        if "clip_coef" in state:
+            self._settle(optimizer, state, allow_fp16=allow_fp16)
+        before = dict(state) if id(optimizer) in self._per_optimizer_states else None
+        self._per_optimizer_states[id(optimizer)] = state
+        args, kwargs = closures.with_closure(args, kwargs, evaluate)
+        try:
+            with closures.put_back_on_error(optimizer):
+                return optimizer.step(*args, **kwargs)
+        except closures.NonFiniteEvaluationError:
+            return None
+        except BaseException:
+            state.clear()
+            state.update(before or {})
+            if before is None:
+                del self._per_optimizer_states[id(optimizer)]
+            raise
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say that an optimizer is deliberately not stepped in this iteration, so that `update()` is in order.
+
+        Its gradients stay as they are. If they were found not to be finite (by `unscale_` or clipping), the scale still
+        backs off; if nothing was looked at and no other optimizer is stepped, the scale stays.
+
+        Raises:
+            RuntimeError: Called after `step` or `skip` of the same optimizer, before an `update()`.
+            TypeError: `optimizer` is not one.
+        """
+        if not self._enabled:
+            return
+        params_of(optimizer)
+        _refuse_if_over(self._state_of(optimizer), "skip")
+        self._finish(optimizer)["skipped"] = True
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         found: dict[Any, torch.Tensor] = self._state_of(optimizer)["found_inf_per_device"]
         return found
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return an optimizer's entry in `_per_optimizer_states`, never one of a dead optimizer with the same id."""
+        """Return an optimizer's entry in `_per_optimizer_states`, or a new one that is not yet on record."""
         key, states = id(optimizer), self._per_optimizer_states
         owner = self._owners.get(key)
-        if owner is not None and owner() is not optimizer and key in states:
-            # The dead one's found_inf still counts in the next update().
-            orphan = states.pop(key)
-            states[-1 - len(states)] = orphan
+        if key in states and owner is not None and owner() is not optimizer:
+            # The id is one of a dead optimizer, whose found_inf still counts in the next update().
+            self._states_of_dead_optimizers.append(states.pop(key))
         self._owners[key] = _weak(optimizer)
-        return states[key]
+        return states[key] if key in states else _refresh_per_optimizer_state()
 
     # -- moving the scale ---------------------------------------------------------------------------------------
 
@@ -409,21 +652,27 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        states = [*self._per_optimizer_states.values(), *self._states_of_dead_optimizers]
+        found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
+        all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
+        if new_scale is not None or not all_skipped:
+            self._move_scale(new_scale, found_infs)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._states_of_dead_optimizers.clear()
+        self._owners.clear()
+        self._unscaled.clear()
+
+    def _move_scale(self, new_scale: float | torch.Tensor | None, found_infs: list[torch.Tensor]) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             scale.fill_(self._number(new_scale))
+        elif found_infs:
+            self._schedule().advance_(scale, growth_tracker, _combine(found_infs, scale))
         else:
-            states = self._per_optimizer_states.values()
-            found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
-            if not found_infs:
-                raise RuntimeError(
-                    "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
-                    "scaler.unscale_(optimizer) since the last one"
-                )
-            self._schedule().advance_(scale, growth_tracker, _combine(found_infs, scale.device))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._owners.clear()
-        self._unscaled.clear()
+            raise RuntimeError(
+                "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
+                "scaler.unscale_(optimizer) since the last one"
+            )
 
     def _number(self, new_scale: float | torch.Tensor) -> float:
         if not isinstance(new_scale, torch.Tensor):
@@ -445,8 +694,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
         if not self._enabled:
             return 1.0
-        if self._unscaled:
-            self._unscaled.renew()  # a loss may be scaled by hand with it
+        self._unscaled.backward_starts()  # of a loss that may be scaled by hand with it
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 
@@ -521,7 +769,7 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker.fill_(growth_tracker)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and self._per_optimizer_states:
+        if self._enabled and (self._per_optimizer_states or self._states_of_dead_optimizers):
             raise RuntimeError(
                 "a GradScaler can be pickled or copied only at the beginning of an iteration: "
                 "call scaler.update() before"
@@ -541,7 +789,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _STEP_FACTS = ("grad_scale", "found_inf")
-_PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_unscaled", "_unscaling_once", "_check_only")
+_PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_states_of_dead_optimizers", "_unscaled", "_memories")
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -556,27 +804,56 @@ def _device_type(device: object) -> str:
         ) from error
 
 
-def _refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if callable(kwargs.get("closure", args[0] if args else None)):
+def _refuse_what_is_no_loss(outputs: object) -> None:
+    if isinstance(outputs, torch.Tensor):
+        return
+    if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+    if isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            _refuse_what_is_no_loss(output)
+
+
+def _refuse_if_over(state: Mapping[str, Any], name: str) -> None:
+    if state["stage"] is not OptState.STEPPED:
+        return
+    if state.get("skipped"):
+        raise RuntimeError(f"{name}() is being called after skip() of the same optimizer: call scaler.update() first")
+    if name == "step":
         raise RuntimeError(
-            "a closure would run on scaled gradients: call it yourself and then scaler.step(optimizer), "
-            "or leave an optimizer that needs one, such as LBFGS, without a scaler"
+            "step() has already been called on this optimizer since the last update(): "
+            "call scaler.update() once per iteration, after the last step()"
         )
+    raise RuntimeError(
+        f"{name}() is being called after step() of the same optimizer: call it before, "
+        "or scaler.update() first if a new iteration begins"
+    )
 
 
-def _only_if(condition: torch.Tensor | float | None, inv_scale: torch.Tensor) -> torch.Tensor:
-    """Return `inv_scale` where a condition of `Ledger.split` holds and 1 where it does not."""
-    if condition is None:
-        return inv_scale
-    if isinstance(condition, float):
-        return torch.ones_like(inv_scale)
-    return torch.where(condition.to(inv_scale.device) != 0, inv_scale, torch.ones_like(inv_scale))
+def _readback(found: Mapping[torch.device, torch.Tensor]) -> Readback:
+    flags = list(found.values())
+    return Readback(flags, _combine(flags, flags[0]))
 
 
-def _combine(found_infs: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return one found_inf, shape (), that is 1 if any is not zero: fused kernels compare with exactly 1."""
-    flags = [found_inf.to(device, non_blocking=True).reshape(()) for found_inf in found_infs]
+def _is_to_be_skipped(state: Mapping[str, Any]) -> bool:
+    found = state["found_inf_per_device"]
+    readback: Readback | None = state.get("readback")
+    if readback is None or not readback.is_of(list(found.values())):
+        readback = _readback(found)
+    return bool(readback)
+
+
+def _combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
+    flags = [found_inf.to(like.device, non_blocking=True).reshape(()) for found_inf in found_infs]
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+def _like_gradients(norm: torch.Tensor, grads: Gradients) -> torch.Tensor:
+    if not grads.tensors:
+        return norm.float()
+    double = any(dtype in (torch.float64, torch.complex128) for dtype, _, _, _ in grads.groups)
+    return norm.to(device=grads.tensors[0].device, dtype=torch.float64 if double else torch.float32)
 
 
 def _restore(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:

@@ -1,243 +1,212 @@
-"""Which gradients an optimizer has, whether they are finite, and their unscaling.
+"""Which gradients an optimizer has, and in which lists native ops can take them.
 
-Three facts shaped the code. The native op that checks and unscales looks for inf *before* it multiplies, so a
-finite gradient can leave it infinite when the scale is below 1: such results are checked again. A finite sum (or
-dot product with itself) proves that a tensor holds no inf or NaN, at the speed of memory, while a non-finite one
-proves nothing, so only then is the slower exact check needed. And one tensor may be the gradient of a parameter
-that two optimizers own, or be listed twice: whatever the route, it is unscaled once.
+Looking at 1,000 gradients one attribute at a time costs more than reading them. So a `Collector` asks for all that
+matters in one C call a gradient, and keeps the grouping for as long as the answers are the same: a parameter that was
+frozen or added, `set_to_none`, another dtype or layout give other answers.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 _HALF = (torch.float16, torch.complex32)
-# Below this many elements a call costs more than its arithmetic, so small tensors are measured by one call.
-_SMALL = 2**16
+_DTYPES = (*_HALF, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.layout, torch.device, type]
+_kind_of = operator.attrgetter("dtype", "layout", "device", "__class__")
 
 
-def gradients_of(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[torch.Tensor]:
-    """List the gradients of an optimizer's parameters, each tensor once, in the order of the parameters.
+class Values(NamedTuple):
+    """Values of gradients that one native call can take: one device, one real dtype, one class."""
 
-    Args:
-        optimizer: Anything with torch's `param_groups`.
-        allow_fp16: Whether fp16 gradients are acceptable. If so, sparse ones are coalesced, in `.grad` as well:
-            their duplicates may overflow when they are summed, and that has to be seen.
+    device: torch.device
+    params: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of an optimizer at one moment, each tensor once, in the order of the parameters."""
+
+    optimizer: torch.optim.Optimizer
+    params: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    groups: dict[_Kind, list[int]]
+
+    def refuse_fp16(self) -> None:
+        """Raise a ValueError that names them if there are fp16 gradients."""
+        half = [self.name(index) for kind, group in self.groups.items() if kind[0] in _HALF for index in group]
+        if half:
+            raise ValueError(
+                "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
+                "and let autocast choose fp16 op by op, or allow it with GradScaler(..., allow_fp16_gradients=True). "
+                f"fp16 gradients: {', '.join(half)}"
+            )
+
+    def refuse_complex(self) -> None:
+        """Raise a TypeError that names the first if there are complex gradients."""
+        for (dtype, _, _, _), group in self.groups.items():
+            if dtype.is_complex:
+                raise TypeError(
+                    f"complex numbers have no order to clip them in: the gradient of {self.name(group[0])} is {dtype}; "
+                    "use clip_grad_norm_"
+                )
+
+    def name(self, index: int) -> str:
+        """Say which parameter a gradient belongs to: its name if the optimizer knows it, its place otherwise."""
+        return _name(self.optimizer, self.params[index])
+
+    def sum_duplicates(self, *, of_fp16_only: bool = False) -> Gradients:
+        """Coalesce sparse gradients, in `.grad` as well: only sums of duplicates have a norm, and may overflow."""
+        tensors = list(self.tensors)
+        for (dtype, layout, _, _), group in self.groups.items():
+            if layout is torch.sparse_coo and (dtype in _HALF or not of_fp16_only):
+                for index in group:
+                    tensors[index] = self.params[index].grad = tensors[index].coalesce()
+        return Gradients(self.optimizer, self.params, tensors, self.groups)
+
+    def part(self, chosen: list[int]) -> Gradients:
+        """Return these gradients without those that are not chosen."""
+        places = {index: place for place, index in enumerate(chosen)}
+        groups = {
+            kind: kept
+            for kind, group in self.groups.items()
+            if (kept := [places[index] for index in group if index in places])
+        }
+        return Gradients(self.optimizer, [self.params[i] for i in chosen], [self.tensors[i] for i in chosen], groups)
+
+    def values(self) -> Iterator[Values]:
+        """Yield the values in lists that share memory with the gradients.
+
+        Of a sparse gradient these are its stored values, of a complex one its real view of shape (..., 2).
+        """
+        for (dtype, layout, device, _), group in self.groups.items():
+            params, tensors = self.params, self.tensors
+            if len(group) < len(tensors):
+                params, tensors = [params[index] for index in group], [tensors[index] for index in group]
+            if layout is torch.sparse_coo:
+                tensors = [tensor._values() for tensor in tensors]
+            if dtype.is_complex:
+                tensors = [torch.view_as_real(t.conj() if t.is_conj() else t) for t in tensors]
+            yield Values(device, params, tensors)
+
+
+class Collector:
+    """Finds the gradients of one optimizer, and remembers how they are grouped while they are of the same kinds."""
+
+    def __init__(self) -> None:
+        self._kinds: list[_Kind] = []
+        self._groups: dict[_Kind, list[int]] = {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Gradients:
+        """Collect the gradients there are now; ones that cannot be written in place are replaced by copies.
+
+        Raises:
+            TypeError: `optimizer` is not one, or has a gradient of a dtype or layout that cannot be unscaled.
+        """
+        params, grads = present(optimizer)
+        if len(set(map(id, grads))) < len(grads):
+            once = {id(grad): (param, grad) for param, grad in zip(reversed(params), reversed(grads), strict=True)}
+            params, grads = map(list, zip(*reversed(once.values()), strict=True))
+        kinds = list(map(_kind_of, grads))
+        if kinds != self._kinds:
+            self._groups = _grouped(optimizer, params, kinds)
+            self._kinds = kinds
+        _make_writable(params, grads, self._groups)
+        return Gradients(optimizer, params, grads, self._groups)
+
+
+def present(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters that have a gradient, and those gradients.
 
     Raises:
         TypeError: `optimizer` has no `param_groups`, or something other than a tensor in them.
-        ValueError: There are fp16 gradients and they are not allowed.
     """
-    groups = getattr(optimizer, "param_groups", None)
+    params = params_of(optimizer)
+    try:
+        tensors = [param.grad for param in params]
+    except AttributeError:
+        strange = next(param for param in params if not isinstance(param, torch.Tensor))
+        raise TypeError(f"an optimizer's parameters are tensors, got {type(strange).__name__}") from None
+    grads = [tensor for tensor in tensors if tensor is not None]
+    if len(grads) < len(params):
+        params = [param for param, tensor in zip(params, tensors, strict=True) if tensor is not None]
+    return params, grads
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """List an optimizer's parameters; raise a TypeError if it has no `param_groups`."""
+    groups: list[dict[str, Any]] | None = getattr(optimizer, "param_groups", None)
     if groups is None:
         raise TypeError(f"expected an optimizer with param_groups, got {type(optimizer).__name__}")
-    found: dict[int, torch.Tensor] = {}
-    fp16: list[str] = []
-    for group_index, group in enumerate(groups):
-        for index, param in enumerate(group["params"]):
-            if not isinstance(param, torch.Tensor):
-                raise TypeError(f"an optimizer's parameters are tensors, got {type(param).__name__}")
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.dtype in _HALF:
-                if not allow_fp16:
-                    fp16.append(_name(group, group_index, index, param))
-                elif grad.is_sparse:
-                    grad = param.grad = grad.coalesce()
-            if not (grad.is_sparse or grad.is_contiguous()) and 0 in grad.stride():
-                grad = param.grad = grad.clone()  # an expanded tensor cannot be written to
-            found[id(grad)] = grad
-    if fp16:
-        raise ValueError(
-            "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
-            f"and let autocast choose fp16 op by op. fp16 gradients: {', '.join(fp16)}"
-        )
-    return list(found.values())
+    return [param for group in groups for param in group["params"]]
 
 
-def _name(group: dict[str, object], group_index: int, index: int, param: torch.Tensor) -> str:
-    names = group.get("param_names")
-    if isinstance(names, list) and index < len(names):
-        return str(names[index])
-    return f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)}"
+def version(tensor: torch.Tensor) -> int:
+    """Return a tensor's count of writes; tensors of inference mode keep none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def by_device(grads: Iterable[torch.Tensor]) -> dict[torch.device, list[list[torch.Tensor]]]:
-    """Group the values of gradients into lists that one native call can take.
-
-    Returns:
-        Per device, lists of tensors of one real dtype that share memory with the gradients: of a sparse gradient
-        its stored values, of a complex one its real view of shape (..., 2). DTensors are listed apart from plain
-        tensors.
-    """
-    lists: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
-    for grad in grads:
-        values: torch.Tensor = grad._values() if grad.is_sparse else grad
-        dtype = values.dtype
-        if dtype.is_complex:
-            values = torch.view_as_real(values.conj() if values.is_conj() else values)
-            dtype = values.dtype
-        lists.setdefault((values.device, dtype, type(values)), []).append(values)
-    devices: dict[torch.device, list[list[torch.Tensor]]] = {}
-    for (device, _, _), values_of_a_kind in lists.items():
-        devices.setdefault(device, []).append(values_of_a_kind)
-    return devices
+def contents(grads: list[torch.Tensor]) -> list[list[int]]:
+    """Return what changes when a gradient is written to or replaced."""
+    return [list(map(id, grads)), list(map(version, grads))]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is not of a subclass, for which torch's ops may mean something else."""
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
-def unscale_(values: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiply by `inv_scale` in place; set `found_inf` to 1 where values were not finite or are not any more.
-
-    Args:
-        values: A list from `by_device`.
-        inv_scale: fp32, one element, on the values' device.
-        found_inf: fp32, one element, on the values' device; left alone if all is finite.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, inv_scale)
-    if _may_exceed(inv_scale, 1.0):
-        _check_finite(values, found_inf)
-
-
-def check(values: list[torch.Tensor], divisor: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Set `found_inf` to 1 if `values / divisor` is not finite in the optimizer's arithmetic; write no value.
-
-    Args:
-        values: A list from `by_device`.
-        divisor: fp32, one element, on the values' device: what a fused optimizer will divide by.
-        found_inf: fp32, one element, on the values' device; left alone if all is finite.
-    """
-    if not _may_exceed(divisor.reciprocal(), 1.0):
-        _check_finite(values, found_inf)
-    elif _is_plain(values[0]):
-        _check_peaks(values, found_inf, divisor)
-    else:
-        _check_finite([tensor / divisor for tensor in values], found_inf)
+def _grouped(
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], kinds: list[_Kind]
+) -> dict[_Kind, list[int]]:
+    groups: dict[_Kind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        dtype, layout, _, _ = kind
+        if dtype not in _DTYPES or layout not in _LAYOUTS:
+            raise TypeError(
+                f"the gradient of {_name(optimizer, params[index])} has dtype {dtype} and layout {layout}; what can be "
+                f"unscaled is {', '.join(map(str, _DTYPES))} in {', '.join(map(str, _LAYOUTS))}"
+            )
+        groups.setdefault(kind, []).append(index)
+    return groups
 
 
-def _may_exceed(factor: torch.Tensor, bound: float) -> bool:
-    """Say whether a factor may be above a bound; certain on the CPU, always yes where asking would be a sync."""
-    return factor.device.type != "cpu" or not factor.item() <= bound
+def _name(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> str:
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, candidate in enumerate(group["params"]):
+            if candidate is param:
+                names = group.get("param_names")
+                if isinstance(names, list) and index < len(names):
+                    return str(names[index])
+                return f"param_groups[{group_index}]['params'][{index}] of shape {tuple(param.shape)}"
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
-def _check_finite(values: list[torch.Tensor], found_inf: torch.Tensor) -> None:
-    if not _is_plain(values[0]):
-        # torch's op knows how to reduce over a DTensor's mesh.
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, torch.ones_like(found_inf))
-    elif values[0].device.type == "cpu":
-        if not _are_finite_on_cpu(values):
-            found_inf.fill_(1.0)
-    else:
-        _check_peaks(values, found_inf)
+def _make_writable(params: list[torch.Tensor], grads: list[torch.Tensor], groups: dict[_Kind, list[int]]) -> None:
+    """Put copies in the place of gradients that no op may write to: expanded, overlapping or lazily negated ones."""
+    for (_, layout, _, _), group in groups.items():
+        if layout is not torch.strided or all(map(torch.Tensor.is_contiguous, map(grads.__getitem__, group))):
+            continue
+        for index in group:
+            grad = grads[index]
+            if grad.is_neg() or _overlaps(grad):
+                # A copy has memory of its own, and the negation is done in it.
+                grads[index] = params[index].grad = grad.clone(memory_format=torch.contiguous_format)
 
 
-def _check_peaks(values: list[torch.Tensor], found_inf: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
-    """Judge by the largest magnitudes: exact, a few launches for any number of tensors, slow only on a CPU."""
-    values = [tensor for tensor in values if tensor.numel()]  # nothing has no largest magnitude
-    if not values:
-        return
-    peaks = torch.stack(torch._foreach_norm(values, math.inf))
-    if divisor is not None:
-        # Fused kernels compute with fp16 and bf16 gradients in fp32.
-        peaks = peaks.to(torch.promote_types(peaks.dtype, torch.float32)) / divisor
-    found_inf.masked_fill_(peaks.isfinite().all().logical_not(), 1.0)
-
-
-def _are_finite_on_cpu(values: list[torch.Tensor]) -> bool:
-    small = [tensor for tensor in values if tensor.numel() < _SMALL]
-    if small:
-        norms = torch._foreach_norm(small, 2.0, dtype=torch.promote_types(small[0].dtype, torch.float32))
-        if not torch.stack(norms).isfinite().all() and not all(map(_is_finite_exactly, small)):
-            return False
-    return all(_is_finite_on_cpu(tensor) for tensor in values if tensor.numel() >= _SMALL)
-
-
-def _is_finite_on_cpu(values: torch.Tensor) -> bool:
-    # For fp32 and fp64 a dot product is the fastest read there is; of half precision it is very slow.
-    if values.is_contiguous() and values.dtype in (torch.float32, torch.float64):
-        flat = values.view(-1)
-        probe = torch.dot(flat, flat)
-    else:
-        probe = values.sum()
-    return math.isfinite(probe.item()) or _is_finite_exactly(values)
-
-
-def _is_finite_exactly(values: torch.Tensor) -> bool:
-    if not values.numel():
-        return True
-    lowest, highest = torch.aminmax(values)
-    return math.isfinite(lowest.item()) and math.isfinite(highest.item())
-
-
-class Ledger:
-    """The gradients unscaled since the last `update()`, so that a parameter of two optimizers is unscaled once.
-
-    A gradient stays unscaled while it is the same tensor and no backward of a scaled loss has added to it since,
-    which changes the tensor's version. Clipping changes the version as well, so versions are read again (`renew`)
-    whenever such a backward starts.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
-        self._scaled_since = False
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def record(self, grads: Iterable[torch.Tensor], unless: torch.Tensor | None = None) -> None:
-        """Note that `grads` are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
-        for grad in grads:
-            self._entries[id(grad)] = (weakref.ref(grad), _version(grad), unless)
-
-    def renew(self) -> None:
-        """Take the present versions as those of unscaled gradients; fresh ones may be added from now on."""
-        for key, (reference, version, unless) in list(self._entries.items()):
-            grad = reference()
-            if grad is None or (self._scaled_since and version != _version(grad)):
-                del self._entries[key]
-            else:
-                self._entries[key] = (reference, _version(grad), unless)
-        self._scaled_since = True
-
-    def before_backward(self, _: torch.Tensor) -> None:
-        """A hook on scaled losses: their backward is about to add to gradients."""
-        if self._entries:
-            self.renew()
-
-    def clear(self) -> None:
-        """Forget everything: the next gradients are scaled ones."""
-        self._entries.clear()
-        self._scaled_since = False
-
-    def split(self, grads: list[torch.Tensor]) -> list[tuple[torch.Tensor | float | None, list[torch.Tensor]]]:
-        """Group gradients by when they still have to be unscaled.
-
-        Returns:
-            Pairs (condition, gradients): condition None means yes, 0.0 no, and a tensor means if it is not zero.
-        """
-        if not self._entries:
-            return [(None, grads)]
-        groups: dict[int, tuple[torch.Tensor | float | None, list[torch.Tensor]]] = {}
-        for grad in grads:
-            condition = self._condition(grad)
-            groups.setdefault(id(condition), (condition, []))[1].append(grad)
-        return list(groups.values())
-
-    def _condition(self, grad: torch.Tensor) -> torch.Tensor | float | None:
-        reference, version, unless = self._entries.get(id(grad), (None, 0, None))
-        if reference is None or reference() is not grad:
-            return None
-        if self._scaled_since and version != _version(grad):
-            return None
-        return 0.0 if unless is None else unless
-
-
-def _version(grad: torch.Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version  # tensors of inference mode keep no count
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Say whether elements may share memory: some step is shorter than what the smaller steps reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

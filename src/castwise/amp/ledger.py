@@ -1,0 +1,112 @@
+"""Which gradients are unscaled already, so that a parameter that two optimizers own is unscaled once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from castwise._torch_private import at_the_end_of_this_backward
+from castwise.amp.gradients import Gradients, version
+
+# What a gradient is before a backward: which tensor, and how often it was written to.
+_Before: TypeAlias = tuple[Callable[[], torch.Tensor | None], int]
+
+
+class Ledger:
+    """The parameters whose gradients were unscaled since the last `update()`.
+
+    Their gradients stay unscaled, also when they are clipped or replaced, until a backward of a scaled loss adds to
+    them. So they are looked at when such a backward starts and when it ends, and what has changed is scaled again.
+    Where a backward cannot be watched (a loss scaled in compiled code or by hand) it counts as lasting until the next
+    look.
+    """
+
+    def __init__(self) -> None:
+        self._unscaled: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+        self._before: dict[int, _Before] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._unscaled)
+
+    def record(self, params: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
+        """Note that gradients are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
+        self.backward_ends()
+        self._unscaled.append((params, unless))
+
+    def clear(self) -> None:
+        """Forget everything: the next gradients are scaled ones."""
+        self._unscaled.clear()
+        self._before = None
+
+    def backward_starts(self) -> None:
+        """From now on a gradient that changes is a scaled one."""
+        if not self._unscaled:
+            return
+        self.backward_ends()
+        self._before = {id(param): _now(param) for params, _ in self._unscaled for param in params}
+
+    def backward_ends(self) -> None:
+        """Forget the gradients that changed since `backward_starts`."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._unscaled = [
+                ([param for param in params if _is_as(param, before[id(param)])], unless)
+                for params, unless in self._unscaled
+            ]
+
+    def watch(self, scaled: torch.Tensor) -> None:
+        """Look out for each backward that starts from a scaled loss."""
+        scaled.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+
+    def _on_backward(self, _: torch.Tensor) -> None:
+        if self._unscaled:
+            self.backward_starts()
+            at_the_end_of_this_backward(self.backward_ends)
+
+    def knows_any(self, grads: Gradients) -> bool:
+        """Say whether some of these gradients are, or may be, unscaled already."""
+        return bool(self._unscaled) and not self._conditions().keys().isdisjoint(map(id, grads.tensors))
+
+    def factors(self, grads: Gradients, inv_scale: torch.Tensor) -> list[tuple[torch.Tensor, Gradients]]:
+        """Group gradients by what unscales them: `inv_scale`, or 1 where that was done before."""
+        if not self._unscaled:
+            return [(inv_scale, grads)]
+        conditions = self._conditions()
+        groups: dict[int, tuple[torch.Tensor, list[int]]] = {}
+        for index, tensor in enumerate(grads.tensors):
+            if id(tensor) not in conditions:
+                key, factor = 0, inv_scale
+            else:
+                unless = conditions[id(tensor)]
+                key, factor = id(unless), _inv_scale_if(unless, inv_scale)
+            groups.setdefault(key, (factor, []))[1].append(index)
+        return [(factor, grads.part(indices)) for factor, indices in groups.values()]
+
+    def _conditions(self) -> dict[int, torch.Tensor | None]:
+        self.backward_ends()
+        return {
+            id(param.grad): unless for params, unless in self._unscaled for param in params if param.grad is not None
+        }
+
+
+def _inv_scale_if(condition: torch.Tensor | None, inv_scale: torch.Tensor) -> torch.Tensor:
+    """Return `inv_scale` if there is a condition and it is not zero, 1 otherwise."""
+    one = torch.ones_like(inv_scale)
+    return one if condition is None else torch.where(condition.to(inv_scale.device) != 0, inv_scale, one)
+
+
+def _now(param: torch.Tensor) -> _Before:
+    grad = param.grad
+    return (_nothing, 0) if grad is None else (weakref.ref(grad), version(grad))
+
+
+def _is_as(param: torch.Tensor, before: _Before) -> bool:
+    grad = param.grad
+    return grad is before[0]() and (grad is None or version(grad) == before[1])
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,112 @@
+"""What is done with the gradients of an optimizer, of whatever kinds and on whatever devices, before its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from castwise.amp import measuring
+from castwise.amp.devices import MultiDeviceReplicator
+from castwise.amp.gradients import Gradients
+
+# Gradients in groups, each with what it has to be multiplied with: fp32, one element.
+Factors: TypeAlias = list[tuple[torch.Tensor, Gradients]]
+
+
+class Facts(NamedTuple):
+    """What one read found out of some parameters' gradients."""
+
+    params: list[torch.Tensor]
+    are_finite: torch.Tensor
+    """bool, shape (len(params),), on their device; once they are unscaled."""
+
+
+def multiply_(factors: Factors, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+    """Multiply gradients in place, each by its factor.
+
+    Returns:
+        Per device a copy of `found_inf` (fp32, one element) that is 1 if a gradient is not finite, before or after.
+    """
+    found_infs = MultiDeviceReplicator(found_inf)
+    with torch.no_grad():
+        for factor, grads in factors:
+            copies = MultiDeviceReplicator(factor)
+            for values in grads.values():
+                measuring.unscale_(values.tensors, copies.get(values.device), found_infs.get(values.device))
+    return found_infs.copies
+
+
+def check(grads: Gradients, divisor: torch.Tensor) -> list[Facts]:
+    """Find out whether a fused optimizer, which computes in fp32 or wider, can divide its gradients; write nothing."""
+    divisors = MultiDeviceReplicator(divisor)
+    with torch.no_grad():
+        return [
+            Facts(
+                values.params,
+                measuring.are_finite(values.tensors, divisors.get(values.device), _at_least_fp32(values.tensors)),
+            )
+            for values in grads.values()
+        ]
+
+
+def all_finite(params: list[torch.Tensor]) -> list[Facts]:
+    """Return the facts of parameters whose gradients are known to be finite."""
+    return [Facts(params, torch.ones(len(params), dtype=torch.bool))]
+
+
+def measure(
+    factors: Factors, norm_type: float, *, in_fp32: bool
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Facts]]:
+    """Find the norms of gradients and whether they are finite once they are multiplied; write nothing.
+
+    Args:
+        factors: Gradients and what they have to be multiplied with, > 0.
+        norm_type: p > 0, or inf.
+        in_fp32: Whether the products are for a fused optimizer, which computes in fp32 or wider.
+
+    Returns:
+        Per group of gradients its factor and the norms before the multiplication, shape (n,); and the facts.
+    """
+    measured, facts = [], []
+    with torch.no_grad():
+        for factor, grads in factors:
+            divisors = MultiDeviceReplicator(factor.reciprocal())
+            for values in grads.values():
+                norms = measuring.norms(values.tensors, norm_type)
+                dtype = _at_least_fp32(values.tensors) if in_fp32 else values.tensors[0].dtype
+                flags = measuring.fit(norms, values.tensors, divisors.get(values.device), dtype)
+                measured.append((factor, norms))
+                facts.append(Facts(values.params, flags))
+    return measured, facts
+
+
+def total_norm(
+    measured: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_type: float, like: torch.Tensor
+) -> torch.Tensor:
+    """Return the norm of all gradients once they are multiplied, shape (), fp64 if possible, on `like`'s device."""
+    dtype = measuring.wide(like.device)
+    parts = [norms.to(device=like.device, dtype=dtype) * factor.to(dtype) for factor, norms in measured]
+    if not parts:
+        return torch.zeros_like(like, dtype=dtype)
+    norms = torch.cat(parts)
+    # The largest one is taken out of the sum: powers of it may be too large for any dtype.
+    peak = norms.amax()
+    unit = torch.where(peak.isfinite() & (peak > 0), peak, torch.ones_like(peak))
+    total: torch.Tensor = unit * torch.linalg.vector_norm(norms / unit, norm_type)
+    return total
+
+
+def found_infs(facts: Iterable[Facts]) -> dict[torch.device, torch.Tensor]:
+    """Return per device the found_inf of its gradients: fp32, shape (), 1 if one is not finite and 0 otherwise."""
+    found: dict[torch.device, torch.Tensor] = {}
+    for _, are_finite in facts:
+        found_inf = are_finite.all().logical_not().float()
+        before = found.get(found_inf.device)
+        found[found_inf.device] = found_inf if before is None else torch.maximum(before, found_inf)
+    return found
+
+
+def _at_least_fp32(tensors: list[torch.Tensor]) -> torch.dtype:
+    return torch.promote_types(tensors[0].dtype, torch.float32)

@@ -1,0 +1,186 @@
+"""`scaler.step(optimizer, closure)`: every evaluation is unscaled and checked, and all count or none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from castwise.amp.grad_scaler import GradScaler
+
+KINDS: dict[str, dict[str, bool]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+class Problem:
+    """A small regression, an optimizer for it, and closures with and without a scaler."""
+
+    def __init__(self, scaler: GradScaler | None, optimizer: type[Any], **options: Any) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(16, 4, generator=draw), torch.randn(16, 1, generator=draw)
+        self.params = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in [(4, 1), (1,)]]
+        self.optimizer = optimizer(self.params, **options)
+        self.scaler = scaler
+        self.evaluations = 0
+        self.spoilt_evaluation = -1
+        self.max_norm: float | None = None
+
+    def closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        weight, bias = self.params
+        loss = (torch.tanh(self.x @ weight + bias) - self.y).pow(2).mean()
+        if self.evaluations == self.spoilt_evaluation:
+            loss = loss * torch.inf
+        self.evaluations += 1
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.max_norm is not None:
+            if self.scaler is None:
+                torch.nn.utils.clip_grad_norm_(self.params, self.max_norm)
+            else:
+                self.scaler.clip_grad_norm_(self.optimizer, self.max_norm)
+        return loss.detach()
+
+    def step(self) -> Any:
+        if self.scaler is None:
+            return self.optimizer.step(self.closure)
+        returned = self.scaler.step(self.optimizer, self.closure)
+        self.scaler.update()
+        return returned
+
+    def contents(self) -> Any:
+        return copy.deepcopy(([param.tolist() for param in self.params], self.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("scale", [2.0**16, 8.0, 2.0**-10])
+def test_lbfgs_goes_the_way_it_goes_without_a_scaler(line_search: str | None, scale: float) -> None:
+    options = {"lr": 0.5, "max_iter": 6, "line_search_fn": line_search}
+    plain = Problem(None, torch.optim.LBFGS, **options)
+    scaled = Problem(GradScaler("cpu", init_scale=scale, growth_interval=2), torch.optim.LBFGS, **options)
+    for _ in range(5):
+        expected, got = plain.step(), scaled.step()
+        assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+        for ours, theirs in zip(scaled.params, plain.params, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert scaled.evaluations == plain.evaluations > 20
+    assert scaled.scaler is not None
+    assert scaled.scaler.get_scale() == scale * 4.0
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 4])
+def test_one_bad_evaluation_undoes_the_whole_step(spoilt: int) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    problem = Problem(scaler, torch.optim.LBFGS, lr=0.5, max_iter=6)
+    problem.step()
+    before = problem.contents()
+    problem.spoilt_evaluation = problem.evaluations + spoilt
+    assert problem.step() is None
+    assert str(problem.contents()) == str(before)
+    assert scaler.get_scale() == 4.0
+    problem.spoilt_evaluation = -1
+    assert problem.step() is not None
+    assert str(problem.contents()) != str(before)
+
+
+def test_a_loss_that_is_not_finite_skips_though_its_gradients_are() -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(1))
+
+    def closure() -> torch.Tensor:
+        scaler.scale(param.sum()).backward()
+        return torch.tensor(torch.inf)
+
+    assert scaler.step(torch.optim.SGD([param], lr=1.0), closure) is None
+    scaler.update()
+    assert param.item() == 1.0
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_optimizer_takes_one(kind: str, max_norm: float | None, keyword: bool) -> None:
+    plain = Problem(None, torch.optim.AdamW, **KINDS[kind])
+    scaled = Problem(GradScaler("cpu"), torch.optim.AdamW, **KINDS[kind])
+    assert scaled.scaler is not None
+    for problem in (plain, scaled):
+        problem.max_norm = max_norm
+    for _ in range(3):
+        plain.step()
+        if keyword:
+            scaled.scaler.step(scaled.optimizer, closure=scaled.closure)
+            scaled.scaler.update()
+        else:
+            scaled.step()
+    for ours, theirs in zip(scaled.params, plain.params, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_before_the_closure_are_unscaled_once(kind: str) -> None:
+    for call in ("nothing", "unscale_", "clip_grad_norm_"):
+        scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param], lr=1.0, **KINDS[kind])
+        scaler.scale(param.sum()).backward()
+        if call == "unscale_":
+            scaler.unscale_(optimizer)
+        if call == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        assert scaler.step(optimizer, lambda: 7.0) == 7.0
+        assert param.item() == pytest.approx(0.5 if call == "clip_grad_norm_" else 0.0, abs=1e-6)
+        scaler.update()
+
+
+def test_the_closure_may_unscale() -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    def closure() -> float:
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert param.grad is not None
+        assert param.grad.item() == 1.0
+        return 1.0
+
+    assert scaler.step(optimizer, closure) == 1.0
+    assert param.item() == 0.0
+
+
+def test_an_error_in_the_closure_leaves_everything_as_it_was() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    problem = Problem(scaler, torch.optim.LBFGS, lr=0.5, max_iter=6)
+    problem.step()
+    before = problem.contents()
+
+    def closure() -> torch.Tensor:
+        if problem.evaluations == 10:
+            raise KeyError("mine")
+        return problem.closure()
+
+    with pytest.raises(KeyError, match="mine"):
+        scaler.step(problem.optimizer, closure)
+    assert problem.evaluations == 10
+    assert str(problem.contents()) == str(before)
+    copy.deepcopy(scaler)  # would be refused in the middle of an iteration
+    problem.evaluations = 0
+    problem.step()
+
+
+def test_a_settings_change_is_put_back() -> None:
+    class Restless(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["lr"] *= 2
+            closure()
+
+    scaler, param = GradScaler("cpu"), torch.nn.Parameter(torch.ones(1))
+    optimizer = Restless([param], lr=1.0)
+
+    def closure() -> None:
+        scaler.scale(param.sum() * torch.nan).backward()
+
+    assert scaler.step(optimizer, closure) is None
+    assert optimizer.param_groups[0]["lr"] == 1.0
