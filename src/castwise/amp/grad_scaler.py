@@ -184,7 +184,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _watched(self, scaled: torch.Tensor) -> torch.Tensor:
         """Let the ledger know of each backward that starts from a scaled loss, before it adds to any gradient."""
-        if is_dynamo_compiling() or are_functorch_transforms_active():
+        if is_dynamo_compiling():
+            self._unscaled.backward_is_hidden()
+        elif are_functorch_transforms_active():
             self._unscaled.backward_starts()  # no hooks there; the backward comes after this call, at least
         elif scaled.requires_grad:
             self._unscaled.watch(scaled)
@@ -238,11 +240,11 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
-        inv_scale = self._inv_scale() * state.get("clip_coef", 1.0)
+        inv_scale = self._inv_scale()
         found_inf = torch.zeros_like(inv_scale)
         if self._unscales_by_itself():
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
-            found = unscaling.multiply_(self._unscaled.factors(grads, inv_scale), found_inf)
+            found = unscaling.unscale_(self._factors(state, grads), found_inf)
         else:
             found = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         self._unscaled.record(params_of(optimizer))
@@ -285,7 +287,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             Per device of gradients its found_inf, fp32 like the one given, 1 if a gradient is not finite.
         """
-        return unscaling.multiply_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)
+        return unscaling.unscale_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)
 
     def _unscales_by_itself(self) -> bool:
         return "_unscale_grads_" not in vars(self) and type(self)._unscale_grads_ is GradScaler._unscale_grads_
@@ -300,7 +302,8 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = found
         self._per_optimizer_states[id(optimizer)] = state
         # Tools reduce found_inf over ranks between unscale_() and step(), of which nothing is seen here.
-        if not self._memory_of(optimizer).takes_grad_scale and not torch.distributed.is_initialized():
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if is_alone and not self._memory_of(optimizer).takes_grad_scale:
             state["readback"] = _readback(found)
         return found
 
@@ -360,9 +363,9 @@ class GradScaler(torch.amp.GradScaler):
             self._unscale(optimizer, state, allow_fp16=allow_fp16)
             state["unscaled_by_clipping"] = True
         grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
+        if state["stage"] is OptState.READY and self._unscaled.knows_any(grads):
+            in_its_step = False  # one grad_scale speaks for all of its gradients, and some are unscaled already
         factors = self._factors(state, grads)
-        # One grad_scale speaks for all of an optimizer's gradients.
-        in_its_step = in_its_step and len(factors) == 1
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
         found = unscaling.found_infs(facts) or {scale.device: torch.zeros_like(scale)}
@@ -377,7 +380,7 @@ class GradScaler(torch.amp.GradScaler):
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
             state["measured"] = contents(grads.tensors)
         else:
-            unscaling.multiply_([(factor * coef, part) for factor, part in factors], torch.zeros_like(coef))
+            unscaling.multiply_([(factor * coef, part) for factor, part in factors])
             if state["stage"] is OptState.READY:
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
             state.pop("clip_coef", None)
@@ -425,16 +428,18 @@ class GradScaler(torch.amp.GradScaler):
             state["unscaled_by_clipping"] = True
         elif "clip_coef" in state:
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
-            unscaling.multiply_(self._factors(state, grads), torch.zeros_like(state["clip_coef"]))
+            unscaling.multiply_(self._factors(state, grads))
             del state["clip_coef"]
 
     def _factors(self, state: dict[str, Any], grads: Gradients) -> list[tuple[torch.Tensor, Gradients]]:
         """Group gradients by what they still have to be multiplied with: 1 / scale, and a coefficient of clipping."""
         inv_scale = self._inv_scale()
-        coef = state.get("clip_coef", 1.0)
         if state["stage"] is OptState.READY:
-            return self._unscaled.factors(grads, inv_scale * coef)
-        return [(torch.ones_like(inv_scale) * coef, grads)]
+            factors = self._unscaled.factors(grads, inv_scale)
+        else:
+            factors = [(torch.ones_like(inv_scale), grads)]
+        coef = state.get("clip_coef")
+        return factors if coef is None else [(factor * coef, part) for factor, part in factors]
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -538,7 +543,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if self._unscales_by_itself():
             divisor = self._grad_scale(optimizer, state)
-            assert divisor is not None
+            if divisor is None:
+                divisor = torch.ones_like(scale)
             params, grads = present(optimizer)
             if self._memory_of(optimizer).probe.proves_finite(grads, divisor, torch.float32):
                 state["finite"] = unscaling.all_finite(params)

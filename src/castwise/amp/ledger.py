@@ -20,13 +20,16 @@ class Ledger:
 
     Their gradients stay unscaled, also when they are clipped or replaced, until a backward of a scaled loss adds to
     them. So they are looked at when such a backward starts and when it ends, and what has changed is scaled again.
-    Where a backward cannot be watched (a loss scaled in compiled code or by hand) it counts as lasting until the next
-    look.
+    Where the end cannot be seen (of a loss scaled by hand) it counts as lasting until the next look; where the start
+    cannot be seen either (of a loss scaled in compiled code), as having lasted from the last `record` on.
     """
 
     def __init__(self) -> None:
         self._unscaled: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
         self._before: dict[int, _Before] | None = None
+        self._when_recorded: dict[int, _Before] = {}
+        self._had_hidden_backward = False
+        self._may_have_hidden_backwards = False
 
     def __bool__(self) -> bool:
         return bool(self._unscaled)
@@ -35,27 +38,43 @@ class Ledger:
         """Note that gradients are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
         self.backward_ends()
         self._unscaled.append((params, unless))
+        if self._may_have_hidden_backwards:
+            self._when_recorded = self._look()
 
     def clear(self) -> None:
         """Forget everything: the next gradients are scaled ones."""
         self._unscaled.clear()
         self._before = None
+        self._when_recorded = {}
+
+    def backward_is_hidden(self) -> None:
+        """Note that there is one now or soon which nobody can watch. Traced by Dynamo: it may only set attributes."""
+        self._may_have_hidden_backwards = True
+        self._had_hidden_backward = True
 
     def backward_starts(self) -> None:
         """From now on a gradient that changes is a scaled one."""
-        if not self._unscaled:
-            return
-        self.backward_ends()
-        self._before = {id(param): _now(param) for params, _ in self._unscaled for param in params}
+        if self._unscaled:
+            self.backward_ends()
+            self._before = self._look()
 
     def backward_ends(self) -> None:
         """Forget the gradients that changed since `backward_starts`."""
+        if self._had_hidden_backward:
+            self._had_hidden_backward = False
+            self._keep_what_is_as(self._when_recorded)
         before, self._before = self._before, None
         if before is not None:
-            self._unscaled = [
-                ([param for param in params if _is_as(param, before[id(param)])], unless)
-                for params, unless in self._unscaled
-            ]
+            self._keep_what_is_as(before)
+
+    def _look(self) -> dict[int, _Before]:
+        return {id(param): _now(param) for params, _ in self._unscaled for param in params}
+
+    def _keep_what_is_as(self, before: dict[int, _Before]) -> None:
+        self._unscaled = [
+            ([param for param in params if id(param) in before and _is_as(param, before[id(param)])], unless)
+            for params, unless in self._unscaled
+        ]
 
     def watch(self, scaled: torch.Tensor) -> None:
         """Look out for each backward that starts from a scaled loss."""

@@ -41,9 +41,14 @@ def unscale_(tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch
     on_cpu = tensors[0].device.type == "cpu"
     if not on_cpu:  # whether the factor is above 1 cannot be asked there
         found_inf.masked_fill_(are_finite(tensors, factor.reciprocal(), dtype).all().logical_not(), 1.0)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+    multiply_(tensors, factor, found_inf)
     if on_cpu and not factor.item() <= 1.0:
         found_inf.masked_fill_(are_finite(tensors, torch.ones_like(factor), dtype).all().logical_not(), 1.0)
+
+
+def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Do as `unscale_` does, but look at values only before the multiplication."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
 def are_finite(tensors: list[torch.Tensor], divisor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,8 +23,8 @@ class Facts(NamedTuple):
     """bool, shape (len(params),), on their device; once they are unscaled."""
 
 
-def multiply_(factors: Factors, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
-    """Multiply gradients in place, each by its factor.
+def unscale_(factors: Factors, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+    """Multiply gradients in place, each by its factor, and look for what is not finite.
 
     Returns:
         Per device a copy of `found_inf` (fp32, one element) that is 1 if a gradient is not finite, before or after.
@@ -36,6 +36,16 @@ def multiply_(factors: Factors, found_inf: torch.Tensor) -> dict[torch.device, t
             for values in grads.values():
                 measuring.unscale_(values.tensors, copies.get(values.device), found_infs.get(values.device))
     return found_infs.copies
+
+
+def multiply_(factors: Factors) -> None:
+    """Multiply gradients in place, each by its factor, when it is known already which are finite."""
+    with torch.no_grad():
+        for factor, grads in factors:
+            copies = MultiDeviceReplicator(factor)
+            for values in grads.values():
+                copy = copies.get(values.device)
+                measuring.multiply_(values.tensors, copy, torch.zeros_like(copy))
 
 
 def check(grads: Gradients, divisor: torch.Tensor) -> list[Facts]:
