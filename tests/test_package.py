@@ -170,16 +170,44 @@ def test_every_room_is_under_the_rule() -> None:
     )
 
 
-def test_private_torch_names_are_reached_in_one_place() -> None:
+def private_torch_names(code: str) -> set[str]:
     allowed = ("torch._foreach_", "torch._amp_")
+    of_tensors = {"_version", "_values", "_indices", "_base", "_execution_engine"}
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            of_torch = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+            if (of_torch and not name.startswith(allowed)) or name.split(".")[-1] in of_tensors:
+                found.add(name)
+    return found
+
+
+def test_private_torch_names_are_reached_in_one_place() -> None:
     for path in SOURCE.rglob("*.py"):
-        if path.name == "_torch_private.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-                name = ast.unparse(node)
-                is_private = any(part.startswith("_") for part in name.split(".")[1:])
-                assert not is_private or name.startswith(allowed), f"{path}: {name}"
+        if path.name != "_torch_private.py":
+            assert not private_torch_names(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import torch._dynamo", "from torch._C import x", "from torch import _C", "torch._utils.y()", "grad._version"],
+)
+def test_the_test_of_private_names_can_fail(code: str) -> None:
+    assert private_torch_names(code)
+    assert not private_torch_names("torch._foreach_norm(x); torch.nn.utils.y(); self._scale")
+
+
+def test_nothing_in_amp_falls_back_on_the_class_it_derives_from() -> None:
+    for path in (SOURCE / "amp").rglob("*.py"):
+        called = {
+            ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        }
+        assert "super" not in called, path
 
 
 def test_torch_amp_is_used_for_isinstance_alone() -> None:

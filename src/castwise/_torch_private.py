@@ -32,6 +32,8 @@ __all__ = [
     "record_enter_autocast",
     "record_exit_autocast",
     "run_while_tracing",
+    "stored_values",
+    "version",
 ]
 
 
@@ -84,6 +86,16 @@ def after_tracing(function: Callable[[], None]) -> None:
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
     """Let autograd, which is running a hook, call a function when the backward is done."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return a tensor's count of writes; tensors of inference mode keep none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def stored_values(sparse: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse COO tensor, coalesced or not, in memory shared with it."""
+    return sparse._values()
 
 
 def _exporting_mode() -> Any:

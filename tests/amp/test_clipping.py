@@ -219,6 +219,16 @@ def test_a_gradient_that_unscaling_makes_infinite_skips_the_step(kind: str) -> N
         assert world.scaler.get_scale() == 2.0**-21
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_unscaling_has_found_is_not_forgotten(kind: str) -> None:
+    world = World(kind, gradient=torch.tensor([3.0, math.inf]))
+    world.unscale_()
+    world.param.grad.zero_()
+    world.clip(1.0)
+    world.step()
+    assert world.scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_added_after_clipping_a_fused_optimizer_is_judged_again(bad: float) -> None:
     world = World("fused")
@@ -312,7 +322,32 @@ def test_several_optimizers_are_clipped_each_for_itself(kind: str) -> None:
         close(-param.detach(), clipped(GRADIENT, 1.0))
 
 
-@pytest.mark.parametrize("kinds", itertools.product(KINDS, KINDS), ids=str)
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=str)
+@pytest.mark.parametrize("order", ["clip before", "clip after", "clip both"])
+def test_two_optimizers_of_the_same_parameters_clip_as_if_there_were_no_scale(
+    kinds: tuple[str, str], order: str
+) -> None:
+    scaler, shared = GradScaler("cpu", init_scale=8.0), torch.nn.Parameter(torch.zeros(3))
+    first, second = (torch.optim.SGD([shared], lr=1.0, **KINDS[kind]) for kind in kinds)
+    scaler.scale((shared * GRADIENT).sum()).backward()
+    if order != "clip after":
+        scaler.clip_grad_norm_(second, 6.5)
+    scaler.step(first)
+    if order != "clip before":
+        scaler.clip_grad_norm_(second, 1.0)
+    scaler.step(second)
+    scaler.update()
+    close(scaled_by(shared.grad, GRADIENT), torch.tensor(1.0 / 13.0 if order != "clip before" else 0.5))
+
+
+def scaled_by(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The one number that a reference was multiplied with."""
+    ratios = values / reference
+    torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
+    return ratios[0]
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=str)
 def test_a_parameter_of_two_optimizers_is_unscaled_once_whoever_clips(kinds: tuple[str, str]) -> None:
     for first_clips, second_clips in itertools.product([False, True], repeat=2):
         scaler, shared = GradScaler("cpu", init_scale=8.0), torch.nn.Parameter(torch.zeros(3))

@@ -135,19 +135,21 @@ def test_gradients_of_before_the_closure_are_unscaled_once(kind: str) -> None:
         scaler.update()
 
 
-def test_the_closure_may_unscale() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_closure_may_unscale_and_clip(kind: str) -> None:
     scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, **KINDS[kind])
 
     def closure() -> float:
         scaler.scale(param.sum()).backward()
         scaler.unscale_(optimizer)
         assert param.grad is not None
         assert param.grad.item() == 1.0
+        scaler.clip_grad_norm_(optimizer, 0.5)
         return 1.0
 
     assert scaler.step(optimizer, closure) == 1.0
-    assert param.item() == 0.0
+    assert param.item() == pytest.approx(0.5, abs=1e-6)
 
 
 def test_an_error_in_the_closure_leaves_everything_as_it_was() -> None:

@@ -57,8 +57,14 @@ def train(
         scaler.update()
         scales.append(scaler.get_scale())
     state = [optimizer.state[param] for param in params]
-    flat = [value.tolist() if isinstance(value, torch.Tensor) else value for entry in state for value in entry.values()]
-    return [*(param.tolist() for param in params), *flat, scaler.state_dict()], scales
+    flat = [bits(value) for entry in state for value in entry.values()]
+    return [*(bits(param.detach()) for param in params), *flat, scaler.state_dict()], scales
+
+
+def bits(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, tuple(value.shape), value.cpu().contiguous().view(-1).view(torch.uint8).tolist()
 
 
 def compare(cls: type[torch.optim.Optimizer], flags: dict[str, bool], device: str) -> None:

@@ -28,8 +28,9 @@ REFUSED = [
     ("backoff_factor", 1.0, ValueError, "backoff_factor must be in (0, 1), got 1.0"),
     ("backoff_factor", -1, ValueError, "backoff_factor must be in (0, 1), got -1"),
     ("backoff_factor", math.nan, ValueError, "backoff_factor must be in (0, 1), got nan"),
-    ("growth_interval", 0, ValueError, "growth_interval must be an integer >= 1, got 0"),
-    ("growth_interval", -5, ValueError, "growth_interval must be an integer >= 1, got -5"),
+    ("growth_interval", 0, ValueError, "growth_interval must be an integer in [1, 2**63), got 0"),
+    ("growth_interval", -5, ValueError, "growth_interval must be an integer in [1, 2**63), got -5"),
+    ("growth_interval", 2**63, ValueError, "growth_interval must be an integer in [1, 2**63), got 9223372036854775808"),
     ("growth_interval", 10.0, TypeError, "growth_interval must be an integer, got 10.0 of type float"),
 ]
 

@@ -1,6 +1,6 @@
 """Where torch's scaler is silently wrong: each test shows that, and that ours is right."""
 
-from __future__ import annotations
+from __future__ import copy
 
 import math
 from typing import Any
@@ -277,8 +277,15 @@ def test_a_reused_id_inherits_nothing_and_a_dead_optimizers_inf_still_counts() -
         with_the_id_of_a_dead_one(THEIRS)
     scaler, stepped = with_the_id_of_a_dead_one(GradScaler)
     assert stepped == 0.0
+    with pytest.raises(RuntimeError, match="only at the beginning of an iteration"):
+        copy.deepcopy(scaler)
     scaler.update()
     assert scaler.get_scale() == 2.0
+    param = weight(1.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    scaler.update()
+    assert scaler.get_scale() == 2.0, "it counts once"
 
 
 def test_complex_gradients_can_be_scaled() -> None:

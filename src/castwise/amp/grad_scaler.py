@@ -357,14 +357,12 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._state_of(optimizer)
         _refuse_if_over(state, "clip_grad_norm_")
-        in_its_step = self._memory_of(optimizer).takes_grad_scale and not state.get("in_closure")
+        in_its_step = self._memory_of(optimizer).takes_grad_scale
         allow_fp16 = in_its_step or self._allow_fp16_gradients
         if state["stage"] is OptState.READY and not self._unscales_by_itself():
             self._unscale(optimizer, state, allow_fp16=allow_fp16)
             state["unscaled_by_clipping"] = True
         grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
-        if state["stage"] is OptState.READY and self._unscaled.knows_any(grads):
-            in_its_step = False  # one grad_scale speaks for all of its gradients, and some are unscaled already
         factors = self._factors(state, grads)
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
@@ -583,11 +581,10 @@ class GradScaler(torch.amp.GradScaler):
 
         def evaluate() -> Any:
             state.clear()
-            state.update(_refresh_per_optimizer_state(), in_closure=True)
+            state.update(_refresh_per_optimizer_state())
             loss = closure()
             scale, _ = self._check_scale_growth_tracker("step")
-            if state["stage"] is OptState.READY:
-                self._unscale(optimizer, state, allow_fp16=allow_fp16)
+            self._settle(optimizer, state, allow_fp16=allow_fp16)
             if not closures.is_finite(loss):
                 self._note(optimizer, state, {scale.device: torch.ones_like(scale)})
             if _is_to_be_skipped(state):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from castwise._torch_private import stored_values, version
+
 _HALF = (torch.float16, torch.complex32)
 _DTYPES = (*_HALF, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
@@ -91,7 +93,7 @@ class Gradients:
             if len(group) < len(tensors):
                 params, tensors = [params[index] for index in group], [tensors[index] for index in group]
             if layout is torch.sparse_coo:
-                tensors = [tensor._values() for tensor in tensors]
+                tensors = [stored_values(tensor) for tensor in tensors]
             if dtype.is_complex:
                 tensors = [torch.view_as_real(t.conj() if t.is_conj() else t) for t in tensors]
             yield Values(device, params, tensors)
@@ -146,11 +148,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     if groups is None:
         raise TypeError(f"expected an optimizer with param_groups, got {type(optimizer).__name__}")
     return [param for group in groups for param in group["params"]]
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Return a tensor's count of writes; tensors of inference mode keep none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def contents(grads: list[torch.Tensor]) -> list[list[int]]:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from castwise._torch_private import at_the_end_of_this_backward
-from castwise.amp.gradients import Gradients, version
+from castwise._torch_private import at_the_end_of_this_backward, version
+from castwise.amp.gradients import Gradients
 
 # What a gradient is before a backward: which tensor, and how often it was written to.
 _Before: TypeAlias = tuple[Callable[[], torch.Tensor | None], int]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from castwise.amp.gradients import version
+from castwise._torch_private import version
 
 # Types of device whose streams and pinned memory are known to work with events.
 _WITH_EVENTS = ("cuda", "xpu")

@@ -52,8 +52,8 @@ class Dynamic:
         if not 0.0 < backoff_factor < 1.0:
             raise ValueError(f"backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
         growth_interval = integer("growth_interval", self.growth_interval)
-        if growth_interval < 1:
-            raise ValueError(f"growth_interval must be an integer >= 1, got {self.growth_interval!r}")
+        if not 1 <= growth_interval < 2**63:  # a native op takes it
+            raise ValueError(f"growth_interval must be an integer in [1, 2**63), got {self.growth_interval!r}")
         # Plain numbers, whatever was given: they end in checkpoints that torch.load(weights_only=True) reads.
         object.__setattr__(self, "init_scale", check_scale("init_scale", self.init_scale))
         object.__setattr__(self, "growth_factor", growth_factor)
