@@ -1,7 +1,8 @@
 """Where torch's scaler is silently wrong: each test shows that, and that ours is right."""
 
-from __future__ import copy
+from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
