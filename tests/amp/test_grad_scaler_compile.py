@@ -98,6 +98,8 @@ def test_a_backward_of_a_compiled_loss_makes_shared_gradients_scaled_again(clip:
                 scaler.unscale_(first)
             run(own, own).backward()
             scaler.step(first)
+            second.zero_grad(set_to_none=False)
+            run(shared, own).backward()
             scaler.step(second)
             scaler.update()
         return [shared.tolist(), own.tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,21 @@ def test_a_backward_that_is_not_seen_lasts_until_the_next_look() -> None:
     assert factors(ledger, optimizer) == [0.25, 1.0]
 
 
+def test_a_backward_whose_start_is_hidden_as_well_has_lasted_since_the_gradient_was_unscaled() -> None:
+    ledger, (params, optimizer) = Ledger(), shared(2)
+    ledger.backward_is_hidden()
+    ledger.record(params)
+    in_place(params[0])
+    assert factors(ledger, optimizer) == [1.0, 1.0]
+    ledger.backward_is_hidden()
+    params[1].grad.add_(1.0)
+    assert factors(ledger, optimizer) == [0.25, 0.25]
+    ledger.record(params)
+    ledger.backward_is_hidden()
+    params[1].grad.add_(1.0)
+    assert factors(ledger, optimizer) == [1.0, 0.25]
+
+
 def test_gradients_that_are_not_accumulated_leave_it_alone() -> None:
     ledger, (params, optimizer) = Ledger(), shared()
     ledger.record(params)
@@ -131,8 +147,6 @@ def test_it_keeps_no_gradient_alive() -> None:
     ledger, (params, _) = Ledger(), shared()
     ledger.record(params)
     ledger.backward_starts()
-    import weakref
-
     grad = weakref.ref(params[0].grad)
     params[0].grad = None
     assert grad() is None
