@@ -268,11 +268,9 @@ def test_the_norm_is_torchs(norm_type: float, fused: bool) -> None:
     for param in params:
         scaler.scale((param * param.detach().conj() * 3).real.sum().float()).backward()
     exact = [param.grad.to(torch.complex128 if param.is_complex() else torch.float64) / 1024.0 for param in params]
-    reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in exact]
-    flat = torch.cat([grad.flatten() for grad in reals])
+    flat = torch.cat([grad.flatten().abs() for grad in exact])
     got = scaler.clip_grad_norm_(optimizer, 1.5, norm_type)
     assert got.dtype is torch.float64
-    # torch takes the magnitude of a complex number, which differs from its two parts unless p = 2.
     expected = torch.linalg.vector_norm(flat, float(norm_type))
     close(got, expected)
     scaler.step(optimizer)
@@ -282,6 +280,22 @@ def test_the_norm_is_torchs(norm_type: float, fused: bool) -> None:
         torch.testing.assert_close(
             wide, grad * 1.5 / (expected + 1e-6), rtol=1e-2 if param.dtype is torch.bfloat16 else 2e-6, atol=0.0
         )
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_the_norm_of_complex_gradients_is_that_of_torchs_own_function(norm_type: float) -> None:
+    gradient = torch.complex(torch.linspace(-1.0, 2.0, 7), torch.linspace(3.0, -5.0, 7))
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.zeros_like(gradient))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = gradient * 4.0
+    close(scaler.clip_grad_norm_(optimizer, 1.0, norm_type), torch.nn.utils.get_total_norm([gradient], norm_type))
+    close(param.grad, clipped(gradient, 1.0, norm_type=norm_type))
+    param.grad = torch.full_like(gradient, complex(1e30, 1e30))
+    scaler.update(4.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, norm_type).isfinite()
+    scaler.step(optimizer)
+    assert param.detach().abs().max() > 0
 
 
 def test_the_norm_of_a_sparse_gradient_is_that_of_its_sums() -> None:

@@ -168,6 +168,21 @@ def test_norms_are_those_of_float64(dtype: torch.dtype, norm_type: float) -> Non
     assert measuring.norms(tensors, norm_type).isfinite().tolist() == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_norm", MAX_NORMS)
+def test_a_gradient_that_unscaling_makes_infinite_skips_the_step(kind: str, max_norm: float | None) -> None:
+    scaler, param = GradScaler("cuda", init_scale=2.0**-20), torch.nn.Parameter(torch.zeros(2, device="cuda"))
+    optimizer = torch.optim.SGD([param], lr=1.0, **KINDS[kind])
+    scaler.scale(torch.ones((), device="cuda"))
+    param.grad = torch.tensor([1e35, 1.0], device="cuda")
+    if max_norm is not None:
+        scaler.clip_grad_norm_(optimizer, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [0.0, 0.0]
+    assert scaler.get_scale() == 2.0**-21
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e19, 1e30])
 def test_squares_that_fp32_cannot_hold_do_no_harm(magnitude: float) -> None:
     found = measuring.norms([torch.full((1000,), magnitude, device="cuda")], 2.0)

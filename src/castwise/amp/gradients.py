@@ -30,6 +30,8 @@ class Values(NamedTuple):
     device: torch.device
     params: list[torch.Tensor]
     tensors: list[torch.Tensor]
+    are_complex: bool
+    """Whether the tensors are real views, of shape (..., 2)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Gradients:
                 tensors = [stored_values(tensor) for tensor in tensors]
             if dtype.is_complex:
                 tensors = [torch.view_as_real(t.conj() if t.is_conj() else t) for t in tensors]
-            yield Values(device, params, tensors)
+            yield Values(device, params, tensors, dtype.is_complex)
 
 
 class Collector:

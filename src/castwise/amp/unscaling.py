@@ -9,7 +9,7 @@ import torch
 
 from castwise.amp import measuring
 from castwise.amp.devices import MultiDeviceReplicator
-from castwise.amp.gradients import Gradients
+from castwise.amp.gradients import Gradients, Values
 
 # Gradients in groups, each with what it has to be multiplied with: fp32, one element.
 Factors: TypeAlias = list[tuple[torch.Tensor, Gradients]]
@@ -84,7 +84,7 @@ def measure(
         for factor, grads in factors:
             divisors = MultiDeviceReplicator(factor.reciprocal())
             for values in grads.values():
-                norms = measuring.norms(values.tensors, norm_type)
+                norms = measuring.norms(_magnitudes(values) if norm_type != 2.0 else values.tensors, norm_type)
                 dtype = _at_least_fp32(values.tensors) if in_fp32 else values.tensors[0].dtype
                 flags = measuring.fit(norms, values.tensors, divisors.get(values.device), dtype)
                 measured.append((factor, norms))
@@ -116,6 +116,14 @@ def found_infs(facts: Iterable[Facts]) -> dict[torch.device, torch.Tensor]:
         before = found.get(found_inf.device)
         found[found_inf.device] = found_inf if before is None else torch.maximum(before, found_inf)
     return found
+
+
+def _magnitudes(values: Values) -> list[torch.Tensor]:
+    """Return what counts in a norm: of complex numbers their magnitudes, unless these are squared anyway."""
+    if not values.are_complex:
+        return values.tensors
+    dtype = measuring.wide(values.device)
+    return [torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype) for tensor in values.tensors]
 
 
 def _at_least_fp32(tensors: list[torch.Tensor]) -> torch.dtype:
