@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from castwise.amp.grad_scaler import GradScaler, OptState, _combine, _MultiDeviceReplicator
+from castwise.amp import unscaling
+from castwise.amp.grad_scaler import GradScaler, OptState, _MultiDeviceReplicator
 from castwise.amp.ledger import Ledger
 
 
@@ -205,8 +206,8 @@ def test_an_error_in_a_fused_step_leaves_the_optimizer_as_it_was() -> None:
 
 def test_found_infs_of_several_devices_combine_to_exactly_one() -> None:
     found_infs = [torch.tensor(1.0), torch.tensor([1.0]), torch.tensor(0.0)]
-    assert torch.equal(_combine(found_infs, torch.ones(())), torch.tensor(1.0))
-    assert torch.equal(_combine(found_infs[2:], torch.ones(())), torch.tensor(0.0))
+    assert torch.equal(unscaling.combine(found_infs, torch.ones(())), torch.tensor(1.0))
+    assert torch.equal(unscaling.combine(found_infs[2:], torch.ones(())), torch.tensor(0.0))
 
 
 class TakesScaler(torch.optim.SGD):

@@ -146,6 +146,12 @@ class TestProbe:
         is_plain = type(other) is torch.Tensor and other.layout is torch.strided and other.dtype is torch.float32
         assert not proved or (single and is_plain and other.device.type == "cpu")
 
+    def test_it_looks_again_after_it_failed(self) -> None:
+        probe = measuring.Probe()
+        assert probe.proves_finite([torch.ones(3), torch.ones(3)], ONE, torch.float32)
+        others = [torch.ones(4), torch.ones(5)]
+        assert [probe.proves_finite(others, ONE, torch.float32) for _ in range(2)] == [False, True]
+
     def test_quotients_count(self) -> None:
         probe, grads = measuring.Probe(), [torch.full((2,), 1e15)]
         assert probe.proves_finite(grads, ONE, torch.float32)

@@ -45,3 +45,15 @@ def amp_definitely_not_available() -> bool:
 def _has_torch_xla() -> bool:
     # A failed search walks sys.path (~0.1 ms), and regions are entered often: ask once.
     return find_spec("torch_xla") is not None
+
+
+def device_type(device: object) -> str:
+    """Return the type of a device, given as such or by name; raise if torch knows no such one."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be a string such as 'cuda' or 'cpu', got {device!r}")
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(
+            f"device must be a type of device that torch knows, such as 'cuda' or 'cpu', got {device!r}"
+        ) from error

@@ -1,7 +1,8 @@
 """`GradScaler`: the state machine of gradient scaling. Nothing here is numeric.
 
-What the gradients are is in `gradients`, how they are measured and unscaled in `measuring`, which ones are unscaled
-already in `ledger`, how the scale moves in `schedules`. Attributes with a leading underscore that torch's class has as
+What the gradients are is in `gradients`, how they are measured and unscaled in `unscaling` and `measuring`, which ones
+are unscaled already in `ledger`, what is known of an optimizer in `optimizer_state`, how the scale moves in
+`schedules`. Attributes with a leading underscore that torch's class has as
 well keep its names and meaning: subclasses and frameworks use them, down to replacing `_unscale_grads_` on an instance.
 
 Under `torch.compile` only `scale` is traced; the rest looks at optimizers and gradients as they are, and runs eagerly.
@@ -10,11 +11,9 @@ Under `torch.compile` only `scale` is traced; the rest looks at optimizers and g
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any, overload
 
 import torch
@@ -22,40 +21,16 @@ from torch.compiler import is_dynamo_compiling
 
 from castwise._torch_private import are_functorch_transforms_active, never_traced
 from castwise._warnings import warn
-from castwise.amp import clipping, closures, measuring, unscaling
+from castwise.amp import checkpoint, clipping, closures, measuring, unscaling
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
-from castwise.amp.devices import amp_definitely_not_available
-from castwise.amp.gradients import Collector, Gradients, contents, params_of, present
+from castwise.amp.devices import amp_definitely_not_available, device_type
+from castwise.amp.gradients import Gradients, contents, params_of, present
 from castwise.amp.ledger import Ledger
-from castwise.amp.measuring import Probe
-from castwise.amp.readback import Readback
-from castwise.amp.schedules import Dynamic, check_scale, integer
+from castwise.amp.optimizer_state import Memory, OptState, given, is_to_be_skipped, readback_of, refuse_if_over
+from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
+from castwise.amp.schedules import Dynamic, check_scale
 
 __all__ = ["GradScaler", "OptState"]
-
-
-class OptState(Enum):
-    """How far an optimizer has come since the last `update()`."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
-def _refresh_per_optimizer_state() -> dict[str, Any]:
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-class _Memory:
-    """What is found out once about an optimizer: how it wants to step, and of which kinds its gradients are."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.collector = Collector()
-        self.probe = Probe()
-        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
-        # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.
-        self.takes_scaler = scales and "grad_scaler" in inspect.signature(optimizer.step).parameters
-        self.takes_grad_scale = scales and not self.takes_scaler
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -109,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         allow_fp16_gradients: bool = False,
     ) -> None:
-        self._device = _device_type(device)
+        self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
         self._enabled = enabled
         self._init_scale = init_scale
@@ -138,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
         self._owners: dict[int, Callable[[], object]] = {}
         self._states_of_dead_optimizers: list[dict[str, Any]] = []
         self._unscaled = Ledger()
-        self._memories: weakref.WeakKeyDictionary[Any, _Memory] = weakref.WeakKeyDictionary()
+        self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
     # -- scaling ------------------------------------------------------------------------------------------------
 
@@ -230,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        _refuse_if_over(state, "unscale_")
+        refuse_if_over(state, "unscale_")
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, state, allow_fp16=self._allow_fp16_gradients)
         elif not state.pop("unscaled_by_clipping", False):
@@ -264,13 +239,13 @@ class GradScaler(torch.amp.GradScaler):
             return grads
         return grads.sum_duplicates(of_fp16_only=True)
 
-    def _memory_of(self, optimizer: torch.optim.Optimizer) -> _Memory:
+    def _memory_of(self, optimizer: torch.optim.Optimizer) -> Memory:
         try:
             memory = self._memories.get(optimizer)
             if memory is None:
-                memory = self._memories[optimizer] = _Memory(optimizer)
+                memory = self._memories[optimizer] = Memory(optimizer)
         except TypeError:  # cannot be hashed or referenced weakly
-            memory = _Memory(optimizer)
+            memory = Memory(optimizer)
         return memory
 
     def _unscale_grads_(
@@ -304,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         # Tools reduce found_inf over ranks between unscale_() and step(), of which nothing is seen here.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         if is_alone and not self._memory_of(optimizer).takes_grad_scale:
-            state["readback"] = _readback(found)
+            state["readback"] = readback_of(found)
         return found
 
     # -- clipping -----------------------------------------------------------------------------------------------
@@ -356,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
             return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._state_of(optimizer)
-        _refuse_if_over(state, "clip_grad_norm_")
+        refuse_if_over(state, "clip_grad_norm_")
         in_its_step = self._memory_of(optimizer).takes_grad_scale
         allow_fp16 = in_its_step or self._allow_fp16_gradients
         if state["stage"] is OptState.READY and not self._unscales_by_itself():
@@ -372,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped: let "
                 "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
             )
-        found_inf = _combine([*state["found_inf_per_device"].values(), *found.values()], scale)
+        found_inf = unscaling.combine([*state["found_inf_per_device"].values(), *found.values()], scale)
         coef = clipping.coefficient(total, max_norm, found_inf)
         if in_its_step:
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
@@ -385,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
             self._unscaled.record(grads.params)
         state["finite"] = facts
         self._note(optimizer, state, {scale.device: found_inf})
-        return _like_gradients(total, grads)
+        return unscaling.like_gradients(total, grads)
 
     @never_traced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
@@ -408,7 +383,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("clip_grad_value_")
         state = self._state_of(optimizer)
-        _refuse_if_over(state, "clip_grad_value_")
+        refuse_if_over(state, "clip_grad_value_")
         allow_fp16 = self._allow_fp16_gradients
         grads = self._collect(optimizer, allow_fp16=allow_fp16)
         grads.refuse_complex()
@@ -469,7 +444,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         state = self._state_of(optimizer)
-        _refuse_if_over(state, "step")
+        refuse_if_over(state, "step")
         closure = closures.closure_of(args, kwargs)
         if closure is not None:
             returned = self._step_with_closure(optimizer, state, closure, args, kwargs)
@@ -501,7 +476,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if _is_to_be_skipped(optimizer_state):
+        if is_to_be_skipped(optimizer_state):
             return None
         return optimizer.step(*args, **kwargs)
 
@@ -519,16 +494,9 @@ class GradScaler(torch.amp.GradScaler):
         if not unscaled and not self._is_measured(optimizer, state):
             self._check_inf_per_device(optimizer)
             state = self._state_of(optimizer)
-        found_inf = _combine(state["found_inf_per_device"].values(), scale)
-        before = {name: getattr(optimizer, name) for name in _STEP_FACTS if hasattr(optimizer, name)}
-        optimizer.grad_scale = self._grad_scale(optimizer, state)  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        try:
+        found_inf = unscaling.combine(state["found_inf_per_device"].values(), scale)
+        with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
             returned = optimizer.step(*args, **kwargs)
-        except BaseException:
-            _restore(optimizer, before)
-            raise
-        _restore(optimizer, {})
         # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
         if not unscaled and type(optimizer).__module__.startswith("torch.optim."):
             self._unscaled.record(params_of(optimizer), unless=found_inf)
@@ -587,7 +555,7 @@ class GradScaler(torch.amp.GradScaler):
             self._settle(optimizer, state, allow_fp16=allow_fp16)
             if not closures.is_finite(loss):
                 self._note(optimizer, state, {scale.device: torch.ones_like(scale)})
-            if _is_to_be_skipped(state):
+            if is_to_be_skipped(state):
                 raise closures.NonFiniteEvaluationError
             return loss
 
@@ -621,7 +589,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         params_of(optimizer)
-        _refuse_if_over(self._state_of(optimizer), "skip")
+        refuse_if_over(self._state_of(optimizer), "skip")
         self._finish(optimizer)["skipped"] = True
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
@@ -670,7 +638,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is not None:
             scale.fill_(self._number(new_scale))
         elif found_infs:
-            self._schedule().advance_(scale, growth_tracker, _combine(found_infs, scale))
+            self._schedule().advance_(scale, growth_tracker, unscaling.combine(found_infs, scale))
         else:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
@@ -763,7 +731,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        schedule, growth_tracker = _checked(state_dict)
+        schedule, growth_tracker = checkpoint.read(state_dict)
         self._take(schedule)
         self._init_growth_tracker = growth_tracker
         if self._scale is not None:
@@ -791,20 +759,7 @@ class GradScaler(torch.amp.GradScaler):
         self.__dict__.update(state)
 
 
-_STEP_FACTS = ("grad_scale", "found_inf")
 _PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_states_of_dead_optimizers", "_unscaled", "_memories")
-_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-def _device_type(device: object) -> str:
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device must be a string such as 'cuda' or 'cpu', got {device!r}")
-    try:
-        return torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(
-            f"device must be a type of device that torch knows, such as 'cuda' or 'cpu', got {device!r}"
-        ) from error
 
 
 def _refuse_what_is_no_loss(outputs: object) -> None:
@@ -817,85 +772,8 @@ def _refuse_what_is_no_loss(outputs: object) -> None:
             _refuse_what_is_no_loss(output)
 
 
-def _refuse_if_over(state: Mapping[str, Any], name: str) -> None:
-    if state["stage"] is not OptState.STEPPED:
-        return
-    if state.get("skipped"):
-        raise RuntimeError(f"{name}() is being called after skip() of the same optimizer: call scaler.update() first")
-    if name == "step":
-        raise RuntimeError(
-            "step() has already been called on this optimizer since the last update(): "
-            "call scaler.update() once per iteration, after the last step()"
-        )
-    raise RuntimeError(
-        f"{name}() is being called after step() of the same optimizer: call it before, "
-        "or scaler.update() first if a new iteration begins"
-    )
-
-
-def _readback(found: Mapping[torch.device, torch.Tensor]) -> Readback:
-    flags = list(found.values())
-    return Readback(flags, _combine(flags, flags[0]))
-
-
-def _is_to_be_skipped(state: Mapping[str, Any]) -> bool:
-    found = state["found_inf_per_device"]
-    readback: Readback | None = state.get("readback")
-    if readback is None or not readback.is_of(list(found.values())):
-        readback = _readback(found)
-    return bool(readback)
-
-
-def _combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
-    flags = [found_inf.to(like.device, non_blocking=True).reshape(()) for found_inf in found_infs]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-
-
-def _like_gradients(norm: torch.Tensor, grads: Gradients) -> torch.Tensor:
-    if not grads.tensors:
-        return norm.float()
-    double = any(dtype in (torch.float64, torch.complex128) for dtype, _, _, _ in grads.groups)
-    return norm.to(device=grads.tensors[0].device, dtype=torch.float64 if double else torch.float32)
-
-
-def _restore(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
-    """Put an optimizer's grad_scale and found_inf back to what they were, or remove them."""
-    for name in _STEP_FACTS:
-        if name in before:
-            setattr(optimizer, name, before[name])
-        else:
-            delattr(optimizer, name)
-
-
 def _weak(optimizer: object) -> Callable[[], object]:
     try:
         return weakref.ref(optimizer)
     except TypeError:
         return lambda: optimizer  # cannot be referenced weakly, so it is kept alive until update()
-
-
-def _checked(state_dict: Mapping[str, Any]) -> tuple[Dynamic, int]:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a mapping as from state_dict(), got {type(state_dict).__name__}")
-    if not state_dict:
-        raise RuntimeError(
-            "the source state dict is empty, probably saved from a disabled GradScaler: do not load it, "
-            "or load it into a disabled scaler"
-        )
-    missing, unknown = set(_STATE_KEYS) - set(state_dict), set(state_dict) - set(_STATE_KEYS)
-    if missing or unknown:
-        raise ValueError(
-            f"state_dict must have exactly the entries {', '.join(_STATE_KEYS)}: "
-            f"missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
-        )
-    growth_tracker = integer("_growth_tracker", state_dict["_growth_tracker"])
-    if not 0 <= growth_tracker < 2**31:
-        raise ValueError(f"_growth_tracker must be an integer in [0, 2**31), got {growth_tracker!r}")
-    schedule = Dynamic(
-        init_scale=check_scale("scale", state_dict["scale"]),
-        growth_factor=state_dict["growth_factor"],
-        backoff_factor=state_dict["backoff_factor"],
-        growth_interval=state_dict["growth_interval"],
-    )
-    return schedule, growth_tracker

@@ -118,6 +118,20 @@ def found_infs(facts: Iterable[Facts]) -> dict[torch.device, torch.Tensor]:
     return found
 
 
+def combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
+    flags = [found_inf.to(like.device, non_blocking=True).reshape(()) for found_inf in found_infs]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+def like_gradients(norm: torch.Tensor, grads: Gradients) -> torch.Tensor:
+    """Return a norm on the device of the first gradient, in fp64 if one of them is and in fp32 otherwise."""
+    if not grads.tensors:
+        return norm.float()
+    double = any(dtype in (torch.float64, torch.complex128) for dtype, _, _, _ in grads.groups)
+    return norm.to(device=grads.tensors[0].device, dtype=torch.float64 if double else torch.float32)
+
+
 def _magnitudes(values: Values) -> list[torch.Tensor]:
     """Return what counts in a norm: of complex numbers their magnitudes, unless these are squared anyway."""
     if not values.are_complex:

@@ -1,0 +1,98 @@
+"""What a scaler knows about one optimizer: for good, and since the last `update()`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+
+from castwise.amp import unscaling
+from castwise.amp.gradients import Collector
+from castwise.amp.measuring import Probe
+from castwise.amp.readback import Readback
+
+
+class Memory:
+    """What is found out once about an optimizer: how it wants to step, and of which kinds its gradients are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.collector = Collector()
+        self.probe = Probe()
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.
+        self.takes_scaler = scales and "grad_scaler" in inspect.signature(optimizer.step).parameters
+        self.takes_grad_scale = scales and not self.takes_scaler
+
+
+class OptState(Enum):
+    """How far an optimizer has come since the last `update()`."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+def new_state() -> dict[str, Any]:
+    """Return the entry of an optimizer that nothing was done with, with torch's keys.
+
+    Others come and go: "readback" of found_inf, "finite" (facts about each parameter), "unscaled_by_clipping" (whether
+    `unscale_` may still be called), "clip_coef" (what a fused optimizer still has to multiply with), "measured" (the
+    gradients it was made from) and "skipped".
+    """
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+def refuse_if_over(state: Mapping[str, Any], name: str) -> None:
+    """Raise a RuntimeError that names the call if the optimizer was stepped or skipped."""
+    if state["stage"] is not OptState.STEPPED:
+        return
+    if state.get("skipped"):
+        raise RuntimeError(f"{name}() is being called after skip() of the same optimizer: call scaler.update() first")
+    if name == "step":
+        raise RuntimeError(
+            "step() has already been called on this optimizer since the last update(): "
+            "call scaler.update() once per iteration, after the last step()"
+        )
+    raise RuntimeError(
+        f"{name}() is being called after step() of the same optimizer: call it before, "
+        "or scaler.update() first if a new iteration begins"
+    )
+
+
+def readback_of(found: Mapping[torch.device, torch.Tensor]) -> Readback:
+    """Ask a device for what was found on all of them."""
+    flags = list(found.values())
+    return Readback(flags, unscaling.combine(flags, flags[0]))
+
+
+def is_to_be_skipped(state: Mapping[str, Any]) -> bool:
+    """Say whether an optimizer's gradients are not finite; waits for the device."""
+    found = state["found_inf_per_device"]
+    if not found:
+        return False
+    readback: Readback | None = state.get("readback")
+    if readback is None or not readback.is_of(list(found.values())):
+        readback = readback_of(found)
+    return bool(readback)
+
+
+@contextmanager
+def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Iterator[None]:
+    """Set attributes of an optimizer for its step and remove them after it, or put back what was there if it fails."""
+    before = {name: getattr(optimizer, name) for name in facts if hasattr(optimizer, name)}
+    for name, value in facts.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    except BaseException:
+        for name in facts:
+            delattr(optimizer, name)
+        for name, value in before.items():
+            setattr(optimizer, name, value)
+        raise
+    for name in facts:
+        delattr(optimizer, name)
