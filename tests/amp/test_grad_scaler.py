@@ -284,6 +284,24 @@ def test_an_overridden_maybe_opt_step_decides() -> None:
     assert scaler.step(optimizer) == ("always", 1.0)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_found_inf_that_a_tool_changes_before_the_step_decides(in_place: bool, fused: bool) -> None:
+    # As tools do that reduce it over ranks.
+    scaler, optimizer, param = ready(fused=fused)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if in_place:
+        for found_inf in found.values():
+            found_inf.fill_(1.0)
+    else:
+        found.update({device: torch.ones(()) for device in found})
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0, 2.0]
+    assert scaler.get_scale() == 2.0
+
+
 def test_an_update_that_resets_the_states_as_torchs_does_leaves_ours_working() -> None:
     scaler, optimizer, param = ready()
     scaler.step(optimizer)

@@ -30,8 +30,7 @@ def collect(*grads: torch.Tensor | None) -> Gradients:
 
 def multiply(grads: Gradients, factor: float) -> None:
     for values in grads.values():
-        for tensor in values.tensors:
-            tensor.mul_(factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(values.tensors, torch.zeros(()), torch.tensor(factor))
 
 
 def test_every_gradient_is_listed_once_in_the_order_of_parameters() -> None:
