@@ -21,6 +21,7 @@ ROOMS_THAT_MAY_BE_IMPORTED = {
     "amp": {"amp"},
     "cuda": {"cuda", "amp"},
     "cpu": {"cpu", "amp"},
+    "distributed": {"distributed", "amp"},
     "cli": {"cli", "amp"},
 }
 EXTRAS = ["typer", "rich", "click", "hypothesis", "pytest"]
@@ -42,6 +43,14 @@ NAMES = {
     "cuda.amp.autocast_mode": ["autocast", "custom_fwd", "custom_bwd", "_cast"],
     "cuda.amp.grad_scaler": ["GradScaler", "OptState"],
     "cuda.amp.common": ["amp_definitely_not_available"],
+    "distributed.fsdp.sharded_grad_scaler": [
+        "ShardedGradScaler",
+        "_GeneralMultiDeviceReplicator",
+        "_is_supported_device",
+        "_refresh_per_optimizer_state",
+        "OptState",
+        "GradScaler",
+    ],
     "cpu.amp": ["autocast", "GradScaler"],
     "cpu.amp.autocast_mode": ["autocast"],
     "cpu.amp.grad_scaler": ["GradScaler"],
@@ -70,6 +79,7 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 def test_the_face() -> None:
     assert castwise.__all__ == [
         "GradScaler",
+        "ShardedGradScaler",
         "amp",
         "autocast",
         "cpu",

@@ -1,5 +1,7 @@
 """castwise: mixed-precision training for PyTorch that says what happened to the numbers."""
 
+from typing import Any
+
 from castwise import amp, cpu, cuda
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
 
@@ -7,6 +9,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GradScaler",
+    "ShardedGradScaler",
     "amp",
     "autocast",
     "cpu",
@@ -15,3 +18,12 @@ __all__ = [
     "custom_fwd",
     "is_autocast_available",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Torch's class, of which ours is an instance, loads all of FSDP: whoever does not ask for it shall not wait for it.
+    if name == "ShardedGradScaler":
+        from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
     "is_autocast_available",
+    "is_fsdp_flattened",
     "is_torch_function_mode_enabled",
     "jit_internal",
     "never_traced",
@@ -96,6 +97,11 @@ def version(tensor: torch.Tensor) -> int:
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse COO tensor, coalesced or not, in memory shared with it."""
     return sparse._values()
+
+
+def is_fsdp_flattened(param: torch.Tensor) -> bool:
+    """Say whether FullyShardedDataParallel manages a parameter, which then holds what is on this rank."""
+    return getattr(param, "_fsdp_flattened", False)
 
 
 def _exporting_mode() -> Any:

@@ -21,7 +21,8 @@ from torch.compiler import is_dynamo_compiling
 
 from castwise._torch_private import are_functorch_transforms_active, never_traced
 from castwise._warnings import warn
-from castwise.amp import checkpoint, clipping, closures, measuring, unscaling
+from castwise.amp import checkpoint, clipping, closures, measuring, shards, unscaling
+from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.devices import amp_definitely_not_available, device_type
 from castwise.amp.gradients import Gradients, contents, params_of, present
@@ -54,6 +55,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
         allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
             fp32 arithmetic and rounded to fp16, where small ones may vanish.
+        process_group: A `torch.distributed` group or device mesh whose ranks shall take and skip the same steps and
+            clip to a norm over all of them: what each has found is reduced, in one collective a step.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -83,9 +86,11 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         allow_fp16_gradients: bool = False,
+        process_group: Ranks | None = None,
     ) -> None:
         self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
+        self._agreement = None if process_group is None else Agreement(process_group)
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -141,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         if isinstance(outputs, torch.Tensor):
             scale = self._scale_for(outputs)
-            return self._watched(outputs * scale.to(device=outputs.device, non_blocking=True))
+            return self._watched(self._times(outputs, scale.to(device=outputs.device, non_blocking=True)))
         _refuse_what_is_no_loss(outputs)
         scaled: Iterable[torch.Tensor] = self._scale_all(outputs, [])
         return scaled
@@ -150,12 +155,15 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, torch.Tensor):
             if not copies:
                 copies.append(_MultiDeviceReplicator(self._scale_for(outputs)))
-            return self._watched(outputs * copies[0].get(outputs.device))
+            return self._watched(self._times(outputs, copies[0].get(outputs.device)))
         _refuse_what_is_no_loss(outputs)  # an iterator's outputs come to light only now
         scaled = (self._scale_all(output, copies) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
             return outputs._make(scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _times(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return output * scale
 
     def _watched(self, scaled: torch.Tensor) -> torch.Tensor:
         """Let the ledger know of each backward that starts from a scaled loss, before it adds to any gradient."""
@@ -236,8 +244,9 @@ class GradScaler(torch.amp.GradScaler):
         grads = self._memory_of(optimizer).collector(optimizer)
         if not allow_fp16:
             grads.refuse_fp16()
-            return grads
-        return grads.sum_duplicates(of_fp16_only=True)
+        else:
+            grads = grads.sum_duplicates(of_fp16_only=True)
+        return grads if self._agreement is None else shards.local(grads, self._agreement.size())
 
     def _memory_of(self, optimizer: torch.optim.Optimizer) -> Memory:
         try:
@@ -265,20 +274,28 @@ class GradScaler(torch.amp.GradScaler):
         return unscaling.unscale_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)
 
     def _unscales_by_itself(self) -> bool:
-        return "_unscale_grads_" not in vars(self) and type(self)._unscale_grads_ is GradScaler._unscale_grads_
+        """Say whether nobody has put an `_unscale_grads_` of his own in the place of castwise's."""
+        return "_unscale_grads_" not in vars(self) and type(self)._unscale_grads_.__module__.startswith("castwise.")
 
     def _note(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], found: dict[torch.device, torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        found: dict[torch.device, torch.Tensor],
+        *,
+        agreed: bool = False,
     ) -> dict[torch.device, torch.Tensor]:
         """Put what was found on record for `step` and `update`, and send it to the host if `step` will ask there."""
         scale, _ = self._check_scale_growth_tracker("step")
         # No gradient, no inf: the step counts as finite.
         found = found or {scale.device: torch.zeros_like(scale)}
+        if self._agreement is not None and not agreed:
+            found = {scale.device: self._agreement.any_(unscaling.combine(found.values(), scale))}
         state["found_inf_per_device"] = found
         self._per_optimizer_states[id(optimizer)] = state
         # Tools reduce found_inf over ranks between unscale_() and step(), of which nothing is seen here.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if is_alone and not self._memory_of(optimizer).takes_grad_scale:
+        if (is_alone or self._agreement is not None) and not self._memory_of(optimizer).takes_grad_scale:
             state["readback"] = readback_of(found)
         return found
 
@@ -342,6 +359,9 @@ class GradScaler(torch.amp.GradScaler):
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
         found = unscaling.found_infs(facts) or {scale.device: torch.zeros_like(scale)}
+        if self._agreement is not None:
+            found_inf, total = self._agreement.norm(unscaling.combine(found.values(), scale), total, norm_type)
+            found = {scale.device: found_inf}
         if error_if_nonfinite and (any(found.values()) or not total.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped: let "
@@ -359,7 +379,7 @@ class GradScaler(torch.amp.GradScaler):
             state.pop("clip_coef", None)
             self._unscaled.record(grads.params)
         state["finite"] = facts
-        self._note(optimizer, state, {scale.device: found_inf})
+        self._note(optimizer, state, {scale.device: found_inf}, agreed=True)
         return unscaling.like_gradients(total, grads)
 
     @never_traced
@@ -523,6 +543,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_measured(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Say whether clipping has measured the gradients that are there now."""
+        if self._agreement is not None:
+            return "measured" in state  # ranks that look again must all do so
         return "measured" in state and state["measured"] == contents(present(optimizer)[1])
 
     def _grad_scale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor | None:

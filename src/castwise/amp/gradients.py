@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,6 +32,8 @@ class Values(NamedTuple):
     tensors: list[torch.Tensor]
     are_complex: bool
     """Whether the tensors are real views, of shape (..., 2)."""
+    shares: list[float] | None
+    """What part of each tensor is this rank's own to count: 1 / n if n ranks hold the same. None: all is."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Gradients:
     params: list[torch.Tensor]
     tensors: list[torch.Tensor]
     groups: dict[_Kind, list[int]]
+    shares: list[float] | None = None
 
     def refuse_fp16(self) -> None:
         """Raise a ValueError that names them if there are fp16 gradients."""
@@ -73,7 +76,7 @@ class Gradients:
             if layout is torch.sparse_coo and (dtype in _HALF or not of_fp16_only):
                 for index in group:
                     tensors[index] = self.params[index].grad = tensors[index].coalesce()
-        return Gradients(self.optimizer, self.params, tensors, self.groups)
+        return replace(self, tensors=tensors)
 
     def part(self, chosen: list[int]) -> Gradients:
         """Return these gradients without those that are not chosen."""
@@ -83,7 +86,9 @@ class Gradients:
             for kind, group in self.groups.items()
             if (kept := [places[index] for index in group if index in places])
         }
-        return Gradients(self.optimizer, [self.params[i] for i in chosen], [self.tensors[i] for i in chosen], groups)
+        shares = None if self.shares is None else [self.shares[index] for index in chosen]
+        params, tensors = [self.params[index] for index in chosen], [self.tensors[index] for index in chosen]
+        return Gradients(self.optimizer, params, tensors, groups, shares)
 
     def values(self) -> Iterator[Values]:
         """Yield the values in lists that share memory with the gradients.
@@ -91,14 +96,15 @@ class Gradients:
         Of a sparse gradient these are its stored values, of a complex one its real view of shape (..., 2).
         """
         for (dtype, layout, device, _), group in self.groups.items():
-            params, tensors = self.params, self.tensors
+            params, tensors, shares = self.params, self.tensors, self.shares
             if len(group) < len(tensors):
                 params, tensors = [params[index] for index in group], [tensors[index] for index in group]
+                shares = None if shares is None else [shares[index] for index in group]
             if layout is torch.sparse_coo:
                 tensors = [stored_values(tensor) for tensor in tensors]
             if dtype.is_complex:
                 tensors = [torch.view_as_real(t.conj() if t.is_conj() else t) for t in tensors]
-            yield Values(device, params, tensors, dtype.is_complex)
+            yield Values(device, params, tensors, dtype.is_complex, shares)
 
 
 class Collector:
@@ -160,6 +166,14 @@ def contents(grads: list[torch.Tensor]) -> list[list[int]]:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is not of a subclass, for which torch's ops may mean something else."""
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+
+
+def regroup(tensors: list[torch.Tensor]) -> dict[_Kind, list[int]]:
+    """Return which of some gradients are of one kind."""
+    groups: dict[_Kind, list[int]] = {}
+    for index, kind in enumerate(map(_kind_of, tensors)):
+        groups.setdefault(kind, []).append(index)
+    return groups
 
 
 def _grouped(

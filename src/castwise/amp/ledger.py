@@ -87,7 +87,9 @@ class Ledger:
 
     def knows_any(self, grads: Gradients) -> bool:
         """Say whether some of these gradients are, or may be, unscaled already."""
-        return bool(self._unscaled) and not self._conditions().keys().isdisjoint(map(id, grads.tensors))
+        return bool(self._unscaled) and not self._conditions().keys().isdisjoint(
+            id(param.grad) for param in grads.params
+        )
 
     def factors(self, grads: Gradients, inv_scale: torch.Tensor) -> list[tuple[torch.Tensor, Gradients]]:
         """Group gradients by what unscales them: `inv_scale`, or 1 where that was done before."""
@@ -95,11 +97,11 @@ class Ledger:
             return [(inv_scale, grads)]
         conditions = self._conditions()
         groups: dict[int, tuple[torch.Tensor, list[int]]] = {}
-        for index, tensor in enumerate(grads.tensors):
-            if id(tensor) not in conditions:
+        for index, param in enumerate(grads.params):
+            if id(param.grad) not in conditions:
                 key, factor = 0, inv_scale
             else:
-                unless = conditions[id(tensor)]
+                unless = conditions[id(param.grad)]
                 key, factor = id(unless), _inv_scale_if(unless, inv_scale)
             groups.setdefault(key, (factor, []))[1].append(index)
         return [(factor, grads.part(indices)) for factor, indices in groups.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
@@ -87,6 +88,9 @@ def measure(
                 norms = measuring.norms(_magnitudes(values) if norm_type != 2.0 else values.tensors, norm_type)
                 dtype = _at_least_fp32(values.tensors) if in_fp32 else values.tensors[0].dtype
                 flags = measuring.fit(norms, values.tensors, divisors.get(values.device), dtype)
+                if values.shares is not None and norm_type != math.inf:
+                    shares = torch.tensor(values.shares, dtype=norms.dtype)
+                    norms = norms * shares.pow(1.0 / norm_type).to(norms.device, non_blocking=True)
                 measured.append((factor, norms))
                 facts.append(Facts(values.params, flags))
     return measured, facts

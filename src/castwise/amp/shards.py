@@ -1,0 +1,41 @@
+"""What this rank holds of gradients that are split or repeated over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from castwise._torch_private import is_fsdp_flattened
+from castwise.amp.gradients import Gradients, regroup
+
+
+def local(grads: Gradients, ranks: int) -> Gradients:
+    """Replace DTensors by what this rank holds of them, and say how much of each gradient is its own to count.
+
+    A plain gradient is taken to be the same on all ranks (DDP), or the rank's own if it is of a parameter that FSDP
+    has flattened.
+
+    Args:
+        grads: Of any kind.
+        ranks: How many decide together.
+    """
+    tensors = [tensor.to_local() if _is_dtensor(tensor) else tensor for tensor in grads.tensors]  # type: ignore[attr-defined]
+    shares = [_share(param, tensor, ranks) for param, tensor in zip(grads.params, grads.tensors, strict=True)]
+    return dataclasses.replace(grads, tensors=tensors, groups=regroup(tensors), shares=shares)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def _share(param: torch.Tensor, tensor: Any, ranks: int) -> float:
+    """Return 1 / n if n of the ranks hold the same elements."""
+    if not _is_dtensor(tensor):
+        return 1.0 if is_fsdp_flattened(param) else 1.0 / ranks
+    shards = 1
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            shards *= tensor.device_mesh.size(dimension)
+    return shards / ranks

@@ -1,0 +1,1 @@
+"""Mixed precision over several processes, at torch's own relative paths."""

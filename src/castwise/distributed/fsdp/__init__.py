@@ -1,0 +1,1 @@
+"""Gradient scaling for models that are split over ranks."""

@@ -1,0 +1,94 @@
+"""`ShardedGradScaler`: a `GradScaler` with a process group, in torch's place and with torch's order of arguments."""
+
+from __future__ import annotations
+
+import torch
+
+if not torch.distributed.is_available():
+    raise ImportError("ShardedGradScaler needs a build of torch that has torch.distributed")
+
+# Loads all of FSDP, so it is imported when this module is, and this module only when it is asked for.
+from torch.distributed.fsdp import sharded_grad_scaler as torchs
+
+from castwise._torch_private import privateuse1_backend_name
+from castwise.amp.agreement import Agreement, Ranks
+from castwise.amp.devices import MultiDeviceReplicator
+from castwise.amp.grad_scaler import GradScaler, OptState
+from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
+
+__all__ = ["GradScaler", "OptState", "ShardedGradScaler", "_refresh_per_optimizer_state"]
+
+_TYPES = ("cuda", "xla", "cpu", "hpu", "mtia", "xpu")
+
+
+def _is_supported_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in (*_TYPES, privateuse1_backend_name())
+
+
+class _GeneralMultiDeviceReplicator(MultiDeviceReplicator):
+    def __init__(self, master_tensor: torch.Tensor) -> None:
+        if not _is_supported_device(master_tensor):
+            raise ValueError(
+                f"a tensor can be copied from {', '.join(_TYPES)} or a backend of your own, got {master_tensor.device}"
+            )
+        super().__init__(master_tensor)
+
+
+class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
+    """A `GradScaler` for models that are split or repeated over ranks, which all take and skip the same steps.
+
+    It is `GradScaler(..., allow_fp16_gradients=True, process_group=...)`, but scaled losses keep their dtype, as FSDP
+    needs it for losses in fp16 or bf16.
+
+    Args:
+        device: As for `GradScaler`.
+        init_scale: As for `GradScaler`.
+        backoff_factor: As for `GradScaler`, but it comes first here, as in torch.
+        growth_factor: As for `GradScaler`.
+        growth_interval: As for `GradScaler`.
+        enabled: As for `GradScaler`.
+        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or torch knows no such device.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Ranks | None = None,
+    ) -> None:
+        GradScaler.__init__(
+            self,
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            allow_fp16_gradients=True,
+        )
+        self.process_group = process_group  # type: ignore[assignment]  # torch's takes no mesh
+        self._agreement = Agreement(process_group)
+
+    def _times(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (output * scale).to(output.dtype)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        return GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        scale, growth_tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
+        self._schedule().advance_(scale, growth_tracker, found_inf)

@@ -1,0 +1,170 @@
+"""`ShardedGradScaler` in real processes over gloo: models split in every way train as they do in one process."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+from castwise.amp.agreement import Agreement
+
+WORKER = Path(__file__).parent / "worker.py"
+SPLITS = [
+    "DDP",
+    "FSDP1",
+    "FSDP1 with original parameters",
+    "FSDP2",
+    "TP",
+    "replicated and sharded",
+    "replicated, sharded and plain",
+]
+KINDS = ["for-loop", "foreach", "fused"]
+CLIPS = ["no clip", "clip"]
+FAULTS = ["none", "NaN loss of rank 0", "inf in a gradient of rank 0", "inf in a gradient of the last rank"]
+CASES = [
+    case
+    for case in itertools.product(SPLITS, KINDS, CLIPS, FAULTS)
+    # torch's foreach and fused optimizers refuse DTensors beside plain tensors.
+    if case[0] != "replicated, sharded and plain" or case[1] == "for-loop"
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What became of every case, on each of two ranks."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    command = [sys.executable, str(WORKER)]
+    workers = [
+        subprocess.Popen([*command, str(rank), "2", str(store), "castwise", "torch"], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def differences(ranks: list[dict[str, Any]], library: str, case: tuple[str, str, str, str]) -> list[str]:
+    """Say where a case differs from the same training in one process, or between ranks."""
+    alone = ranks[0][" | ".join(["alone", *case[1:]])]
+    found = []
+    for rank, results in enumerate(ranks):
+        got = results[" | ".join([library, *case])]
+        if isinstance(got, str):
+            found.append(f"rank {rank}: {got}")
+            continue
+        if (got["scales"], got["tracker"]) != (alone["scales"], alone["tracker"]):
+            found.append(f"rank {rank}: scales {got['scales']}, alone {alone['scales']}")
+        if got["weights"] != pytest.approx(alone["weights"], rel=1e-5, abs=1e-6):
+            found.append(f"rank {rank}: weights")
+        pairs = zip(got["norms"], alone["norms"], strict=True)
+        if any(theirs == theirs and ours != pytest.approx(theirs, rel=1e-6) for ours, theirs in pairs):
+            found.append(f"rank {rank}: norms {got['norms']}, alone {alone['norms']}")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=" | ".join)
+def test_every_way_of_splitting_a_model_trains_as_in_one_process(
+    ranks: list[dict[str, Any]], case: tuple[str, str, str, str]
+) -> None:
+    assert differences(ranks, "castwise", case) == []
+
+
+def test_the_faults_are_met(ranks: list[dict[str, Any]]) -> None:
+    for kind, clip, fault in itertools.product(KINDS, CLIPS, FAULTS):
+        scales = ranks[0][" | ".join(["castwise", "FSDP2", kind, clip, fault])]["scales"]
+        assert scales == [1024.0, 2048.0, 2048.0, 4096.0] if fault == "none" else [1024.0, 2048.0, 1024.0, 1024.0]
+
+
+def test_torchs_own_class_lets_ranks_disagree(ranks: list[dict[str, Any]]) -> None:
+    wrong = [case for case in CASES if differences(ranks, "torch", case)]
+    fused_with_a_fault_on_one_rank = [
+        (split, "fused", "no clip", "inf in a gradient of rank 0") for split in ("DDP", "FSDP1")
+    ]
+    assert set(fused_with_a_fault_on_one_rank) <= set(wrong)
+    assert len(wrong) > 30
+    assert ("FSDP2", "foreach", "no clip", "inf in a gradient of rank 0") not in wrong
+
+
+# -- without other ranks ----------------------------------------------------------------------------------------------
+
+
+def test_instances_and_arguments_are_torchs() -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
+
+    scaler = castwise.ShardedGradScaler("cpu", 8.0, 0.25, 3.0, 7)
+    assert isinstance(scaler, Torchs)
+    assert isinstance(scaler, castwise.GradScaler)
+    assert scaler.state_dict() == {
+        "scale": 8.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+        "_growth_tracker": 0,
+    }
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (castwise.ShardedGradScaler, Torchs))
+    assert list(ours) == list(theirs)
+    assert all(ours[name].default == theirs[name].default for name in ours)
+    members = {name for name, value in vars(Torchs).items() if inspect.isroutine(value)}
+    for name in members:
+        assert inspect.getattr_static(castwise.ShardedGradScaler, name).__module__.startswith("castwise."), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_scaled_losses_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    scaler = castwise.ShardedGradScaler("cpu", init_scale=4.0)
+    loss = torch.ones(shape, dtype=dtype)
+    for scaled in (scaler.scale(loss), scaler.scale([loss])[0]):
+        assert scaled.dtype is dtype
+        assert torch.equal(scaled, loss * 4.0)
+
+
+def test_without_a_process_group_a_step_says_what_to_call_and_changes_nothing() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    for fused in (False, True):
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+        for make in (castwise.ShardedGradScaler, lambda device: castwise.GradScaler(device, process_group=None)):
+            scaler = make("cpu")
+            scaler.scale(torch.ones(()))
+            param.grad = torch.full((2,), 65536.0)
+            if isinstance(scaler, castwise.ShardedGradScaler):
+                with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+                    scaler.step(optimizer)
+                assert param.grad.tolist() == [65536.0, 65536.0]
+    assert param.tolist() == [1.0, 1.0]
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup or a DeviceMesh, got str"):
+        castwise.GradScaler("cpu", process_group="WORLD")  # type: ignore[arg-type]
+    assert Agreement(None).ranks is None
+
+
+def test_a_torch_without_distributed_can_import_castwise_and_says_what_is_missing() -> None:
+    code = """
+import torch
+torch.distributed.is_available = lambda: False
+import castwise
+castwise.GradScaler("cpu")
+for use in (lambda: castwise.ShardedGradScaler, lambda: castwise.GradScaler("cpu", process_group=3)):
+    try:
+        use()
+    except (ImportError, RuntimeError) as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [
+        "ShardedGradScaler needs a build of torch that has torch.distributed",
+        "this build of torch has no torch.distributed, so there are no ranks to agree with",
+    ]
