@@ -14,6 +14,8 @@ from castwise.amp.gradients import Gradients, regroup
 def local(grads: Gradients, ranks: int) -> Gradients:
     """Replace DTensors by what this rank holds of them, and say how much of each gradient is its own to count.
 
+    A DTensor that is a partial sum has no finite elements or norm yet: it is summed first, in `.grad` as well.
+
     A plain gradient is taken to be the same on all ranks (DDP), or the rank's own if it is of a parameter that FSDP
     has flattened.
 
@@ -21,9 +23,18 @@ def local(grads: Gradients, ranks: int) -> Gradients:
         grads: Of any kind.
         ranks: How many decide together.
     """
-    tensors = [tensor.to_local() if _is_dtensor(tensor) else tensor for tensor in grads.tensors]  # type: ignore[attr-defined]
-    shares = [_share(param, tensor, ranks) for param, tensor in zip(grads.params, grads.tensors, strict=True)]
+    whole: list[Any] = [_summed(param, tensor) for param, tensor in zip(grads.params, grads.tensors, strict=True)]
+    tensors = [tensor.to_local() if _is_dtensor(tensor) else tensor for tensor in whole]
+    shares = [_share(param, tensor, ranks) for param, tensor in zip(grads.params, whole, strict=True)]
     return dataclasses.replace(grads, tensors=tensors, groups=regroup(tensors), shares=shares)
+
+
+def _summed(param: torch.Tensor, tensor: Any) -> Any:
+    if not _is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    of_param: Any = param
+    param.grad = tensor.redistribute(placements=of_param.placements)
+    return param.grad
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
@@ -36,6 +47,6 @@ def _share(param: torch.Tensor, tensor: Any, ranks: int) -> float:
         return 1.0 if is_fsdp_flattened(param) else 1.0 / ranks
     shards = 1
     for dimension, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():
             shards *= tensor.device_mesh.size(dimension)
     return shards / ranks

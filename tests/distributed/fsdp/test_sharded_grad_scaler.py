@@ -24,6 +24,7 @@ SPLITS = [
     "FSDP2",
     "TP",
     "replicated and sharded",
+    "partial sums",
     "replicated, sharded and plain",
 ]
 KINDS = ["for-loop", "foreach", "fused"]
@@ -37,21 +38,36 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What became of every case, on each of two ranks."""
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    command = [sys.executable, str(WORKER)]
+CASES_OF_FOUR = list(itertools.product(["FSDP2 x TP", "HSDP", "FSDP2", "DDP"], KINDS, CLIPS, FAULTS))
+
+
+def run(world_size: int, store: Path, what: str) -> list[Any]:
+    """Let every rank do something; what each of them has to say, None for one that died."""
     workers = [
-        subprocess.Popen([*command, str(rank), "2", str(store), "castwise", "torch"], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(world_size), str(store), what],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
     ]
     try:
         outputs = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    return [json.loads(output.splitlines()[-1]) if output else None for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What became of every case, on each of two ranks."""
+    return run(2, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise torch")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(4, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise")
 
 
 def differences(ranks: list[dict[str, Any]], library: str, case: tuple[str, str, str, str]) -> list[str]:
@@ -78,6 +94,47 @@ def test_every_way_of_splitting_a_model_trains_as_in_one_process(
     ranks: list[dict[str, Any]], case: tuple[str, str, str, str]
 ) -> None:
     assert differences(ranks, "castwise", case) == []
+
+
+@pytest.mark.parametrize("case", CASES_OF_FOUR, ids=" | ".join)
+def test_meshes_of_two_dimensions_train_as_one_process(
+    four_ranks: list[dict[str, Any]], case: tuple[str, str, str, str]
+) -> None:
+    assert differences(four_ranks, "castwise", case) == []
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_step_takes_one_collective_of_at_most_16_bytes(
+    ranks: list[dict[str, Any]], four_ranks: list[dict[str, Any]], clip: str
+) -> None:
+    for results, cases in ((ranks, CASES), (four_ranks, CASES_OF_FOUR)):
+        for case in cases:
+            if case[2] != clip:
+                continue
+            for of_rank in results:
+                collectives = of_rank[" | ".join(["castwise", *case])]["collectives"]
+                if case[0] == "partial sums":  # they have to be taken
+                    collectives = [(name, nbytes) for name, nbytes in collectives if name == "allreduce_"]
+                # A mesh of two dimensions as process group has two groups to reduce over.
+                assert [name for name, _ in collectives] == ["allreduce_"] * (2 if case[0] == "HSDP" else 1), case
+                assert all(0 < nbytes <= 16 for _, nbytes in collectives)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_of_a_pipeline_step_together(world_size: int, tmp_path: Path) -> None:
+    of_ranks = run(world_size, tmp_path / "store", "pipeline")
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+    moved = [result["moved"] for result in of_ranks[0].values()]
+    assert moved == [[True] * 4, [True, True, False, True], [True, True, False, True]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
+    told, dead = run(2, tmp_path / "store", f"death {kind}")
+    assert dead is None
+    assert "rank 0 could not agree with the others of the process group" in told["error"]
+    assert "(ranks [0, 1]) on whether to take this step, so it has not stepped" in told["error"]
+    assert not told["stepped"]
 
 
 def test_the_faults_are_met(ranks: list[dict[str, Any]]) -> None:

@@ -1,17 +1,19 @@
 """Trains small models that are split over ranks in every way, under both libraries, and prints what became of them.
 
-Run by `test_sharded_grad_scaler.py`, once for each rank: `python worker.py RANK WORLD_SIZE FILE`.
+Run by `test_sharded_grad_scaler.py`, once for each rank: `python worker.py RANK WORLD_SIZE FILE WHAT`.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import castwise
 
@@ -82,6 +86,32 @@ def by_hand(*placements: Any) -> Callable[[int], torch.nn.Module]:
     return split_model
 
 
+def with_partial_gradients(world_size: int) -> torch.nn.Module:
+    """Replicated parameters whose gradients arrive as sums that are yet to be taken, as under sequence parallelism."""
+    split = by_hand(Replicate(), Replicate(), Shard(1), Replicate())(world_size)
+    for param in list(split.parameters())[:2]:
+
+        def as_a_part(param: torch.nn.Parameter) -> None:
+            part = param.grad.to_local() / world_size
+            param.grad = DTensor.from_local(part, param.device_mesh, [Partial()], run_check=False)
+
+        param.register_post_accumulate_grad_hook(as_a_part)
+    return split
+
+
+def fsdp2_and_tp(_: int) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    split = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(split, mesh=mesh["dp"])
+    return split
+
+
+def hsdp(_: int) -> torch.nn.Module:
+    split = model()
+    fully_shard(split, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return split
+
+
 SPLITS: dict[str, Callable[[int], torch.nn.Module]] = {
     "DDP": ddp,
     "FSDP1": fsdp1(False),
@@ -89,8 +119,10 @@ SPLITS: dict[str, Callable[[int], torch.nn.Module]] = {
     "FSDP2": fsdp2,
     "TP": tensor_parallel,
     "replicated and sharded": by_hand(Replicate(), Shard(0), Shard(1), Replicate()),
+    "partial sums": with_partial_gradients,
     "replicated, sharded and plain": by_hand(Replicate(), Shard(0), None, None),
 }
+SPLITS_OF_FOUR = {"FSDP2 x TP": fsdp2_and_tp, "HSDP": hsdp, "FSDP2": fsdp2, "DDP": ddp}
 FAULTS = ["none", "NaN loss of rank 0", "inf in a gradient of rank 0", "inf in a gradient of the last rank"]
 
 
@@ -116,6 +148,20 @@ def whole(split: torch.nn.Module) -> list[float]:
     return torch.cat([param.detach().flatten() for param in params]).tolist()
 
 
+class Collectives(TorchDispatchMode):
+    """Notes the bytes of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            self.seen.append((func._opname, sum(tensor.nbytes for tensor in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
 def train(split: torch.nn.Module, scaler: Any, kind: str, clip: bool, fault: str, rank: int, world_size: int) -> Any:
     optimizer = torch.optim.AdamW(split.parameters(), lr=0.1, **KINDS[kind])
     draw = torch.Generator().manual_seed(1)
@@ -132,12 +178,55 @@ def train(split: torch.nn.Module, scaler: Any, kind: str, clip: bool, fault: str
             spoil(split)
         if bad and fault == "inf in a gradient of the last rank" and rank == world_size - 1:
             spoil(split)
-        if clip:
-            norms.append(clipped(split, scaler, optimizer))
+        with Collectives() if step == STEPS - 1 and isinstance(scaler, castwise.GradScaler) else nullcontext() as count:
+            if clip:
+                norms.append(clipped(split, scaler, optimizer))
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    return {
+        "scales": scales,
+        "norms": norms,
+        "weights": whole(split),
+        "tracker": scaler._get_growth_tracker(),
+        "collectives": [] if count is None else count.seen,
+    }
+
+
+def pipeline(fused: bool, fault: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Every rank has a stage and an optimizer of its own; only the decisions are common."""
+    scaler = castwise.GradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=dist.group.WORLD)
+    stage = torch.nn.Linear(3 + rank, 2)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1, fused=fused)
+    scales, moved = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        before = stage.weight.detach().clone()
+        scaler.scale(stage(torch.ones(1, 3 + rank)).sum()).backward()
+        if step == BAD_STEP and fault.endswith("last rank" if rank == world_size - 1 else f"rank {rank}"):
+            spoil(stage)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return {"scales": scales, "norms": norms, "weights": whole(split), "tracker": scaler._get_growth_tracker()}
+        moved.append(not torch.equal(before, stage.weight))
+    return {"scales": scales, "moved": moved}
+
+
+def a_dying_rank(kind: str, rank: int, world_size: int) -> dict[str, Any]:
+    """The last rank ends before the step; what the others are told, and what they have done."""
+    split = model()
+    optimizer = torch.optim.AdamW(split.parameters(), lr=0.1, **KINDS[kind])
+    scaler = castwise.ShardedGradScaler("cpu")
+    before = whole(split)
+    scaler.scale(split(torch.ones(1, 6)).sum()).backward()
+    dist.barrier()
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return {"error": str(error), "stepped": whole(split) != before, "tracker": scaler._get_growth_tracker()}
+    return {"error": "", "stepped": True}
 
 
 def clipped(split: torch.nn.Module, scaler: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -157,30 +246,54 @@ def outcome(run: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"[:300]
 
 
-def main(rank: int, world_size: int, file: str, libraries: list[str]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
     results = {}
-    for library, split, kind, clip, fault in itertools.product(libraries, SPLITS, KINDS, [False, True], FAULTS):
+    splits = SPLITS if world_size == 2 else SPLITS_OF_FOUR
+    for library, split, kind, clip, fault in itertools.product(libraries, splits, KINDS, [False, True], FAULTS):
         if split == ONLY_FOR_LOOP and kind != "for-loop":
             continue
         make = {"castwise": castwise.ShardedGradScaler, "torch": Torchs}[library]
+        group: Any = dist.group.WORLD
+        if split == "HSDP":
+            group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
-        def run(split: str = split, kind: str = kind, clip: bool = clip, fault: str = fault, make: Any = make) -> Any:
-            scaler = make("cpu", init_scale=1024.0, growth_interval=2, process_group=dist.group.WORLD)
-            return train(SPLITS[split](world_size), scaler, kind, clip, fault, rank, world_size)
+        def run(
+            split: str = split,
+            kind: str = kind,
+            clip: bool = clip,
+            fault: str = fault,
+            make: Any = make,
+            group: Any = group,
+        ) -> Any:
+            scaler = make("cpu", init_scale=1024.0, growth_interval=2, process_group=group)
+            return train(splits[split](world_size), scaler, kind, clip, fault, rank, world_size)
 
         results[" | ".join([library, split, kind, "clip" if clip else "no clip", fault])] = outcome(run)
         dist.barrier()
     for kind, clip, fault in itertools.product(KINDS, [False, True], FAULTS):
         alone = castwise.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         results[" | ".join(["alone", kind, "clip" if clip else "no clip", fault])] = train(
-            copy.deepcopy(model()), alone, kind, clip, fault, 0, 1
+            model(), alone, kind, clip, fault, 0, 1
         )
+    return results
+
+
+def main(rank: int, world_size: int, file: str, what: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    if what.startswith("matrix"):
+        results = matrix(what.split()[1:], rank, world_size)
+    elif what == "pipeline":
+        results = {
+            f"{fused} | {fault}": pipeline(fused, fault, rank, world_size)
+            for fused in (False, True)
+            for fault in ("none", "inf in a gradient of rank 0", "inf in a gradient of the last rank")
+        }
+    else:
+        results = a_dying_rank(what.removeprefix("death "), rank, world_size)
     print(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
