@@ -182,7 +182,7 @@ def test_norms_are_those_of_float64(route: str, dtype: torch.dtype, norm_type: f
     found = NORMS[route](tensors, norm_type)
     assert found.dtype is torch.float64
     expected = torch.tensor([reference(tensor, norm_type) for tensor in tensors], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=5e-7, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
 def test_a_norm_of_millions_of_numbers_is_right_where_torchs_is_not() -> None:

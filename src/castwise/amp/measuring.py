@@ -19,9 +19,9 @@ from castwise.amp.gradients import is_plain
 
 # Below this many elements a call costs more than its arithmetic, so small tensors share one.
 _SMALL = 2**12
-# So many elements of which an fp32 dot product is right to 5e-7, also if they were rounded to bf16 before (then the
-# errors of the sum have a common sign), and so many of which an fp32 copy stays in the cache.
-_PIECE = 2**16
+# So many elements of which the root of an fp32 dot product is right to 7e-7, also if they were rounded to bf16 before
+# (then the errors of the sum have a common sign), and so many of which an fp32 copy stays in the cache.
+_PIECE = 5 * 2**14
 _COPIED_PIECE = 2**18
 # Of these dtypes a CPU takes dot products as fast as it can read; of half precision a hundred times slower.
 _DOTTED = (torch.float32, torch.float64)
@@ -221,10 +221,14 @@ def _by_shape(tensors: list[torch.Tensor]) -> dict[torch.Size, list[int]]:
 
 def _power_sum(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of magnitudes (p = 1) or of squares (p = 2), in fp32 within a piece and in fp64 beyond."""
-    pieces = (piece for copied in _pieces(tensor) for piece in copied.split(_PIECE))  # type: ignore[no-untyped-call]
     if norm_type == 2.0:
-        return math.fsum(torch.dot(piece, piece).item() for piece in pieces)
-    return math.fsum(piece.abs().sum().item() for piece in pieces)
+        return math.fsum([torch.dot(part, part).item() for piece in _pieces(tensor) for part in _parts(piece)])
+    return math.fsum([part.abs().sum().item() for piece in _pieces(tensor) for part in _parts(piece)])
+
+
+def _parts(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts: tuple[torch.Tensor, ...] = piece.split(_PIECE)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def _norm_by_peak(tensor: torch.Tensor, norm_type: float) -> float:
@@ -232,7 +236,7 @@ def _norm_by_peak(tensor: torch.Tensor, norm_type: float) -> float:
     peak = _peak(tensor)
     if norm_type == math.inf or peak == 0.0 or not math.isfinite(peak):
         return peak
-    ratios = ((piece.double() / peak).abs() for piece in _pieces(tensor))
+    ratios = ((part.double() / peak).abs() for piece in _pieces(tensor) for part in _parts(piece))
     total = math.fsum(ratio.pow_(norm_type).sum().item() for ratio in ratios)
     return min(peak * math.pow(total, 1.0 / norm_type), torch.finfo(torch.float64).max)
 
@@ -246,11 +250,11 @@ def _peak(tensor: torch.Tensor) -> float:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield all elements in pieces of shape (n,), in fp32 or fp64; the next piece may overwrite one."""
-    pieces = _flat(tensor).split(_COPIED_PIECE)  # type: ignore[no-untyped-call]
+    """Yield all elements in fp32 or fp64, in one piece of shape (n,) or in copied ones that overwrite each other."""
     if tensor.dtype in _DOTTED:
-        yield from pieces
+        yield _flat(tensor)
         return
+    pieces = _flat(tensor).split(_COPIED_PIECE)  # type: ignore[no-untyped-call]
     buffer = torch.empty(min(_COPIED_PIECE, tensor.numel()), dtype=torch.float32)
     for piece in pieces:
         yield buffer[: piece.numel()].copy_(piece)
