@@ -223,13 +223,13 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
-        inv_scale = self._inv_scale()
-        found_inf = torch.zeros_like(inv_scale)
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        found_inf = torch.zeros_like(scale)
         if self._unscales_by_itself():
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
             found = unscaling.unscale_(self._factors(state, grads), found_inf)
         else:
-            found = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = self._unscale_grads_(optimizer, self._inv_scale(), found_inf, allow_fp16)
         self._unscaled.record(params_of(optimizer))
         state.pop("clip_coef", None)
         state["stage"] = OptState.UNSCALED

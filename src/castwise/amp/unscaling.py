@@ -124,8 +124,10 @@ def found_infs(facts: Iterable[Facts]) -> dict[torch.device, torch.Tensor]:
 
 def combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
-    flags = [found_inf.to(like.device, non_blocking=True).reshape(()) for found_inf in found_infs]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    flags = list(found_infs)
+    if len(flags) == 1 and flags[0].device == like.device and not flags[0].dim():
+        return flags[0]
+    return torch.stack([flag.to(like.device, non_blocking=True).reshape(()) for flag in flags]).amax()
 
 
 def like_gradients(norm: torch.Tensor, grads: Gradients) -> torch.Tensor:
