@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 import castwise
 from castwise.amp.agreement import Agreement
@@ -123,9 +124,12 @@ def test_a_step_takes_one_collective_of_at_most_16_bytes(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_of_a_pipeline_step_together(world_size: int, tmp_path: Path) -> None:
     of_ranks = run(world_size, tmp_path / "store", "pipeline")
-    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
-    moved = [result["moved"] for result in of_ranks[0].values()]
-    assert moved == [[True] * 4, [True, True, False, True], [True, True, False, True]] * 2
+    scales = [[result["scales"] for result in of_rank.values()] for of_rank in of_ranks]
+    assert all(of_rank == scales[0] for of_rank in scales)
+    moved = [[result["moved"] for result in of_rank.values()] for of_rank in of_ranks]
+    always, but_once, never = [True] * 4, [True, True, False, True], [False] * 4
+    assert moved[0] == [always, but_once, but_once, never] * 2
+    assert all(of_rank == [always, but_once, but_once, always] * 2 for of_rank in moved[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,6 +210,15 @@ def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or a DeviceMesh, got str"):
         castwise.GradScaler("cpu", process_group="WORLD")  # type: ignore[arg-type]
     assert Agreement(None).ranks is None
+
+
+def test_a_scaler_is_saved_and_loaded_by_distributed_checkpoints(tmp_path: Path) -> None:
+    saved = castwise.ShardedGradScaler("cpu", 8.0, 0.25, 3.0, 7)
+    checkpoint.save({"scaler": saved}, checkpoint_id=tmp_path)
+    loaded = castwise.GradScaler("cpu")
+    checkpoint.load({"scaler": loaded}, checkpoint_id=tmp_path)
+    assert loaded.state_dict() == saved.state_dict()
+    assert loaded.get_scale() == 8.0
 
 
 def test_a_torch_without_distributed_can_import_castwise_and_says_what_is_missing() -> None:
