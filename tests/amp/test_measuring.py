@@ -193,6 +193,12 @@ def test_a_norm_of_millions_of_numbers_is_right_where_torchs_is_not() -> None:
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_errors_of_equal_numbers_do_not_add_up(norm_type: float) -> None:
+    values = torch.full((2**20 + 77,), 1 / 3)
+    assert measuring.norms([values], norm_type).item() == pytest.approx(reference(values, norm_type), rel=3e-7, abs=0.0)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e19, 1e30, 3e38])
 @pytest.mark.parametrize("count", [7, 5000])
 def test_squares_that_fp32_cannot_hold_do_no_harm_on_a_cpu(norm_type: float, magnitude: float, count: int) -> None:
