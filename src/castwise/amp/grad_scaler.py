@@ -312,9 +312,10 @@ class GradScaler(torch.amp.GradScaler):
         """Clip the gradients of an optimizer, all together, to a norm; in the place of `unscale_` and torch's clipping.
 
         The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
-        step, so its `.grad` are still scaled until then; those of any other are unscaled and clipped by one
-        multiplication here. If they are not finite, nothing is clipped and `step` will skip. May be called before
-        `unscale_`, after it, and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
+        step, so its `.grad` are still scaled until then; those of any other, or after `unscale_`, are unscaled and
+        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip. May be
+        called before `unscale_`, after it, and again. A disabled scaler clips as well. Does not sync, except for CPU
+        gradients.
 
         Args:
             optimizer: All gradients of its parameters count as one vector.
@@ -349,13 +350,14 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_norm_")
-        in_its_step = self._memory_of(optimizer).takes_grad_scale
-        allow_fp16 = in_its_step or self._allow_fp16_gradients
+        is_fused = self._memory_of(optimizer).takes_grad_scale
+        allow_fp16 = is_fused or self._allow_fp16_gradients
         if state["stage"] is OptState.READY and not self._unscales_by_itself():
             self._unscale(optimizer, state, allow_fp16=allow_fp16)
             state["unscaled_by_clipping"] = True
         grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
         factors = self._factors(state, grads)
+        in_its_step = is_fused and state["stage"] is OptState.READY
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
         found = unscaling.found_infs(facts) or {scale.device: torch.zeros_like(scale)}
@@ -376,7 +378,6 @@ class GradScaler(torch.amp.GradScaler):
             unscaling.multiply_([(factor * coef, part) for factor, part in factors])
             if state["stage"] is OptState.READY:
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
-            state.pop("clip_coef", None)
             self._unscaled.record(grads.params)
         state["finite"] = facts
         self._note(optimizer, state, {scale.device: found_inf}, agreed=True)
@@ -419,10 +420,6 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, state, allow_fp16=allow_fp16)
             state["unscaled_by_clipping"] = True
-        elif "clip_coef" in state:
-            grads = self._collect(optimizer, allow_fp16=allow_fp16)
-            unscaling.multiply_(self._factors(state, grads))
-            del state["clip_coef"]
 
     def _factors(self, state: dict[str, Any], grads: Gradients) -> list[tuple[torch.Tensor, Gradients]]:
         """Group gradients by what they still have to be multiplied with: 1 / scale, and a coefficient of clipping."""
