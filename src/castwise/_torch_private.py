@@ -23,6 +23,7 @@ __all__ = [
     "after_tracing",
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
+    "device_types_of",
     "is_autocast_available",
     "is_fsdp_flattened",
     "is_torch_function_mode_enabled",
@@ -97,6 +98,11 @@ def version(tensor: torch.Tensor) -> int:
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse COO tensor, coalesced or not, in memory shared with it."""
     return sparse._values()
+
+
+def device_types_of(group: Any) -> list[str]:
+    """Return the types of device whose tensors a process group can reduce."""
+    return [device.type for device in group._device_types]
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:

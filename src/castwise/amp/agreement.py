@@ -1,11 +1,23 @@
-"""Ranks that decide alike: what each has found, reduced to what all of them know, in one small collective."""
+"""Ranks that decide alike: what each has found, reduced to what all of them know, in one small collective.
+
+A collective is at most two numbers of 64 bits. Beside what was found it carries a digest of what the rank has done so
+far and is doing now: its settings, its updates, the call. Ranks that do not do the same (a checkpoint that one of them
+alone has loaded, a step that one of them left out) are found out by the very collective in which they meet, before any
+has stepped, at no further cost.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
+
+from castwise._torch_private import device_types_of
+from castwise.amp.readback import Readback
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -13,21 +25,41 @@ if TYPE_CHECKING:
 
 Ranks: TypeAlias = "ProcessGroup | DeviceMesh"
 
+# Integers up to 2 to this are exact in fp64, whatever order they are added up in.
+_BITS = 53
+# A norm that is not negative sorts as its 63 bits do; its lowest 16 give way to a flag and a digest.
+_DIGEST_BITS = 15
+_CUT_BITS = _DIGEST_BITS + 1
+_NORM_BITS = 63 - _CUT_BITS
+
 
 class Agreement:
     """A process group or a device mesh whose ranks must take and skip the same steps.
 
     Args:
         ranks: The group, the mesh, or None for all ranks there are when it is used first.
+        device_type: Where collectives take place, if the group can do so; the same on all ranks, wherever their
+            scales are (some may keep their parameters on the CPU).
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
+    def __init__(self, ranks: Ranks | None, device_type: str) -> None:
         if not torch.distributed.is_available():
             raise RuntimeError("this build of torch has no torch.distributed, so there are no ranks to agree with")
         is_mesh = hasattr(ranks, "get_all_groups")
         if ranks is not None and not is_mesh and not isinstance(ranks, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or a DeviceMesh, got {type(ranks).__name__}")
-        self.ranks = ranks
+        self.ranks, self._device_type = ranks, device_type
+        self._doubt: tuple[Readback, str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Begin a history: whatever ranks did before, from now on they do the same."""
+        self._history, self._updates, self._calls = 0, 0, 0
+
+    def note_update(self, new_scale: float | None) -> None:
+        """Add an update to the history, perhaps one that has set the scale."""
+        self._history = zlib.crc32(repr(new_scale).encode(), self._history)
+        self._updates, self._calls = self._updates + 1, 0
 
     def _groups(self) -> list[Any]:
         if self.ranks is None:
@@ -39,34 +71,151 @@ class Agreement:
 
     def size(self) -> int:
         """Return the number of ranks."""
-        size = 1
-        for group in self._groups():
-            size *= torch.distributed.get_world_size(group)
-        return size
+        return math.prod(torch.distributed.get_world_size(group) for group in self._groups())
 
-    def any_(self, flag: torch.Tensor) -> torch.Tensor:
-        """Set a flag (fp32, one element) to 1 on all ranks if it is 1 on one, and return it."""
-        return self._reduce_(flag, torch.distributed.ReduceOp.MAX)
+    def copies(self) -> int:
+        """Return how many ranks hold the same elements of what FSDP1 has flattened: along all but a mesh's last axis.
 
-    def norm(self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the found_inf (fp32, shape ()) and the p-norm (fp64, shape ()) of all ranks' gradients together."""
+        That is how FSDP1 understands a mesh of two dimensions (HYBRID_SHARD); over a group all is split.
+        """
+        return math.prod(torch.distributed.get_world_size(group) for group in self._groups()[:-1])
+
+    def any_(self, flags: Sequence[torch.Tensor], call: str) -> None:
+        """Set each flag to 1 on all ranks if it is 1 on one.
+
+        Args:
+            flags: fp32, one element each, on one device; as many on all ranks.
+            call: What the ranks are doing, with what; the same on all of them.
+
+        Raises:
+            RuntimeError: The ranks are not doing the same, or one of them cannot be reached. The flags are as before.
+        """
+        size = self.size()
+        base = size + 1
+        per_number = int(_BITS / math.log2(base))  # flags that fit into a number, as digits
+        while flags:
+            now, flags = flags[: 1 + per_number], flags[1 + per_number :]
+            said, digest, shift = self._says(f"{call} for {len(now)}", size)
+            first, *others = ((flag.reshape(()) != 0).double() for flag in now)
+            packed = [first * shift + digest]
+            if others:
+                packed.append(torch.stack([flag * base**digit for digit, flag in enumerate(others)]).sum())
+            reduced = self._reduce_(torch.stack(packed), torch.distributed.ReduceOp.SUM)
+            found, is_other = _unpacked(reduced[0], shift, size * digest)
+            self._object_if(is_other, said)
+            now[0].copy_(found | is_other)
+            for digit, flag in enumerate(now[1:]):
+                flag.copy_(((reduced[1] / base**digit).floor() % base > 0) | is_other)
+
+    def norm(
+        self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float, call: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the found_inf (fp32, shape ()) and the p-norm (fp64, shape ()) of all ranks' gradients together.
+
+        The norm is right to 1e-10 for p = inf.
+
+        Args:
+            found_inf: Of this rank, fp32, shape ().
+            norm: Of this rank, fp64, shape (), on the same device.
+            norm_type: p > 0, or inf.
+            call: As in `any_`.
+
+        Raises:
+            RuntimeError: As in `any_`.
+        """
+        size = self.size()
+        said, digest, shift = self._says(call, size)
         if norm_type == math.inf:
-            facts = torch.stack([found_inf.double(), norm.double()])
-            found, largest = self._reduce_(facts, torch.distributed.ReduceOp.MAX)
-            return found.float(), largest
-        facts = torch.stack([found_inf.double(), norm.double() ** norm_type])
-        found, total = self._reduce_(facts, torch.distributed.ReduceOp.SUM)
-        return (found > 0).float(), total ** (1.0 / norm_type)
+            return self._largest(found_inf, norm, said, digest % 2**_DIGEST_BITS)
+        facts = torch.stack([found_inf.double() * shift + digest, norm.double() ** norm_type])
+        packed, total = self._reduce_(facts, torch.distributed.ReduceOp.SUM)
+        found, is_other = _unpacked(packed, shift, size * digest)
+        self._object_if(is_other, said)
+        return (found | is_other).float(), total ** (1.0 / norm_type)
+
+    def _largest(
+        self, found_inf: torch.Tensor, norm: torch.Tensor, said: str, digest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take maxima of (digest, found, norm), and of its like with the digest's complement: are both as mine?"""
+        ours = digest, 2**_DIGEST_BITS - 1 - digest
+        rest = (norm.double().view(torch.int64) >> _CUT_BITS) + (found_inf != 0).long() * 2**_NORM_BITS
+        facts = torch.stack([rest + (digest << (_NORM_BITS + 1)) for digest in ours])
+        first, second = self._reduce_(facts, torch.distributed.ReduceOp.MAX)
+        is_other = (first >> (_NORM_BITS + 1) != ours[0]) | (second >> (_NORM_BITS + 1) != ours[1])
+        self._object_if(is_other, said)
+        found = (first >> _NORM_BITS) % 2 == 1
+        return (found | is_other).float(), ((first % 2**_NORM_BITS) << _CUT_BITS).view(torch.float64)
+
+    def _says(self, call: str, size: int) -> tuple[str, int, int]:
+        """Return what this rank is doing, a digest of it, and what to multiply flags with so that both fit in a sum."""
+        self.settle_doubt()
+        self._calls += 1
+        said = f"{call}, call {self._calls} after {self._updates} updates"
+        bits = size.bit_length()
+        digest = zlib.crc32(said.encode(), self._history) % 2 ** (_BITS - 2 * bits)
+        return said, digest, 2 ** (_BITS - bits)
 
     def _reduce_(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         # Along the dimensions of a mesh one after the other. On an accelerator the stream waits, and the host does not.
         for group in self._groups():
+            device_types = device_types_of(group)
+            device_type = self._device_type if self._device_type in device_types else device_types[0]
+            there = tensor if tensor.device.type == device_type else tensor.to(device_type)
             try:
-                torch.distributed.all_reduce(tensor, op, group)
+                torch.distributed.all_reduce(there, op, group)
             except RuntimeError as error:
+                self._calls -= 1
                 raise RuntimeError(
                     f"rank {torch.distributed.get_rank()} could not agree with the others of the process group "
                     f"{group.group_name!r} (ranks {torch.distributed.get_process_group_ranks(group)}) on whether to "
                     f"take this step, so it has not stepped: has one of them ended? {error}"
                 ) from error
+            tensor = there.to(tensor.device)
         return tensor
+
+    def _object_if(self, is_other: torch.Tensor, said: str) -> None:
+        """Raise on all ranks if they do not do the same: on a CPU at once, else when the next one looks."""
+        if is_other.device.type == "cpu":
+            if is_other:
+                self._object(said)
+        elif not (is_other.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._doubt = Readback([], is_other), said
+
+    def settle_doubt(self) -> None:
+        """Raise if the last collective found that the ranks do not do the same; waits for the device."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and doubt[0]:
+            self._object(doubt[1])
+
+    def _object(self, said: str) -> NoReturn:
+        of_ranks: list[Any] = [(torch.distributed.get_rank(), said, self._history)]
+        for group in self._groups():
+            gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(gathered, of_ranks, group)
+            of_ranks = [of_rank for of_group in gathered for of_rank in of_group]
+        alike: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, what, history in sorted(of_ranks):
+            alike[f"{what} (history {history:08x})"].append(rank)
+        views = "; ".join(f"ranks {ranks} say: {what}" for what, ranks in alike.items())
+        raise RuntimeError(
+            "the ranks no longer do the same with their scalers, so none of them has stepped: make, load, step and "
+            f"update them alike on all ranks. {views}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+        twin = memo[id(self)] = object.__new__(Agreement)
+        twin.__dict__.update(self.__dict__, _doubt=None)  # a process group cannot be copied, and need not be
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.ranks is not None:
+            raise RuntimeError(
+                "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
+            )
+        return self.__dict__ | {"_doubt": None}
+
+
+def _unpacked(packed: torch.Tensor, shift: int, expected: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split a sum of flags * shift + digest: is any flag set, and are the digests not what is expected?"""
+    flags = (packed / shift).floor()
+    return flags > 0, packed - flags * shift != expected

@@ -90,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
-        self._agreement = None if process_group is None else Agreement(process_group)
+        self._agreement = None if process_group is None else Agreement(process_group, self._device)
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -117,6 +117,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
         self._states_of_dead_optimizers: list[dict[str, Any]] = []
+        self._has_scaled_since_clipping = False
         self._unscaled = Ledger()
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
@@ -176,6 +177,7 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
+        self._has_scaled_since_clipping = True
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
@@ -233,7 +235,8 @@ class GradScaler(torch.amp.GradScaler):
         self._unscaled.record(params_of(optimizer))
         state.pop("clip_coef", None)
         state["stage"] = OptState.UNSCALED
-        self._note(optimizer, state, found)
+        if self._agreement is None or not self._is_measured(optimizer, state):  # else the ranks know already
+            self._note(optimizer, state, found)
 
     def _inv_scale(self) -> torch.Tensor:
         scale, _ = self._check_scale_growth_tracker("unscale_")
@@ -246,7 +249,9 @@ class GradScaler(torch.amp.GradScaler):
             grads.refuse_fp16()
         else:
             grads = grads.sum_duplicates(of_fp16_only=True)
-        return grads if self._agreement is None else shards.local(grads, self._agreement.size())
+        if self._agreement is not None:
+            grads = shards.local(grads, self._agreement.size(), self._agreement.copies())
+        return grads
 
     def _memory_of(self, optimizer: torch.optim.Optimizer) -> Memory:
         try:
@@ -282,22 +287,38 @@ class GradScaler(torch.amp.GradScaler):
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         found: dict[torch.device, torch.Tensor],
-        *,
-        agreed: bool = False,
     ) -> dict[torch.device, torch.Tensor]:
         """Put what was found on record for `step` and `update`, and send it to the host if `step` will ask there."""
         scale, _ = self._check_scale_growth_tracker("step")
         # No gradient, no inf: the step counts as finite.
         found = found or {scale.device: torch.zeros_like(scale)}
-        if self._agreement is not None and not agreed:
-            found = {scale.device: self._agreement.any_(unscaling.combine(found.values(), scale))}
+        if self._agreement is not None:
+            found = {scale.device: unscaling.combine(found.values(), scale)}
+            state["is_of_this_rank"] = True
         state["found_inf_per_device"] = found
         self._per_optimizer_states[id(optimizer)] = state
-        # Tools reduce found_inf over ranks between unscale_() and step(), of which nothing is seen here.
+        # Ranks reduce found_inf between unscale_() and step(), here or in a tool of which nothing is seen here.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if (is_alone or self._agreement is not None) and not self._memory_of(optimizer).takes_grad_scale:
+        if is_alone and self._agreement is None and not self._memory_of(optimizer).takes_grad_scale:
             state["readback"] = readback_of(found)
         return found
+
+    def _agree(self, call: str) -> None:
+        """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
+        if self._agreement is None:
+            return
+        states = [state for state in self._states() if "is_of_this_rank" in state]
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if flags:
+            self._agreement.any_(flags, f"{call}() with {self._account()}")
+        for state in states:
+            del state["is_of_this_rank"]
+
+    def _account(self) -> str:
+        return f"{self._schedule()}, growth tracker {self._init_growth_tracker}"
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [*self._states_of_dead_optimizers, *self._per_optimizer_states.values()]
 
     # -- clipping -----------------------------------------------------------------------------------------------
 
@@ -360,17 +381,18 @@ class GradScaler(torch.amp.GradScaler):
         in_its_step = is_fused and state["stage"] is OptState.READY
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
-        found = unscaling.found_infs(facts) or {scale.device: torch.zeros_like(scale)}
+        flags = [*state["found_inf_per_device"].values(), *unscaling.found_infs(facts).values()]
+        found_inf = unscaling.combine(flags or [torch.zeros_like(scale)], scale)
         if self._agreement is not None:
-            found_inf, total = self._agreement.norm(unscaling.combine(found.values(), scale), total, norm_type)
-            found = {scale.device: found_inf}
-        if error_if_nonfinite and (any(found.values()) or not total.isfinite()):
+            call = f"clip_grad_norm_({max_norm}, {norm_type}) with {self._account()}"
+            found_inf, total = self._agreement.norm(found_inf, total, norm_type, call)
+        if error_if_nonfinite and (found_inf or not total.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped: let "
                 "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
             )
-        found_inf = unscaling.combine([*state["found_inf_per_device"].values(), *found.values()], scale)
         coef = clipping.coefficient(total, max_norm, found_inf)
+        self._forget_measures_before_a_backward()
         if in_its_step:
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
             state["measured"] = contents(grads.tensors)
@@ -380,7 +402,8 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
             self._unscaled.record(grads.params)
         state["finite"] = facts
-        self._note(optimizer, state, {scale.device: found_inf}, agreed=True)
+        self._note(optimizer, state, {scale.device: found_inf})
+        state.pop("is_of_this_rank", None)
         return unscaling.like_gradients(total, grads)
 
     @never_traced
@@ -481,6 +504,7 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
                 state = self._state_of(optimizer)
+            self._agree("step")
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         self._finish(optimizer)
         return returned
@@ -511,6 +535,7 @@ class GradScaler(torch.amp.GradScaler):
         if not unscaled and not self._is_measured(optimizer, state):
             self._check_inf_per_device(optimizer)
             state = self._state_of(optimizer)
+        self._agree("step")
         found_inf = unscaling.combine(state["found_inf_per_device"].values(), scale)
         with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
             returned = optimizer.step(*args, **kwargs)
@@ -541,8 +566,16 @@ class GradScaler(torch.amp.GradScaler):
     def _is_measured(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Say whether clipping has measured the gradients that are there now."""
         if self._agreement is not None:
-            return "measured" in state  # ranks that look again must all do so
+            self._forget_measures_before_a_backward()
+            return "measured" in state
         return "measured" in state and state["measured"] == contents(present(optimizer)[1])
+
+    def _forget_measures_before_a_backward(self) -> None:
+        """Look again at all gradients if a loss was scaled since: ranks must decide alike on whether to do so."""
+        if self._has_scaled_since_clipping:
+            self._has_scaled_since_clipping = False
+            for state in self._states():
+                state.pop("measured", None)
 
     def _grad_scale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor | None:
         """Return what a fused optimizer has to divide its gradients by; a `grad_scale` of the user's takes part."""
@@ -574,6 +607,7 @@ class GradScaler(torch.amp.GradScaler):
             self._settle(optimizer, state, allow_fp16=allow_fp16)
             if not closures.is_finite(loss):
                 self._note(optimizer, state, {scale.device: torch.ones_like(scale)})
+            self._agree("step")
             if is_to_be_skipped(state):
                 raise closures.NonFiniteEvaluationError
             return loss
@@ -612,6 +646,7 @@ class GradScaler(torch.amp.GradScaler):
         self._finish(optimizer)["skipped"] = True
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+        self._agree("_found_inf_per_device")
         found: dict[Any, torch.Tensor] = self._state_of(optimizer)["found_inf_per_device"]
         return found
 
@@ -642,11 +677,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        states = [*self._per_optimizer_states.values(), *self._states_of_dead_optimizers]
+        self._agree("update")
+        states = self._states()
         found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
         all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
         if new_scale is not None or not all_skipped:
             self._move_scale(new_scale, found_infs)
+        if self._agreement is not None:
+            self._agreement.note_update(None if new_scale is None else self._number(new_scale))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._states_of_dead_optimizers.clear()
         self._owners.clear()
@@ -751,6 +789,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         schedule, growth_tracker = checkpoint.read(state_dict)
+        if self._agreement is not None:
+            self._agreement.start()
         self._take(schedule)
         self._init_growth_tracker = growth_tracker
         if self._scale is not None:

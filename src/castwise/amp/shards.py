@@ -11,7 +11,7 @@ from castwise._torch_private import is_fsdp_flattened
 from castwise.amp.gradients import Gradients, regroup
 
 
-def local(grads: Gradients, ranks: int) -> Gradients:
+def local(grads: Gradients, ranks: int, copies: int) -> Gradients:
     """Replace DTensors by what this rank holds of them, and say how much of each gradient is its own to count.
 
     A DTensor that is a partial sum has no finite elements or norm yet: it is summed first, in `.grad` as well.
@@ -22,10 +22,11 @@ def local(grads: Gradients, ranks: int) -> Gradients:
     Args:
         grads: Of any kind.
         ranks: How many decide together.
+        copies: How many of them hold the same part of what FSDP has flattened.
     """
     whole: list[Any] = [_summed(param, tensor) for param, tensor in zip(grads.params, grads.tensors, strict=True)]
     tensors = [tensor.to_local() if _is_dtensor(tensor) else tensor for tensor in whole]
-    shares = [_share(param, tensor, ranks) for param, tensor in zip(grads.params, whole, strict=True)]
+    shares = [_share(param, tensor, ranks, copies) for param, tensor in zip(grads.params, whole, strict=True)]
     return dataclasses.replace(grads, tensors=tensors, groups=regroup(tensors), shares=shares)
 
 
@@ -41,10 +42,10 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def _share(param: torch.Tensor, tensor: Any, ranks: int) -> float:
+def _share(param: torch.Tensor, tensor: Any, ranks: int, copies: int) -> float:
     """Return 1 / n if n of the ranks hold the same elements."""
     if not _is_dtensor(tensor):
-        return 1.0 if is_fsdp_flattened(param) else 1.0 / ranks
+        return 1.0 / copies if is_fsdp_flattened(param) else 1.0 / ranks
     shards = 1
     for dimension, placement in enumerate(tensor.placements):
         if not placement.is_replicate():

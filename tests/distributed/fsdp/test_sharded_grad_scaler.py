@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed.ranks import run
 from torch.distributed import checkpoint
 
 import castwise
@@ -42,33 +42,15 @@ CASES = [
 CASES_OF_FOUR = list(itertools.product(["FSDP2 x TP", "HSDP", "FSDP2", "DDP"], KINDS, CLIPS, FAULTS))
 
 
-def run(world_size: int, store: Path, what: str) -> list[Any]:
-    """Let every rank do something; what each of them has to say, None for one that died."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world_size), str(store), what],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads(output.splitlines()[-1]) if output else None for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What became of every case, on each of two ranks."""
-    return run(2, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise torch")
+    return run(WORKER, 2, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise torch")
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(4, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise")
+    return run(WORKER, 4, tmp_path_factory.mktemp("gloo") / "store", "matrix castwise")
 
 
 def differences(ranks: list[dict[str, Any]], library: str, case: tuple[str, str, str, str]) -> list[str]:
@@ -123,7 +105,7 @@ def test_a_step_takes_one_collective_of_at_most_16_bytes(
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_of_a_pipeline_step_together(world_size: int, tmp_path: Path) -> None:
-    of_ranks = run(world_size, tmp_path / "store", "pipeline")
+    of_ranks = run(WORKER, world_size, tmp_path / "store", "pipeline")
     scales = [[result["scales"] for result in of_rank.values()] for of_rank in of_ranks]
     assert all(of_rank == scales[0] for of_rank in scales)
     moved = [[result["moved"] for result in of_rank.values()] for of_rank in of_ranks]
@@ -134,7 +116,7 @@ def test_stages_of_a_pipeline_step_together(world_size: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
-    told, dead = run(2, tmp_path / "store", f"death {kind}")
+    told, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
     assert dead is None
     assert "rank 0 could not agree with the others of the process group" in told["error"]
     assert "(ranks [0, 1]) on whether to take this step, so it has not stepped" in told["error"]
@@ -209,7 +191,7 @@ def test_without_a_process_group_a_step_says_what_to_call_and_changes_nothing() 
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or a DeviceMesh, got str"):
         castwise.GradScaler("cpu", process_group="WORLD")  # type: ignore[arg-type]
-    assert Agreement(None).ranks is None
+    assert Agreement(None, "cpu").ranks is None
 
 
 def test_a_scaler_is_saved_and_loaded_by_distributed_checkpoints(tmp_path: Path) -> None:

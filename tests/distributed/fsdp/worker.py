@@ -14,11 +14,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 import torch.distributed as dist
+from tests.distributed.ranks import join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
@@ -280,10 +283,8 @@ def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-def main(rank: int, world_size: int, file: str, what: str) -> None:
+def main(rank: int, world_size: int, what: str) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     if what.startswith("matrix"):
         results = matrix(what.split()[1:], rank, world_size)
     elif what == "pipeline":
@@ -298,4 +299,4 @@ def main(rank: int, world_size: int, file: str, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(*join(sys.argv))

@@ -74,8 +74,13 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             enabled=enabled,
             allow_fp16_gradients=True,
         )
-        self.process_group = process_group  # type: ignore[assignment]  # torch's takes no mesh
-        self._agreement = Agreement(process_group)
+        self._agreement = Agreement(process_group, self._device)
+
+    @property
+    def process_group(self) -> Ranks | None:  # type: ignore[override]  # torch's is a variable and takes no mesh
+        """The group or mesh that decides together: all ranks if none was given."""
+        assert self._agreement is not None
+        return self._agreement.ranks or torch.distributed.group.WORLD
 
     def _times(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (output * scale).to(output.dtype)

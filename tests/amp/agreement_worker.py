@@ -1,0 +1,180 @@
+"""One rank of those that agree, and of those that do not; run by `test_agreement.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import join
+
+import castwise
+
+all_reduce = dist.all_reduce
+KINDS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+class Training:
+    """Parameters, an optimizer for each, and a scaler; the gradients of a rank are its own."""
+
+    def __init__(self, kind: str, optimizers: int = 1) -> None:
+        self.params = [torch.nn.Parameter(torch.ones(3)) for _ in range(optimizers)]
+        self.optimizers = [torch.optim.SGD([param], lr=0.5, **KINDS[kind]) for param in self.params]
+        self.scaler = castwise.GradScaler("cpu", 8.0, growth_interval=3, process_group=dist.group.WORLD)
+        self.collectives: list[int] = []
+        dist.all_reduce = self._all_reduce
+
+    def _all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.collectives.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def backward(self, *infs: int) -> None:
+        for index, param in enumerate(self.params):
+            param.grad = None
+            self.scaler.scale(param.sum() * (math.inf if index in infs else 1.0)).backward()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def weights(self) -> list[float]:
+        return [param[0].item() for param in self.params]
+
+
+def several(rank: int, _: int, kind: str, optimizers: str) -> Any:
+    """Each optimizer meets an inf on one rank, except for the first; all are unscaled before any is stepped."""
+    training = Training(kind, int(optimizers))
+    training.backward(*range(1 + rank, len(training.params), 2))
+    for optimizer in training.optimizers:
+        training.scaler.unscale_(optimizer)
+    before = len(training.collectives)
+    training.step()
+    return {
+        "before": before,
+        "collectives": training.collectives,
+        "weights": training.weights(),
+        "scale": training.scaler.get_scale(),
+    }
+
+
+def orders(rank: int, _: int, kind: str) -> Any:
+    """The collectives of an iteration in which something is done before `step`."""
+    counts = {}
+    for name, prepare in {
+        "nothing": lambda scaler, optimizer: None,
+        "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+        "clip": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.1),
+        "unscale_, clip": lambda scaler, optimizer: (
+            scaler.unscale_(optimizer),
+            scaler.clip_grad_norm_(optimizer, 1.0),
+        ),
+        "clip, unscale_": lambda scaler, optimizer: (
+            scaler.clip_grad_norm_(optimizer, 1.0),
+            scaler.unscale_(optimizer),
+        ),
+        "clip by value": lambda scaler, optimizer: scaler.clip_grad_value_(optimizer, 1.0),
+    }.items():
+        training = Training(kind)
+        training.backward()
+        prepare(training.scaler, training.optimizers[0])
+        training.step()
+        counts[name] = training.collectives
+    return counts
+
+
+def backward_after_clipping(rank: int, _: int, kind: str) -> Any:
+    """The last rank's gradient becomes infinite after it was clipped; the first has no gradient at all."""
+    training = Training(kind)
+    training.backward()
+    if rank == 0:
+        training.params[0].grad = None
+    training.scaler.clip_grad_norm_(training.optimizers[0], 1.0)
+    loss = training.scaler.scale(training.params[0].sum() * math.inf)
+    if rank == dist.get_world_size() - 1:
+        loss.backward()
+    training.step()
+    return {"weights": training.weights(), "scale": training.scaler.get_scale()}
+
+
+def only_sparse(rank: int, _: int, fault: str) -> Any:
+    """One rank has only sparse gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(4, 2, sparse=True) if rank == 0 else torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = castwise.ShardedGradScaler("cpu", 8.0)
+    loss = model(torch.tensor([1, 1, 3])) if rank == 0 else model(torch.ones(1, 4))
+    scaler.scale(loss.sum() * (math.inf if fault == str(rank) else 1.0)).backward()
+    before = model.weight.detach().clone()
+    norm = scaler.clip_grad_norm_(optimizer, math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    return {"norm": norm.item(), "moved": not torch.equal(before, model.weight), "scale": scaler.get_scale()}
+
+
+DIFFERENCES: dict[str, Callable[[castwise.GradScaler], Any]] = {
+    "a load": lambda scaler: scaler.load_state_dict(scaler.state_dict()),
+    "a setting": lambda scaler: scaler.set_growth_interval(4),
+    "an update": lambda scaler: scaler.update(4.0),
+}
+
+
+def difference(rank: int, world_size: int, kind: str, name: str, clip: str) -> Any:
+    """The last rank does something that the others do not."""
+    training = Training(kind)
+    training.backward()
+    training.step()
+    before = training.weights()
+    try:
+        if rank == world_size - 1:
+            DIFFERENCES[name](training.scaler)
+        training.backward()
+        if clip != "no":
+            training.scaler.clip_grad_norm_(training.optimizers[0], 1.0, float(clip))
+        training.step()
+    except RuntimeError as error:
+        return {"error": str(error), "stepped": training.weights() != before}
+    return None
+
+
+def left_out(rank: int, world_size: int, kind: str) -> Any:
+    """The last rank leaves out the step of one of two optimizers, so it comes to the next iteration too early."""
+    training = Training(kind, 2)
+    try:
+        if rank == world_size - 1:
+            training.optimizers.pop()
+        for _ in range(2):
+            training.backward()
+            training.step()
+    except RuntimeError as error:
+        return {"error": str(error), "last": training.params[1][0].item()}
+    return None
+
+
+def hang(rank: int, _: int, kind: str) -> Any:
+    """The last rank does not come to the step in time."""
+    training = Training(kind)
+    training.backward()
+    if rank == dist.get_world_size() - 1:
+        time.sleep(6)
+        return None
+    try:
+        training.step()
+    except RuntimeError as error:
+        return {"error": str(error), "weights": training.weights()}
+    return None
+
+
+if __name__ == "__main__":
+    seconds = 2 if "hang" in sys.argv[4] else 20
+    rank, world_size, what = join(sys.argv, seconds)
+    name, *arguments = what.split("|")
+    print(json.dumps(globals()[name](rank, world_size, *arguments)), flush=True)

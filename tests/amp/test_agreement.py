@@ -1,0 +1,127 @@
+"""`Agreement`: ranks in real processes over gloo, that do the same and that do not."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.ranks import run
+
+import castwise
+from castwise.amp.agreement import Agreement
+
+WORKER = Path(__file__).parent / "agreement_worker.py"
+KINDS = ["foreach", "fused"]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Any:
+    return lambda what, world_size=2: run(WORKER, world_size, tmp_path / "store", what)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("optimizers", "collectives"), [(2, [16]), (4, [16]), (40, [16, 16])])
+def test_optimizers_that_are_stepped_together_share_a_collective(
+    ranks: Any, kind: str, optimizers: int, collectives: list[int]
+) -> None:
+    for rank in ranks(f"several|{kind}|{optimizers}"):
+        assert rank["before"] == 0
+        assert rank["collectives"] == collectives
+        assert rank["weights"] == [0.5] + [1.0] * (optimizers - 1)
+        assert rank["scale"] == 4.0
+
+
+def test_flags_of_four_ranks_are_told_apart(ranks: Any) -> None:
+    for rank in ranks("several|foreach|9", 4):
+        assert rank["collectives"] == [16]
+        assert rank["weights"] == [0.5] + [1.0] * 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iteration_takes_one_collective_whatever_is_done_before_the_step(ranks: Any, kind: str) -> None:
+    for rank in ranks(f"orders|{kind}"):
+        assert {name: len(collectives) for name, collectives in rank.items()} == dict.fromkeys(rank, 1)
+        assert max(nbytes for collectives in rank.values() for nbytes in collectives) <= 16
+
+
+def test_gradients_that_become_infinite_after_clipping_skip_the_step_of_all_ranks(ranks: Any) -> None:
+    for rank in ranks("backward_after_clipping|fused", 3):
+        assert rank == {"weights": [1.0], "scale": 4.0}
+
+
+@pytest.mark.parametrize("fault", ["0", "1", "none"])
+def test_a_rank_may_have_only_sparse_gradients(ranks: Any, fault: str) -> None:
+    found = ranks(f"only_sparse|{fault}")
+    for rank in found:
+        assert rank["moved"] == (fault == "none")
+        assert rank["scale"] == (8.0 if fault == "none" else 4.0)
+        if fault == "none":
+            assert rank["norm"] == pytest.approx(math.sqrt((4 + 4 + 1 + 1 + 8 + 2) / WHOLE))
+
+
+WHOLE = 2  # a plain gradient counts as a copy that both ranks hold
+
+
+@pytest.mark.parametrize("clip", ["no", "2", "inf"])
+@pytest.mark.parametrize("name", ["a load", "a setting", "an update"])
+def test_ranks_that_do_not_do_the_same_are_told_so_before_any_has_stepped(ranks: Any, name: str, clip: str) -> None:
+    for rank in ranks(f"difference|fused|{name}|{clip}", 3):
+        assert "the ranks no longer do the same with their scalers" in rank["error"]
+        assert "ranks [0, 1] say: " in rank["error"]
+        assert "ranks [2] say: " in rank["error"]
+        assert not rank["stepped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_a_rank_leaves_out_is_found_out(ranks: Any, kind: str) -> None:
+    for rank in ranks(f"left_out|{kind}", 3):
+        assert "ranks [0, 1] say: step() with " in rank["error"]
+        assert "call 2 after 0 updates" in rank["error"]
+        assert "call 1 after 1 updates" in rank["error"]
+        assert rank["last"] == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_does_not_come_is_reported_within_the_timeout(ranks: Any, kind: str) -> None:
+    told, _ = ranks(f"hang|{kind}")
+    assert "rank 0 could not agree with the others of the process group" in told["error"]
+    assert "imed out" in told["error"]
+    assert told["weights"] == [1.0]
+
+
+# -- in one process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_scaler_with_a_group_can_be_copied_and_says_why_it_cannot_be_pickled(alone: Any) -> None:
+    scaler = castwise.ShardedGradScaler("cpu", 8.0, process_group=alone)
+    twin = copy.deepcopy(scaler)
+    assert twin.process_group is alone
+    assert twin.state_dict() == scaler.state_dict()
+    with pytest.raises(RuntimeError, match=r"a process group cannot be pickled.*save its state_dict\(\)"):
+        pickle.dumps(scaler)
+    whole = pickle.loads(pickle.dumps(castwise.ShardedGradScaler("cpu", 8.0)))
+    assert whole.process_group is alone
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize("norm", [0.0, 1e-300, 3.0, 1.7e308, math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_a_norm_of_one_rank_comes_back(alone: Any, found_inf: float, norm: float, norm_type: float) -> None:
+    if norm_type == 2.0 and norm in (1e-300, 1.7e308):
+        pytest.skip("its square is not in fp64")
+    given = torch.tensor(norm, dtype=torch.float64)
+    found, total = Agreement(alone, "cpu").norm(torch.tensor(found_inf), given, norm_type, "test")
+    assert (found.item(), found.dtype, found.shape) == (found_inf, torch.float32, ())
+    assert total.item() == pytest.approx(norm, rel=1e-10, abs=0.0, nan_ok=True)
