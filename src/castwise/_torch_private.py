@@ -24,6 +24,7 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
     "device_types_of",
+    "graph_nodes_made",
     "is_autocast_available",
     "is_fsdp_flattened",
     "is_torch_function_mode_enabled",
@@ -88,6 +89,11 @@ def after_tracing(function: Callable[[], None]) -> None:
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
     """Let autograd, which is running a hook, call a function when the backward is done."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def graph_nodes_made() -> int:
+    """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
+    return torch._C._autograd._get_sequence_nr()
 
 
 def version(tensor: torch.Tensor) -> int:

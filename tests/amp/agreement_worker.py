@@ -92,12 +92,13 @@ def orders(rank: int, _: int, kind: str) -> Any:
 
 
 def backward_after_clipping(rank: int, _: int, kind: str) -> Any:
-    """The last rank's gradient becomes infinite after it was clipped; the first has no gradient at all."""
+    """A batch is thrown away after it was clipped, and in the next only the last rank has a gradient, which is inf."""
     training = Training(kind)
     training.backward()
     if rank == 0:
         training.params[0].grad = None
     training.scaler.clip_grad_norm_(training.optimizers[0], 1.0)
+    training.params[0].grad = None
     loss = training.scaler.scale(training.params[0].sum() * math.inf)
     if rank == dist.get_world_size() - 1:
         loss.backward()

@@ -49,8 +49,9 @@ def test_an_iteration_takes_one_collective_whatever_is_done_before_the_step(rank
         assert max(nbytes for collectives in rank.values() for nbytes in collectives) <= 16
 
 
-def test_gradients_that_become_infinite_after_clipping_skip_the_step_of_all_ranks(ranks: Any) -> None:
-    for rank in ranks("backward_after_clipping|fused", 3):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_after_clipping_is_looked_at_by_all_ranks(ranks: Any, kind: str) -> None:
+    for rank in ranks(f"backward_after_clipping|{kind}", 3):
         assert rank == {"weights": [1.0], "scale": 4.0}
 
 

@@ -264,6 +264,13 @@ def warned(region: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
     return made._enabled, made.fast_dtype, made.device, [(w.category, w.filename == __file__) for w in caught]
 
 
+@pytest.mark.parametrize("name", ["enabled", "cache_enabled"])
+@pytest.mark.parametrize("flag", [0, 1, "yes", torch.tensor(True)])
+def test_flags_are_bools_before_anything_is_entered(name: str, flag: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a bool"):
+        autocast("cpu", **{name: flag})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int32, torch.complex64, BF16, FP16, None])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "hpu"])

@@ -229,20 +229,62 @@ def test_what_unscaling_has_found_is_not_forgotten(kind: str) -> None:
     assert world.scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_added_after_clipping_a_fused_optimizer_is_judged_again(bad: float) -> None:
-    world = World("fused")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "clip_grad_value_"])
+def test_a_backward_that_adds_to_clipped_gradients_is_refused(kind: str, call: str) -> None:
+    world = World(kind)
     world.clip(1.0)
-    world.backward(torch.tensor([0.0, bad, 0.0]))
+    world.backward(torch.tensor([0.0, 1.0, 0.0]))
+    before = world.param.grad.clone()
+    arguments = (1.0,) if call.startswith("clip") else ()
+    with pytest.raises(RuntimeError, match=f"^{call}.* after a backward has added to gradients that were clipped"):
+        getattr(world.scaler, call)(world.optimizer, *arguments)
+    assert torch.equal(world.param.grad, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip_again", [False, True])
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+def test_a_batch_that_is_thrown_away_after_clipping_leaves_no_trace(kind: str, clip_again: bool, bad: float) -> None:
+    for _ in range(20):  # the memory of the old gradient may come to be that of the new one
+        world = World(kind, gradient=torch.tensor([3.0, bad, 0.0]))
+        world.clip(1.0)
+        world.optimizer.zero_grad()
+        world.backward(torch.tensor([0.0, 6.0, 8.0]))
+        if clip_again:
+            close(world.clip(5.0), torch.tensor(10.0))
+        factor = 0.5 if clip_again else 1.0
+        close(world.step(), torch.tensor([0.0, 6.0, 8.0]) * factor)
+
+
+def test_an_infinite_batch_after_a_clipped_one_is_skipped() -> None:
+    for _ in range(50):
+        world = World("fused")
+        world.clip(1.0)
+        world.optimizer.zero_grad()
+        world.backward(torch.tensor([0.0, math.inf, 0.0]))
+        assert world.step().tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_batch_for_some_of_the_parameters(kind: str) -> None:
+    scaler, params = GradScaler("cpu", 8.0), [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0, **KINDS[kind])
+    scaler.scale(3.0 * params[0].sum() + 4.0 * params[1].sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    params[1].grad = None
+    scaler.scale(2.0 * params[1].sum()).backward()
+    scaler.step(optimizer)
+    close(torch.cat([param.detach() for param in params]), torch.tensor([-0.6, -2.0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_clipping_has_found_stands_when_gradients_are_repaired(kind: str) -> None:
+    world = World(kind, gradient=torch.tensor([math.inf, 0.0, 0.0]))
+    world.clip(1.0)
+    world.param.grad = torch.tensor([8.0, 16.0, 0.0])
     assert world.step().tolist() == [0.0, 0.0, 0.0]
     assert world.scaler.get_scale() == 4.0
-
-
-def test_gradients_replaced_after_clipping_are_judged_for_themselves() -> None:
-    world = World("fused", gradient=torch.tensor([math.inf, 0.0]))
-    world.clip(1.0)
-    world.param.grad = torch.tensor([8.0, 16.0])
-    assert world.step().tolist() == [1.0, 2.0]
 
 
 # -- gradients of every kind ------------------------------------------------------------------------------------------
@@ -563,9 +605,26 @@ def test_the_coefficient_is_torchs() -> None:
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.ones(1)
         torch.nn.utils.clip_grads_with_norm_([param], max_norm, torch.tensor(norm))
-        got = clipping.coefficient(torch.tensor(norm, dtype=torch.float64), max_norm, torch.tensor(0.0))
+        zero, one = torch.tensor(0.0), torch.tensor(1.0)
+        got, found = clipping.coefficient(torch.tensor(norm, dtype=torch.float64), max_norm, zero, one)
         close(got, param.grad[0])
-        assert clipping.coefficient(torch.tensor(norm), max_norm, torch.tensor(1.0)) == 1.0
+        assert found == 0.0
+        assert clipping.coefficient(torch.tensor(norm), max_norm, one, one) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_norm", [1e-6, 0.0])
+def test_a_scale_too_large_for_the_coefficient_is_an_overflow(kind: str, max_norm: float) -> None:
+    """Gradients divided by what is infinite in fp32 would be 0."""
+    scaler, param = GradScaler("cpu", init_scale=2.0**120), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, **KINDS[kind])
+    scaler.scale(torch.ones(()))
+    param.grad = torch.tensor([3e-3, 4e-3]) * 2.0**120
+    close(scaler.clip_grad_norm_(optimizer, max_norm), torch.tensor(5e-3))
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0, 1.0]
+    assert scaler.get_scale() == (2.0**119 if max_norm else 2.0**120)
 
 
 # -- skip -------------------------------------------------------------------------------------------------------------
@@ -673,3 +732,32 @@ def test_which_parameters_were_finite_is_kept_at_no_extra_read() -> None:
         (facts,) = scaler._per_optimizer_states[id(optimizer)]["finite"]
         assert facts.are_finite.tolist() == [True, False, True]
         assert [id(param) for param in facts.params] == [id(param) for param in params]
+
+
+def test_gradients_in_another_order_of_memory_have_norms() -> None:
+    scaler, conv = GradScaler("cpu", init_scale=4.0), torch.nn.Conv2d(8, 1, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
+    scaler.scale(conv(torch.ones(1, 8, 3, 3)).sum()).backward()
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        exact = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in conv.parameters()]), norm_type)
+        got = scaler.clip_grad_norm_(optimizer, math.inf, norm_type)
+        close(got, exact / 4.0 if norm_type == 1.0 else torch.linalg.vector_norm(torch.ones(73), norm_type))
+
+
+def test_a_norm_beyond_all_numbers_is_infinite_and_clips_to_nothing_as_in_torch() -> None:
+    param = torch.nn.Parameter(torch.zeros(10_000))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler("cpu", init_scale=1.0)
+    scaler.scale(param.sum()).backward()
+    assert torch.nn.utils.get_total_norm([param.grad], 0.01) == math.inf
+    assert scaler.clip_grad_norm_(optimizer, 1.0, norm_type=0.01) == math.inf
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e6), (torch.float32, 1e300), (torch.float32, math.inf)])
+def test_a_bound_beyond_the_numbers_of_a_dtype_clips_nothing(dtype: torch.dtype, bound: float) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, allow_fp16_gradients=True)
+    param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((3,), 800.0, dtype=dtype)
+    scaler.clip_grad_value_(optimizer, bound)
+    assert param.grad.tolist() == [100.0, 100.0, 100.0]

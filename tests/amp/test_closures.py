@@ -186,3 +186,44 @@ def test_a_settings_change_is_put_back() -> None:
 
     assert scaler.step(optimizer, closure) is None
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_gradients_that_a_closure_assigns_are_unscaled_in_every_evaluation(zero: bool) -> None:
+    def trajectory(scaler: GradScaler) -> list[float]:
+        param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = torch.optim.LBFGS([param], lr=0.1, max_iter=4)
+
+        def closure() -> torch.Tensor:
+            if zero:
+                optimizer.zero_grad()
+            loss = ((param - 3) ** 2).sum()
+            (param.grad,) = torch.autograd.grad(scaler.scale(loss), [param])
+            return loss.detach()
+
+        for _ in range(2):
+            scaler.step(optimizer, closure)
+            scaler.update()
+        return param.tolist()
+
+    assert trajectory(GradScaler("cpu", init_scale=4.0)) == trajectory(GradScaler("cpu", enabled=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_after_an_error_in_a_closure_takes_gradients_for_what_they_are(kind: str, late: bool) -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1.0, **KINDS[kind])
+    scaler.scale(param.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+
+    def closure() -> None:
+        if late:
+            optimizer.zero_grad()
+            scaler.scale(param.sum()).backward()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        scaler.step(optimizer, closure)
+    scaler.step(optimizer)
+    assert param.item() == pytest.approx(0.0 if late else 0.5, abs=1e-5)

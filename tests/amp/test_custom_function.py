@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import itertools
 import re
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -502,3 +504,84 @@ def test_a_packed_sequence_keeps_its_type() -> None:
     cast = _cast(packed, CPU, FP16)
     assert type(cast) is type(packed)
     assert (cast.data.dtype, cast.batch_sizes.tolist()) == (FP16, [2, 1])
+
+
+def test_a_context_may_be_any_object_that_forward_calls_ctx() -> None:
+    for library in (torch.amp, castwise):
+
+        class Doubled(torch.autograd.Function):
+            @staticmethod
+            @library.custom_fwd(device_type=CPU)
+            def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+                ctx.factor = 2
+                return a * ctx.factor
+
+            @staticmethod
+            @library.custom_bwd(device_type=CPU)
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad * ctx.factor
+
+        doubled = types.SimpleNamespace()
+        with torch.autocast(CPU, dtype=FP16):
+            Doubled.forward(doubled, torch.ones(2))
+        assert Doubled.backward(doubled, torch.ones(2)).tolist() == [2.0, 2.0]
+        assert (doubled._fwd_used_autocast, doubled._dtype) == (True, FP16)
+
+
+def separate(decorate: Callable[[Any], Any]) -> Any:
+    """A mixin for Functions: forward, with a decorator above castwise's, and a separate `setup_context`."""
+
+    class Doubled:
+        @staticmethod
+        @decorate
+        @castwise.custom_fwd(device_type=CPU)
+        def forward(a: torch.Tensor) -> torch.Tensor:
+            return a * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        @castwise.custom_bwd(device_type=CPU)
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * (2 if torch.is_autocast_enabled(CPU) else 1)
+
+    return Doubled
+
+
+def gradient(function: Any) -> list[float]:
+    x = torch.ones(2, requires_grad=True)
+    with castwise.autocast(CPU):
+        y = function.apply(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    return grad.tolist()
+
+
+def test_a_separate_context_under_another_decorator_of_forward() -> None:
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            calls.append(args)
+            return function(*args)
+
+        return call
+
+    calls: list[Any] = []
+
+    class Function(separate(counted), torch.autograd.Function):  # type: ignore[misc]
+        pass
+
+    assert gradient(Function) == [2.0, 2.0]
+    assert len(calls) == 1
+
+
+def test_a_forward_is_shared_with_functions_that_are_made_later() -> None:
+    mixin = separate(lambda function: function)
+    for _ in range(3):
+
+        class Function(mixin, torch.autograd.Function):  # type: ignore[misc,valid-type]
+            pass
+
+        assert gradient(Function) == [2.0, 2.0]
+        assert gradient(Function) == [2.0, 2.0]

@@ -634,6 +634,111 @@ def test_a_second_loss_scaled_by_hand_counts_as_scaled() -> None:
     assert shared.item() == -1.0
 
 
+def test_asking_for_the_scale_changes_nothing() -> None:
+    scaler, shared = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    one, two = torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([shared], lr=1.0)
+    scaler.scale(2.0 * shared.sum()).backward()
+    scaler.unscale_(one)
+    assert scaler.get_scale() == scaler.state_dict()["scale"] == 4.0
+    torch.nn.utils.clip_grad_norm_([shared], 1.0)
+    scaler.step(one)
+    scaler.step(two)
+    assert shared.item() == pytest.approx(-1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_gradient_that_is_there_twice_is_unscaled_once(options: dict[str, bool], clip: bool) -> None:
+    def twice(scaler: GradScaler) -> list[float]:
+        listed, sharing, shared = weight(1.0), weight(1.0), weight(1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a parameter that is listed twice
+            optimizer = torch.optim.SGD([listed, listed, sharing, shared], lr=1.0, **options)
+        scaler.scale(listed.sum() + 2.0 * shared.sum()).backward()
+        sharing.grad = shared.grad
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        return [listed.item(), sharing.item(), shared.item()]
+
+    assert twice(GradScaler("cpu", init_scale=4.0)) == twice(GradScaler("cpu", enabled=False)) == [-1.0, -1.0, -1.0]
+
+
+def test_a_shared_gradient_that_a_subclass_of_torchs_has_unscaled_is_not_unscaled_again() -> None:
+    class Named(torch.optim.SGD):
+        pass
+
+    scaler, shared = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    scaler.scale(shared.sum()).backward()
+    scaler.step(Named([shared], lr=1.0, fused=True))
+    scaler.step(torch.optim.SGD([shared], lr=1.0))
+    assert shared.item() == -1.0
+
+
+@pytest.mark.parametrize("gradient", [torch.tensor(8.0).expand(64, 64), torch.full((64,), 8.0).expand(64, 64)])
+def test_a_fused_step_is_given_gradients_that_it_can_write_to(gradient: torch.Tensor) -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(64, 64))
+    scaler.scale(torch.ones(()))
+    param.grad = gradient
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
+    assert torch.equal(param, torch.full((64, 64), -1.0))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "step"])
+def test_lazily_negated_gradients_are_unscaled(fused: bool, call: str) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler.scale(torch.ones(()))
+    params[0].grad = torch.full((2,), 8.0)
+    params[1].grad = torch.complex(*torch.full((2, 2), 8.0, dtype=torch.float64)).conj().imag
+    assert params[1].grad.is_neg()
+    if call != "step":
+        getattr(scaler, call)(optimizer, *([1e9] if call == "clip_grad_norm_" else []))
+    scaler.step(optimizer)
+    assert [param.tolist() for param in params] == [[-1.0, -1.0], [3.0, 3.0]]
+
+
+def test_how_an_optimizer_wants_to_step_is_asked_at_every_step() -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    for supports in (True, False, True):
+        optimizer._step_supports_amp_scaling = supports
+        optimizer.param_groups[0]["fused"] = supports
+        param.grad = None
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert param.item() == -2.0
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_users_grad_scale_may_be_a_number(unscale: bool) -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    optimizer.grad_scale = 2.0
+    scaler.scale(8.0 * param.sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.item() == -3.0
+
+
+def test_a_default_device_elsewhere_does_not_matter() -> None:
+    for fused in (False, True):
+        for clip in (False, True):
+            scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(5000))
+            optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+            scaler.scale(param.sum()).backward()
+            with torch.device("meta"):
+                if clip:
+                    assert scaler.clip_grad_norm_(optimizer, 1e9).device.type == "cpu"
+                scaler.step(optimizer)
+                scaler.update()
+            assert param[0].item() == 0.0
+
+
 def test_an_fp16_parameter_without_a_name_is_named_by_its_place() -> None:
     scaler, linear = GradScaler("cpu"), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(linear.named_parameters(), lr=1.0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from castwise.cli import app
-from castwise.cli.demo import checkpoint, command
+from castwise.cli.demo import checkpoint, command, corpus
 from castwise.cli.demo.checkpoint import Checkpoint
 from castwise.cli.demo.run_folder import MetricsFile
 
@@ -172,3 +173,45 @@ def test_a_wrong_option_shows_no_traceback(demo: Demo) -> None:
     assert code == 2
     assert "No such option" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_name_that_no_file_can_have(refusal: Refusal) -> None:
+    path = "a" * 300
+    message = f"--data {path} cannot be read ([Errno 36] File name too long: '{path}')"
+    assert refusal("--data", path) == f"{message}: give a file or folder of text"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("threads", 0), ("threads", 10**6), ("threads", "x"), ("data", 5), ("device", None), ("emulated", ["fp99"])],
+)
+def test_resuming_a_run_whose_settings_were_changed_by_hand(
+    refusal: Refusal, demo: Demo, name: str, value: object
+) -> None:
+    settings = demo.prepare(1, 1) / "settings.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {name: value}))
+    message = f"{settings} was not written by this version of castwise demo"
+    assert refusal("--resume", settings.parent) == message
+
+
+def test_a_folder_that_may_not_be_entered_is_left_out(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = demo.text.parent / "locked"
+    locked.mkdir()
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:  # for root every folder is open
+        if path.parent == locked:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert corpus.read_text(demo.text.parent) == demo.text.read_bytes()
+
+
+def test_a_path_that_the_terminal_cannot_show(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
+    folder = demo.text.with_name("\u00fc\udcff")
+    folder.mkdir()
+    code, stdout, stderr = demo.run("--data", demo.text, "--out", folder, "--steps", 1, "--device", "cpu")
+    assert (code, stderr) == (0, "")
+    assert "\\xfc\\udcff" in stdout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -99,6 +100,29 @@ def test_a_precision_many_times_slower_than_fp32_is_emulated(monkeypatch: pytest
     monkeypatch.setattr(hardware, "_matmul_seconds", seconds.__getitem__)
     assert emulated_precisions(CPU) == ["fp16"]
     assert emulated_precisions(torch.device("cuda")) == []
+
+
+def test_a_busy_machine_does_not_hide_that_a_precision_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        under_load = emulated_precisions(CPU)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert under_load == emulated_precisions(CPU)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux keeps a mark that can be reset")
+def test_the_peak_of_a_resumed_training_is_that_of_all_its_processes() -> None:
+    first = trainer(CASTWISE)
+    first.step()
+    state = first.state_dict()
+    assert state["peak_bytes"] >= 0
+    resumed = trainer(CASTWISE)
+    resumed.load_state_dict(state | {"peak_bytes": 2**40})
+    resumed.step()
+    assert resumed.result().peak_bytes == 2**40
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux keeps a mark that can be reset")

@@ -14,11 +14,13 @@ switches (enabled, dtype, cache, nesting) on entry and puts them back on exit. T
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import get_ident
+from types import NoneType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -88,7 +90,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     Raises:
         ValueError: `device_type` is not a string.
-        TypeError: `dtype` is not a `torch.dtype`.
+        TypeError: `dtype` is not a `torch.dtype`, or a flag not a bool.
         RuntimeError: torch has no autocast for the device, or the GPU has no bfloat16.
 
     Warns:
@@ -119,6 +121,11 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             return
         if not isinstance(self.fast_dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        # Else they would be refused after the region has been half entered.
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled must be a bool, got {enabled!r}")
+        if not isinstance(cache_enabled, (bool, NoneType)):
+            raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
         # By thread: enabled, dtype and cache outside of the region, and the same of an earlier entry still active.
@@ -302,6 +309,7 @@ def custom_fwd(
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     separate = _SeparateContexts(device_type, cast_inputs)
+    takes_ctx = next(iter(inspect.signature(fwd).parameters), None) == "ctx"
 
     @run_while_tracing
     def find_setup_context() -> None:
@@ -309,7 +317,7 @@ def custom_fwd(
 
     @functools.wraps(fwd)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
-        if args and hasattr(args[0], "save_for_backward"):
+        if args and (takes_ctx or hasattr(args[0], "save_for_backward")):
             _record_autocast(args[0], device_type, cast_inputs)
         else:
             find_setup_context()
@@ -368,15 +376,18 @@ class _SeparateContexts:
         self.device_type = device_type
         self.cast_inputs = cast_inputs
         self.owners: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+        self.functions = 0
         self.lock = threading.Lock()
 
     def record_for(self, forward: Callable[..., Any]) -> None:
         """Wrap the `setup_context` of every Function that has this `forward`, once."""
         with self.lock:
-            # Later on only classes derived from an owner can be new.
-            roots = list(self.owners) or [torch.autograd.Function]
+            functions = len(type.__subclasses__(torch.autograd.Function))
+            # To look at all of them takes as long as an op; without new ones only classes derived from an owner count.
+            roots = list(self.owners) if functions == self.functions else [torch.autograd.Function]
+            self.functions = functions
             for cls in _with_subclasses(roots):
-                if getattr(cls, "forward", None) is forward:
+                if _is_decorated(getattr(cls, "forward", None), forward):
                     self.owners.add(cls)
                     self._wrap(cls)
 
@@ -401,6 +412,13 @@ class _SeparateContexts:
 
         record_and_set_up.recorder = self  # type: ignore[attr-defined]
         cls.setup_context = staticmethod(record_and_set_up)
+
+
+def _is_decorated(function: Any, inner: Callable[..., Any]) -> bool:
+    """Say whether a function is `inner`, or came of decorating it."""
+    while function is not None and function is not inner:
+        function = getattr(function, "__wrapped__", None)
+    return function is inner
 
 
 def _with_subclasses(roots: Iterable[type[Any]]) -> Iterator[type[Any]]:

@@ -25,10 +25,15 @@ def check_norm_type(value: object) -> float:
     return norm_type
 
 
-def coefficient(total_norm: torch.Tensor, max_norm: float, found_inf: torch.Tensor) -> torch.Tensor:
-    """Return what to multiply gradients with, fp32: min(1, max_norm / (total_norm + 1e-6)), but 1 if one is inf or NaN.
+def coefficient(
+    total_norm: torch.Tensor, max_norm: float, found_inf: torch.Tensor, factor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return min(1, max_norm / (total_norm + 1e-6)) in fp32, or 1 if a gradient is not finite; and found_inf.
 
-    The formula is that of `torch.nn.utils.clip_grad_norm_`.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`. Gradients are multiplied by it and by `factor` (fp32, one
+    element) at once. If fp32 has no normal number for the product they count as not finite: the scale is too large.
     """
     ratio = (max_norm / (total_norm + 1e-6)).clamp(max=1.0).float()
-    return torch.where(found_inf != 0, torch.ones_like(ratio), ratio)
+    if max_norm > 0.0:
+        found_inf = torch.maximum(found_inf, (ratio * factor < torch.finfo(torch.float32).tiny).float())
+    return torch.where(found_inf != 0, torch.ones_like(ratio), ratio), found_inf

@@ -25,9 +25,17 @@ from castwise.amp import checkpoint, clipping, closures, measuring, shards, unsc
 from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.devices import amp_definitely_not_available, device_type
-from castwise.amp.gradients import Gradients, contents, params_of, present
+from castwise.amp.gradients import Contents, Gradients, are_contiguous, params_of, present, repeat
 from castwise.amp.ledger import Ledger
-from castwise.amp.optimizer_state import Memory, OptState, given, is_to_be_skipped, readback_of, refuse_if_over
+from castwise.amp.optimizer_state import (
+    Memory,
+    OptState,
+    given,
+    is_stepped_by_torch,
+    is_to_be_skipped,
+    readback_of,
+    refuse_if_over,
+)
 from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
 from castwise.amp.schedules import Dynamic, check_scale
 
@@ -216,6 +224,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         refuse_if_over(state, "unscale_")
+        self._look_for_later_backwards(optimizer, state, "unscale_")
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, state, allow_fp16=self._allow_fp16_gradients)
         elif not state.pop("unscaled_by_clipping", False):
@@ -299,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)] = state
         # Ranks reduce found_inf between unscale_() and step(), here or in a tool of which nothing is seen here.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if is_alone and self._agreement is None and not self._memory_of(optimizer).takes_grad_scale:
+        if is_alone and self._agreement is None and not self._memory_of(optimizer).takes_grad_scale(optimizer):
             state["readback"] = readback_of(found)
         return found
 
@@ -307,6 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
         if self._agreement is None:
             return
+        self._forget_measures_before_a_backward()
         states = [state for state in self._states() if "is_of_this_rank" in state]
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if flags:
@@ -371,7 +381,8 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_norm_")
-        is_fused = self._memory_of(optimizer).takes_grad_scale
+        self._look_for_later_backwards(optimizer, state, "clip_grad_norm_")
+        is_fused = self._memory_of(optimizer).takes_grad_scale(optimizer)
         allow_fp16 = is_fused or self._allow_fp16_gradients
         if state["stage"] is OptState.READY and not self._unscales_by_itself():
             self._unscale(optimizer, state, allow_fp16=allow_fp16)
@@ -391,16 +402,19 @@ class GradScaler(torch.amp.GradScaler):
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped: let "
                 "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
             )
-        coef = clipping.coefficient(total, max_norm, found_inf)
+        factor = self._inv_scale() if state["stage"] is OptState.READY else torch.ones_like(scale)
+        coef, found_inf = clipping.coefficient(total, max_norm, found_inf, factor * state.get("clip_coef", 1.0))
         self._forget_measures_before_a_backward()
         if in_its_step:
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
-            state["measured"] = contents(grads.tensors)
+            state["measured"] = Contents(present(optimizer)[1])
+            self._unscaled.record(params_of(optimizer), are_unscaled=False)
         else:
             unscaling.multiply_([(factor * coef, part) for factor, part in factors])
             if state["stage"] is OptState.READY:
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
-            self._unscaled.record(grads.params)
+            self._unscaled.record(params_of(optimizer))
+        state["clipped"] = {id(param): param.grad for param in grads.params}
         state["finite"] = facts
         self._note(optimizer, state, {scale.device: found_inf})
         state.pop("is_of_this_rank", None)
@@ -428,6 +442,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("clip_grad_value_")
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_value_")
+        self._look_for_later_backwards(optimizer, state, "clip_grad_value_")
         allow_fp16 = self._allow_fp16_gradients
         grads = self._collect(optimizer, allow_fp16=allow_fp16)
         grads.refuse_complex()
@@ -435,8 +450,28 @@ class GradScaler(torch.amp.GradScaler):
         self._settle(optimizer, state, allow_fp16=allow_fp16)
         with torch.no_grad():
             for values in self._collect(optimizer, allow_fp16=allow_fp16).values():
-                torch._foreach_clamp_min_(values.tensors, -clip_value)
-                torch._foreach_clamp_max_(values.tensors, clip_value)
+                if clip_value <= torch.finfo(values.tensors[0].dtype).max:  # else it is none of their numbers
+                    torch._foreach_clamp_min_(values.tensors, -clip_value)
+                    torch._foreach_clamp_max_(values.tensors, clip_value)
+
+    def _look_for_later_backwards(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], name: str) -> None:
+        """Begin anew with an optimizer of which some gradients were clipped and then others put in their place."""
+        later = self._unscaled.forgotten(params_of(optimizer)) if "clipped" in state else []
+        if not later:
+            return
+        if any(state["clipped"].get(id(param)) is param.grad for param in later):
+            raise RuntimeError(
+                f"{name}() is being called after a backward has added to gradients that were clipped before it: "
+                "clip once all gradients of a step are accumulated"
+            )
+        if "clip_coef" in state:
+            grads = self._collect(optimizer, allow_fp16=True)
+            are_later = set(map(id, later))
+            earlier = grads.part([i for i, param in enumerate(grads.params) if id(param) not in are_later])
+            unscaling.multiply_(self._factors(state, earlier))
+            self._unscaled.record(earlier.params)
+        state.clear()
+        state.update(_refresh_per_optimizer_state())
 
     def _settle(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
         """Multiply gradients now with all that `step` would leave to a fused optimizer."""
@@ -485,10 +520,11 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         state = self._state_of(optimizer)
         refuse_if_over(state, "step")
+        self._look_for_later_backwards(optimizer, state, "step")
         closure = closures.closure_of(args, kwargs)
         if closure is not None:
             returned = self._step_with_closure(optimizer, state, closure, args, kwargs)
-        elif self._memory_of(optimizer).takes_scaler:
+        elif self._memory_of(optimizer).takes_scaler(optimizer):
             self._check_scale_growth_tracker("step")
             warn(
                 "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
@@ -497,7 +533,7 @@ class GradScaler(torch.amp.GradScaler):
                 2,
             )
             returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
-        elif self._memory_of(optimizer).takes_grad_scale:
+        elif self._memory_of(optimizer).takes_grad_scale(optimizer):
             returned = self._step_with_scale(optimizer, state, *args, **kwargs)
         else:
             self._check_scale_growth_tracker("step")
@@ -512,6 +548,8 @@ class GradScaler(torch.amp.GradScaler):
     def _finish(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = self._per_optimizer_states[id(optimizer)] = self._state_of(optimizer)
         state["stage"] = OptState.STEPPED
+        for name in ("measured", "clipped"):  # they keep gradients alive
+            state.pop(name, None)
         return state
 
     def _maybe_opt_step(
@@ -526,11 +564,13 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """Let an optimizer that can do so unscale, clip and skip by itself."""
         scale, _ = self._check_scale_growth_tracker("step")
-        if state["stage"] is OptState.READY and self._unscaled:
-            grads = self._collect(optimizer, allow_fp16=True)
-            if self._unscaled.knows_any(grads):
-                # One grad_scale speaks for all of its gradients, and some are unscaled already.
-                self._unscale(optimizer, state, allow_fp16=True)
+        if state["stage"] is OptState.READY and (
+            # Its kernel would write it back twice,
+            repeat(present(optimizer)[1])
+            # and one grad_scale speaks for all gradients, also for those that are unscaled already.
+            or (self._unscaled and self._unscaled.knows_any(self._collect(optimizer, allow_fp16=True)))
+        ):
+            self._unscale(optimizer, state, allow_fp16=True)
         unscaled = state["stage"] is OptState.UNSCALED
         if not unscaled and not self._is_measured(optimizer, state):
             self._check_inf_per_device(optimizer)
@@ -540,7 +580,7 @@ class GradScaler(torch.amp.GradScaler):
         with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
             returned = optimizer.step(*args, **kwargs)
         # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
-        if not unscaled and type(optimizer).__module__.startswith("torch.optim."):
+        if not unscaled and is_stepped_by_torch(optimizer):
             self._unscaled.record(params_of(optimizer), unless=found_inf)
         return returned
 
@@ -554,11 +594,15 @@ class GradScaler(torch.amp.GradScaler):
             if divisor is None:
                 divisor = torch.ones_like(scale)
             params, grads = present(optimizer)
-            if self._memory_of(optimizer).probe.proves_finite(grads, divisor, torch.float32):
+            probe = self._memory_of(optimizer).probe
+            if are_contiguous(grads) and probe.proves_finite(grads, divisor, torch.float32):
                 state["finite"] = unscaling.all_finite(params)
             else:
                 state["finite"] = unscaling.check(self._collect(optimizer, allow_fp16=True), divisor)
             found = unscaling.found_infs(state["finite"])
+            if "clip_coef" in state:  # what clipping has found stands, as it does for other optimizers
+                flags = [*state["found_inf_per_device"].values(), *found.values()]
+                found = {scale.device: unscaling.combine(flags, scale)}
         else:
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
         return self._note(optimizer, state, found)
@@ -568,7 +612,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._forget_measures_before_a_backward()
             return "measured" in state
-        return "measured" in state and state["measured"] == contents(present(optimizer)[1])
+        return "measured" in state and state["measured"].are(present(optimizer)[1])
 
     def _forget_measures_before_a_backward(self) -> None:
         """Look again at all gradients if a loss was scaled since: ranks must decide alike on whether to do so."""
@@ -576,13 +620,16 @@ class GradScaler(torch.amp.GradScaler):
             self._has_scaled_since_clipping = False
             for state in self._states():
                 state.pop("measured", None)
+                if "clipped" in state and state["stage"] is OptState.UNSCALED:
+                    state["is_of_this_rank"] = True
 
     def _grad_scale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor | None:
         """Return what a fused optimizer has to divide its gradients by; a `grad_scale` of the user's takes part."""
-        divisor: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+        of_user = getattr(optimizer, "grad_scale", None)
+        scale = self._get_scale_async()
+        assert scale is not None
+        divisor = torch.full_like(scale, of_user) if isinstance(of_user, (int, float)) else of_user
         if state["stage"] is OptState.READY:
-            scale = self._get_scale_async()
-            assert scale is not None
             divisor = scale if divisor is None else scale * divisor
         if "clip_coef" in state:
             divisor = state["clip_coef"].reciprocal() if divisor is None else divisor / state["clip_coef"]
@@ -597,12 +644,13 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Any:
         """Unscale and check after every evaluation; a fused optimizer is no exception, its step comes later."""
-        allow_fp16 = self._allow_fp16_gradients or self._memory_of(optimizer).takes_grad_scale
+        allow_fp16 = self._allow_fp16_gradients or self._memory_of(optimizer).takes_grad_scale(optimizer)
 
         def evaluate() -> Any:
             state.clear()
             state.update(_refresh_per_optimizer_state())
-            loss = closure()
+            with self._unscaled.closure():
+                loss = closure()
             scale, _ = self._check_scale_growth_tracker("step")
             self._settle(optimizer, state, allow_fp16=allow_fp16)
             if not closures.is_finite(loss):
@@ -614,7 +662,6 @@ class GradScaler(torch.amp.GradScaler):
 
         if "clip_coef" in state:
             self._settle(optimizer, state, allow_fp16=allow_fp16)
-        before = dict(state) if id(optimizer) in self._per_optimizer_states else None
         self._per_optimizer_states[id(optimizer)] = state
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
         try:
@@ -623,10 +670,8 @@ class GradScaler(torch.amp.GradScaler):
         except closures.NonFiniteEvaluationError:
             return None
         except BaseException:
-            state.clear()
-            state.update(before or {})
-            if before is None:
-                del self._per_optimizer_states[id(optimizer)]
+            # The closure's gradients are there now, of which the ledger knows what is unscaled.
+            self._per_optimizer_states.pop(id(optimizer), None)
             raise
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -722,7 +767,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
         if not self._enabled:
             return 1.0
-        self._unscaled.backward_starts()  # of a loss that may be scaled by hand with it
+        self._unscaled.backward_may_start()  # of a loss that is scaled by hand with it
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 

@@ -121,7 +121,7 @@ class Collector:
             TypeError: `optimizer` is not one, or has a gradient of a dtype or layout that cannot be unscaled.
         """
         params, grads = present(optimizer)
-        if len(set(map(id, grads))) < len(grads):
+        if repeat(grads):
             once = {id(grad): (param, grad) for param, grad in zip(reversed(params), reversed(grads), strict=True)}
             params, grads = map(list, zip(*reversed(once.values()), strict=True))
         kinds = list(map(_kind_of, grads))
@@ -158,9 +158,33 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def contents(grads: list[torch.Tensor]) -> list[list[int]]:
-    """Return what changes when a gradient is written to or replaced."""
-    return [list(map(id, grads)), list(map(version, grads))]
+class Contents:
+    """Some gradients at one moment. They are kept alive, so that no other one can come to stand for them.
+
+    Args:
+        grads: As they are now.
+    """
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self._grads, self._versions = list(grads), list(map(version, grads))
+
+    def are(self, grads: list[torch.Tensor]) -> bool:
+        """Say whether gradients are these, and were neither written to nor replaced since."""
+        return (
+            len(grads) == len(self._grads)
+            and all(map(operator.is_, grads, self._grads))
+            and list(map(version, grads)) == self._versions
+        )
+
+
+def repeat(grads: list[torch.Tensor]) -> bool:
+    """Say whether a gradient is there twice: of a parameter that is listed twice, or of two that share it."""
+    return len(set(map(id, grads))) < len(grads)
+
+
+def are_contiguous(grads: list[torch.Tensor]) -> bool:
+    """Say whether no gradient needs a copy that can be written to; sparse ones count as if they did."""
+    return all(grad.layout is torch.strided and grad.is_contiguous() for grad in grads)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -205,10 +229,12 @@ def _name(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> str:
 def _make_writable(params: list[torch.Tensor], grads: list[torch.Tensor], groups: dict[_Kind, list[int]]) -> None:
     """Put copies in the place of gradients that no op may write to: expanded, overlapping or lazily negated ones."""
     for (_, layout, _, _), group in groups.items():
-        if layout is not torch.strided or all(map(torch.Tensor.is_contiguous, map(grads.__getitem__, group))):
+        if layout is not torch.strided:
             continue
         for index in group:
             grad = grads[index]
+            if grad.is_contiguous() and not grad.is_neg():
+                continue
             if grad.is_neg() or _overlaps(grad):
                 # A copy has memory of its own, and the negation is done in it.
                 grads[index] = params[index].grad = grad.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ so a finite gradient can leave it infinite when the scale is below 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -26,6 +26,8 @@ _ROW = 2**8
 _ROWS = 2**22
 # So many elements of which a copy stays in the cache.
 _PIECE = 2**18
+# So many elements of small tensors are copied at once.
+_COPIED = 2**20
 # Of these dtypes a CPU takes dot products as fast as it can read; of half precision a hundred times slower.
 _DOTTED = (torch.float32, torch.float64)
 # A sum of n squares below n times this may have lost squares that fp32 cannot hold.
@@ -68,7 +70,7 @@ def are_finite(tensors: list[torch.Tensor], divisor: torch.Tensor, dtype: torch.
     if not is_plain(tensors[0]) or tensors[0].device.type != "cpu":
         return _fit(norms(tensors, math.inf), divisor, dtype)
     if Probe().proves_finite(tensors, divisor, dtype):
-        return torch.ones(len(tensors), dtype=torch.bool)
+        return torch.ones(len(tensors), dtype=torch.bool, device="cpu")
     return _fit(_norms_on_cpu(tensors, math.inf), divisor, dtype)
 
 
@@ -159,7 +161,9 @@ class Probe:
         groups = _by_shape(grads)
         self._count = len(grads)
         self._is_hopeless = not all(map(_is_plain_on_cpu, grads))
-        self._together = [group for shape, group in groups.items() if shape.numel() <= _SMALL]
+        self._together = [
+            part for shape, group in groups.items() if shape.numel() <= _SMALL for part in _stackable(shape, group)
+        ]
         self._alone = [[index] for shape, group in groups.items() if shape.numel() > _SMALL for index in group]
 
     def _bound(self, grads: list[torch.Tensor]) -> float:
@@ -192,7 +196,7 @@ def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
 
 def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type not in (1.0, 2.0):
-        return torch.tensor([_norm_by_peak(tensor, norm_type) for tensor in tensors], dtype=torch.float64)
+        return torch.tensor([_norm_by_peak(tensor, norm_type) for tensor in tensors], dtype=torch.float64, device="cpu")
     found = _norms_by_sums(tensors, norm_type)
     squares_may_be_lost = norm_type == 2.0 and found.square().sum() <= _TINY * sum(map(torch.numel, tensors))
     doubtful = torch.ones_like(found) if squares_may_be_lost else found.isfinite().logical_not()
@@ -202,17 +206,24 @@ def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 def _norms_by_sums(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    found = torch.empty(len(tensors), dtype=torch.float64)
+    found = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
     for shape, group in _by_shape(tensors).items():
         if shape.numel() > _SMALL:
             for index in group:
                 found[index] = _power_sum(tensors[index], norm_type) ** (1.0 / norm_type)
         elif shape.numel():
-            rows = torch.stack([tensors[index] for index in group]).view(len(group), -1)
-            found[group] = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+            for part in _stackable(shape, group):
+                rows = torch.stack([tensors[index] for index in part]).reshape(len(part), -1)
+                found[part] = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
         else:
             found[group] = 0.0
     return found
+
+
+def _stackable(shape: torch.Size, group: list[int]) -> list[list[int]]:
+    """Split a group of tensors of one shape into ones of which a copy takes little memory."""
+    count = _COPIED // max(shape.numel(), 1)
+    return [group[start : start + count] for start in range(0, len(group), count)]
 
 
 def _by_shape(tensors: list[torch.Tensor]) -> dict[torch.Size, list[int]]:
@@ -225,8 +236,15 @@ def _by_shape(tensors: list[torch.Tensor]) -> dict[torch.Size, list[int]]:
 def _power_sum(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of magnitudes (p = 1) or of squares (p = 2), in fp32 within a few elements and in fp64 beyond."""
     if norm_type == 2.0:
-        return math.fsum([_sum_of_squares(rows) for part in _widened(tensor) for rows in _pieces(part, _ROWS)])
-    return math.fsum([piece.abs().sum().item() for part in _widened(tensor) for piece in _pieces(part)])
+        return _sum(_sum_of_squares(rows) for part in _widened(tensor) for rows in _pieces(part, _ROWS))
+    return _sum(piece.abs().sum().item() for part in _widened(tensor) for piece in _pieces(part))
+
+
+def _sum(numbers: Iterable[float]) -> float:
+    try:
+        return math.fsum(numbers)
+    except OverflowError:
+        return math.inf
 
 
 def _sum_of_squares(flat: torch.Tensor) -> float:
@@ -244,8 +262,11 @@ def _norm_by_peak(tensor: torch.Tensor, norm_type: float) -> float:
     if norm_type == math.inf or peak == 0.0 or not math.isfinite(peak):
         return peak
     ratios = ((piece.double() / peak).abs() for part in _widened(tensor) for piece in _pieces(part))
-    total = math.fsum(ratio.pow_(norm_type).sum().item() for ratio in ratios)
-    return min(peak * math.pow(total, 1.0 / norm_type), torch.finfo(torch.float64).max)
+    total = _sum(ratio.pow_(norm_type).sum().item() for ratio in ratios)
+    try:
+        return min(peak * math.pow(total, 1.0 / norm_type), torch.finfo(torch.float64).max)
+    except OverflowError:
+        return torch.finfo(torch.float64).max
 
 
 def _peak(tensor: torch.Tensor) -> float:
@@ -261,7 +282,7 @@ def _widened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.dtype in _DOTTED:
         yield _flat(tensor)
         return
-    buffer = torch.empty(min(_PIECE, tensor.numel()), dtype=torch.float32)
+    buffer = torch.empty(min(_PIECE, tensor.numel()), dtype=torch.float32, device="cpu")
     for piece in _pieces(_flat(tensor)):
         yield buffer[: piece.numel()].copy_(piece)
 

@@ -22,10 +22,27 @@ class Memory:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.collector = Collector()
         self.probe = Probe()
-        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
         # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.
-        self.takes_scaler = scales and "grad_scaler" in inspect.signature(optimizer.step).parameters
-        self.takes_grad_scale = scales and not self.takes_scaler
+        self._asks_for_scaler = (
+            _supports_scaling(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+        )
+
+    def takes_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer wants the scaler as an argument of its step."""
+        return self._asks_for_scaler and _supports_scaling(optimizer)
+
+    def takes_grad_scale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer unscales, clips and skips by itself: a fused one does."""
+        return not self._asks_for_scaler and _supports_scaling(optimizer)
+
+
+def _supports_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_stepped_by_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer's step is one of torch's, not one that a subclass has put in its place."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 class OptState(Enum):
@@ -39,8 +56,9 @@ class OptState(Enum):
 def new_state() -> dict[str, Any]:
     """Return the entry of an optimizer that nothing was done with, with torch's keys.
 
-    Others come and go: "readback" of found_inf, "finite" (facts about each parameter), "unscaled_by_clipping" (whether
-    `unscale_` may still be called), "clip_coef" (what a fused optimizer still has to multiply with), "measured" (the
+    Others come and go: "readback" of found_inf, "is_of_this_rank" (whether ranks have yet to agree on it), "finite"
+    (facts about each parameter), "unscaled_by_clipping" (whether `unscale_` may still be called), "clipped" (gradients
+    by the ids of their parameters), "clip_coef" (what a fused optimizer still has to multiply with), "measured" (the
     gradients it was made from) and "skipped".
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}

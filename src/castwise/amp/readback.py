@@ -25,7 +25,7 @@ class Readback:
         self._host = combined
         self._arrived: torch.Event | None = None
         if combined.device.type in _WITH_EVENTS:
-            self._host = torch.empty((), dtype=combined.dtype, pin_memory=True)
+            self._host = torch.empty((), dtype=combined.dtype, device="cpu", pin_memory=True)
             self._host.copy_(combined, non_blocking=True)
             self._arrived = torch.accelerator.current_stream(combined.device).record_event()
 

@@ -64,7 +64,7 @@ def check(grads: Gradients, divisor: torch.Tensor) -> list[Facts]:
 
 def all_finite(params: list[torch.Tensor]) -> list[Facts]:
     """Return the facts of parameters whose gradients are known to be finite."""
-    return [Facts(params, torch.ones(len(params), dtype=torch.bool))]
+    return [Facts(params, torch.ones(len(params), dtype=torch.bool, device="cpu"))]
 
 
 def measure(
@@ -89,7 +89,7 @@ def measure(
                 dtype = _at_least_fp32(values.tensors) if in_fp32 else values.tensors[0].dtype
                 flags = measuring.fit(norms, values.tensors, divisors.get(values.device), dtype)
                 if values.shares is not None and norm_type != math.inf:
-                    shares = torch.tensor(values.shares, dtype=norms.dtype)
+                    shares = torch.tensor(values.shares, dtype=norms.dtype, device="cpu")
                     norms = norms * shares.pow(1.0 / norm_type).to(norms.device, non_blocking=True)
                 measured.append((factor, norms))
                 facts.append(Facts(values.params, flags))

@@ -91,8 +91,11 @@ def read_text(data: Path | None) -> bytes:
     if data is None:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return _join(path for path in _walk(stdlib, _NOT_STDLIB) if path.suffix == ".py")
-    if not data.exists():
-        raise UserError(f"--data {data} does not exist: give a file or folder of text")
+    try:
+        data.stat()
+    except (OSError, ValueError) as error:  # of a NUL byte in the name
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise UserError(f"--data {data} {reason}: give a file or folder of text") from error
     text = _join(_walk(data, frozenset()) if data.is_dir() else [data])
     if not text:
         raise UserError(

@@ -25,7 +25,10 @@ SETTINGS, METRICS, CHECKPOINT, SUMMARY = "settings.json", "metrics.jsonl", "chec
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder was made by `create_run_folder`."""
-    return (folder / SETTINGS).is_file() and (folder / METRICS).is_file()
+    try:
+        return (folder / SETTINGS).is_file() and (folder / METRICS).is_file()
+    except OSError:  # a folder that may not be looked into
+        return False
 
 
 def create_run_folder(out: Path, settings: dict[str, object]) -> Path:

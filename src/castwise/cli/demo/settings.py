@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from castwise.cli.demo.gpt import EMULATED, SIZES, Size
 from castwise.cli.demo.hardware import PRECISIONS
 from castwise.cli.errors import UserError
 
 DEFAULT_STEPS = 150
+MAX_THREADS = 1024
 TORCH, CASTWISE = "torch.amp", "castwise"
 
 
@@ -58,16 +60,15 @@ class Settings:
                 raise UserError(f"{option} must be at least 1, got {value}")
 
     @classmethod
-    def from_json(cls, content: dict[str, object], source: str) -> Settings:
+    def from_json(cls, content: dict[str, Any], source: str) -> Settings:
         """Build settings from what `to_json` gave.
 
         Raises:
             UserError: `content`, read from `source`, was not written by this version.
         """
-        try:
-            return cls(**content)  # type: ignore[arg-type]  # a wrong type fails in the checks or as a TypeError
-        except TypeError as error:
-            raise UserError(f"{source} was not written by this version of castwise demo") from error
+        if not _are_fields(content):
+            raise UserError(f"{source} was not written by this version of castwise demo")
+        return cls(**content)
 
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
@@ -81,6 +82,29 @@ class Settings:
             libraries = (TORCH, CASTWISE) if index % 2 == 0 else (CASTWISE, TORCH)
             rows += [Training(precision, library, size, self.steps) for library in libraries]
         return rows
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "data": (str, type(None)),
+    "preset": str,
+    "steps": int,
+    "device": str,
+    "checkpoint_every": int,
+    "seed": int,
+    "threads": int,
+    "emulated": list,
+    "text_digest": str,
+}
+
+
+def _are_fields(content: dict[str, Any]) -> bool:
+    """Say whether all fields of `Settings` are there, and of their types; their ranges are checked by the class."""
+    return (
+        content.keys() == _KINDS.keys()
+        and all(isinstance(content[name], kind) for name, kind in _KINDS.items())
+        and 1 <= content["threads"] <= MAX_THREADS
+        and set(content["emulated"]) <= set(PRECISIONS)
+    )
 
 
 def size_of(preset: str) -> Size:

@@ -93,6 +93,7 @@ class Trainer:
         self._scaler = scaler(device.type, enabled=training.precision == "fp16")
         self._seconds: list[float] = []
         self._skipped = 0
+        self._peak_before: int | None = 0  # in an earlier process
 
     @property
     def steps_done(self) -> int:
@@ -135,7 +136,7 @@ class Trainer:
     def result(self) -> Result:
         """The row of the table, once all steps are done."""
         training = self.training
-        peak_bytes = self._memory.read()
+        peak_bytes = self._peak_bytes()
         seconds = statistics.median(self._seconds[WARM_UP_STEPS:] or self._seconds)
         return Result(
             precision=training.precision,
@@ -157,6 +158,10 @@ class Trainer:
                 losses.append(self._model.loss(*self._to_device(batch)).item())
         return statistics.fmean(losses)
 
+    def _peak_bytes(self) -> int | None:
+        peak = self._memory.read()
+        return None if peak is None or self._peak_before is None else max(peak, self._peak_before)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on, and what the result will need."""
         return {
@@ -165,6 +170,7 @@ class Trainer:
             "scaler": self._scaler.state_dict(),
             "seconds": self._seconds,
             "skipped": self._skipped,
+            "peak_bytes": self._peak_bytes(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,6 +180,7 @@ class Trainer:
         self._scaler.load_state_dict(state["scaler"])
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
+        self._peak_before = state["peak_bytes"]
 
 
 def digest(model: nn.Module) -> str:
