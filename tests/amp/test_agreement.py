@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp.sharded_grad_scaler  # a default in it is what the world is when it is imported
 from tests.distributed.ranks import run
 
 import castwise
