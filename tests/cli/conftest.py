@@ -55,6 +55,8 @@ class Demo:
             seed=0,
             threads=1,
             emulated=["fp32", "bf16", "fp16"],
+            strategy=None,
+            processes=1,
             text_digest=corpus.digest,
         )
         return create_run_folder(self.out, settings.to_json())

@@ -14,6 +14,7 @@ from castwise.cli.demo.gpt import EMULATED, GPT
 from castwise.cli.demo.hardware import emulated_precisions
 from castwise.cli.demo.interrupt import StopOnInterrupt
 from castwise.cli.demo.memory import PeakMemory
+from castwise.cli.demo.ranks import Ranks
 from castwise.cli.demo.settings import CASTWISE, TORCH, Training
 from castwise.cli.demo.training import Trainer, digest
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 def trainer(library: str, precision: str = "fp16") -> Trainer:
     corpus = Corpus(bytes(n * n % 256 for n in range(5000)), EMULATED.context)
-    return Trainer(Training(precision, library, EMULATED, steps=4), corpus, CPU, seed=0)
+    return Trainer(Training(precision, library, EMULATED, steps=4), corpus, CPU, seed=0, ranks=Ranks(None, CPU))
 
 
 def overflow_next(training: Trainer) -> None:
@@ -78,10 +79,10 @@ def test_the_digest_tells_apart_what_equality_does_not() -> None:
     bias = model.head.bias
     with torch.no_grad():
         bias.zero_()
-        positive = digest(model)
+        positive = digest(model.state_dict())
         bias.neg_()
     assert torch.equal(bias, torch.zeros_like(bias))
-    assert digest(model) != positive
+    assert digest(model.state_dict()) != positive
 
 
 def test_no_byte_sees_the_bytes_after_it() -> None:

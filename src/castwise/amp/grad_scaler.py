@@ -389,7 +389,7 @@ class GradScaler(torch.amp.GradScaler):
             state["unscaled_by_clipping"] = True
         grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
         factors = self._factors(state, grads)
-        in_its_step = is_fused and state["stage"] is OptState.READY
+        in_its_step = is_fused and state["stage"] is OptState.READY and not grads.repeat
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
         flags = [*state["found_inf_per_device"].values(), *unscaling.found_infs(facts).values()]
@@ -564,17 +564,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """Let an optimizer that can do so unscale, clip and skip by itself."""
         scale, _ = self._check_scale_growth_tracker("step")
-        if state["stage"] is OptState.READY and (
-            # Its kernel would write it back twice,
-            repeat(present(optimizer)[1])
-            # and one grad_scale speaks for all gradients, also for those that are unscaled already.
-            or (self._unscaled and self._unscaled.knows_any(self._collect(optimizer, allow_fp16=True)))
-        ):
-            self._unscale(optimizer, state, allow_fp16=True)
-        unscaled = state["stage"] is OptState.UNSCALED
-        if not unscaled and not self._is_measured(optimizer, state):
+        if state["stage"] is OptState.READY and self._unscaled:
+            grads = self._collect(optimizer, allow_fp16=True)
+            if self._unscaled.knows_any(grads):
+                # One grad_scale speaks for all of its gradients, and some are unscaled already.
+                self._unscale(optimizer, state, allow_fp16=True)
+        if state["stage"] is OptState.READY and not self._is_measured(optimizer, state):
             self._check_inf_per_device(optimizer)
             state = self._state_of(optimizer)
+        unscaled = state["stage"] is OptState.UNSCALED
         self._agree("step")
         found_inf = unscaling.combine(state["found_inf_per_device"].values(), scale)
         with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
@@ -594,6 +592,9 @@ class GradScaler(torch.amp.GradScaler):
             if divisor is None:
                 divisor = torch.ones_like(scale)
             params, grads = present(optimizer)
+            if repeat(grads):  # an optimizer that writes gradients back would unscale one as often as it is there
+                self._unscale(optimizer, state, allow_fp16=True)
+                return self._found_of(state)
             probe = self._memory_of(optimizer).probe
             if are_contiguous(grads) and probe.proves_finite(grads, divisor, torch.float32):
                 state["finite"] = unscaling.all_finite(params)
@@ -692,7 +693,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         self._agree("_found_inf_per_device")
-        found: dict[Any, torch.Tensor] = self._state_of(optimizer)["found_inf_per_device"]
+        return self._found_of(self._state_of(optimizer))
+
+    @staticmethod
+    def _found_of(state: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        found: dict[Any, torch.Tensor] = state["found_inf_per_device"]
         return found
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

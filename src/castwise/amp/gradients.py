@@ -45,6 +45,8 @@ class Gradients:
     tensors: list[torch.Tensor]
     groups: dict[_Kind, list[int]]
     shares: list[float] | None = None
+    repeat: bool = False
+    """Whether a gradient is there more than once: of a parameter that is listed twice, or of two that share it."""
 
     def refuse_fp16(self) -> None:
         """Raise a ValueError that names them if there are fp16 gradients."""
@@ -121,7 +123,8 @@ class Collector:
             TypeError: `optimizer` is not one, or has a gradient of a dtype or layout that cannot be unscaled.
         """
         params, grads = present(optimizer)
-        if repeat(grads):
+        is_repeated = repeat(grads)
+        if is_repeated:
             once = {id(grad): (param, grad) for param, grad in zip(reversed(params), reversed(grads), strict=True)}
             params, grads = map(list, zip(*reversed(once.values()), strict=True))
         kinds = list(map(_kind_of, grads))
@@ -129,7 +132,7 @@ class Collector:
             self._groups = _grouped(optimizer, params, kinds)
             self._kinds = kinds
         _make_writable(params, grads, self._groups)
-        return Gradients(optimizer, params, grads, self._groups)
+        return Gradients(optimizer, params, grads, self._groups, repeat=is_repeated)
 
 
 def present(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -178,13 +181,16 @@ class Contents:
 
 
 def repeat(grads: list[torch.Tensor]) -> bool:
-    """Say whether a gradient is there twice: of a parameter that is listed twice, or of two that share it."""
+    """Say whether a gradient is there more than once."""
     return len(set(map(id, grads))) < len(grads)
 
 
 def are_contiguous(grads: list[torch.Tensor]) -> bool:
     """Say whether no gradient needs a copy that can be written to; sparse ones count as if they did."""
-    return all(grad.layout is torch.strided and grad.is_contiguous() for grad in grads)
+    try:
+        return all(map(torch.Tensor.is_contiguous, grads))
+    except RuntimeError:
+        return False
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

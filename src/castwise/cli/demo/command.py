@@ -17,6 +17,7 @@ from castwise.cli.demo.corpus import Corpus, read_text
 from castwise.cli.demo.display import display_for
 from castwise.cli.demo.gpt import SIZES
 from castwise.cli.demo.hardware import choose_device, emulated_precisions, make_deterministic
+from castwise.cli.demo.ranks import STRATEGIES, Ranks, is_first
 from castwise.cli.demo.run_folder import SETTINGS, create_run_folder, read_settings
 from castwise.cli.demo.settings import DEFAULT_STEPS, Settings, size_of
 from castwise.cli.demo.table import print_results
@@ -35,6 +36,13 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of each of the six trainings.")] = DEFAULT_STEPS,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
     seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(STRATEGIES)}]",
+            help="Split the model between processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results of runs.")] = Path("runs"),
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
     resume: Annotated[
@@ -49,25 +57,34 @@ def demo(
     Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
     done, and 130 after Ctrl-C.
     """
-    console = _console()
     folder = resume
     try:
         if folder is None:
-            settings, corpus = _new(data, preset, steps, device, seed, checkpoint_every)
-            folder = create_run_folder(out, settings.to_json())
+            chosen = choose_device(device)
+            with Ranks(strategy, chosen) as ranks:
+                settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, ranks)
+                made = folder = ranks.first(lambda: create_run_folder(out, settings.to_json()))
+                identical = _run(made, settings, corpus, ranks)
         else:
             _refuse_other_options(context)
             settings, corpus = _reopen(folder)
-        identical = _run(console, folder, settings, corpus)
+            with Ranks(settings.strategy, choose_device(settings.device)) as ranks:
+                _refuse_other_processes(settings, ranks)
+                identical = _run(folder, settings, corpus, ranks)
     except UserError as error:
-        typer.echo(f"castwise demo: {error}", err=True)
+        _say(str(error))
         raise typer.Exit(USER_ERROR) from error
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
         advice = f"continue with: castwise demo --resume {folder}" if folder else "nothing was written yet"
-        typer.echo(f"castwise demo: stopped; {advice}", err=True)
+        _say(f"stopped; {advice}")
         raise typer.Exit(INTERRUPTED) from interrupt
     raise typer.Exit(0 if identical else 1)
+
+
+def _say(message: str) -> None:
+    if is_first():
+        typer.echo(f"castwise demo: {message}", err=True)
 
 
 def _console() -> Console:
@@ -76,24 +93,31 @@ def _console() -> Console:
         if isinstance(stream, io.TextIOWrapper):  # not every path can be written in every encoding
             stream.reconfigure(errors="backslashreplace")
     width = None if sys.stdout.isatty() else LOG_WIDTH
-    return Console(markup=False, emoji=False, highlight=False, width=width)
+    return Console(markup=False, emoji=False, highlight=False, width=width, quiet=not is_first())
 
 
 def _new(
-    data: Path | None, preset: str, steps: int, device: str | None, seed: int, checkpoint_every: int
+    data: Path | None,
+    preset: str,
+    steps: int,
+    device: torch.device,
+    seed: int,
+    checkpoint_every: int,
+    ranks: Ranks,
 ) -> tuple[Settings, Corpus]:
     context = size_of(preset).context
-    chosen = choose_device(device)
     corpus = Corpus(read_text(data), context)
     settings = Settings(
         data=None if data is None else str(data.resolve()),
         preset=preset,
         steps=steps,
-        device=str(chosen),
+        device=str(device),
         checkpoint_every=checkpoint_every,
         seed=seed,
         threads=torch.get_num_threads(),
-        emulated=emulated_precisions(chosen),
+        emulated=ranks.first(lambda: emulated_precisions(device)),
+        strategy=ranks.strategy,
+        processes=ranks.size,
         text_digest=corpus.digest,
     )
     return settings, corpus
@@ -106,7 +130,6 @@ def _reopen(folder: Path) -> tuple[Settings, Corpus]:
     if corpus.digest != settings.text_digest:
         source = settings.data or "the standard library"
         raise UserError(f"the text of {source} has changed since {folder} was started: start a new run")
-    choose_device(settings.device)
     return settings, corpus
 
 
@@ -121,14 +144,21 @@ def _refuse_other_options(context: typer.Context) -> None:
         raise UserError(f"--resume takes its settings from the run's folder: leave out {', '.join(given)}")
 
 
-def _run(console: Console, folder: Path, settings: Settings, corpus: Corpus) -> bool:
+def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
+    if settings.processes != ranks.size:
+        raise UserError(f"the run was started with {settings.processes} processes, and goes on with as many")
+
+
+def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool:
     """Train, print and write the outcome; returns whether all pairs are identical."""
+    console = _console()
     torch.set_num_threads(settings.threads)
     make_deterministic(torch.device(settings.device))
     source = settings.data or "Python's standard library"
-    console.print(f"{corpus.n_bytes:,} bytes of {source}, {settings.device}, writing to {folder}", soft_wrap=True)
-    results = compare(folder, settings, corpus, display_for(console))
-    write_summary(folder, settings, results)
+    where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"
+    console.print(f"{corpus.n_bytes:,} bytes of {source}, {where}, writing to {folder}", soft_wrap=True)
+    results = compare(folder, settings, corpus, display_for(console), ranks)
+    ranks.first(lambda: write_summary(folder, settings, results))
     print_results(console, settings, results)
     console.print(f"results: {folder}", soft_wrap=True)
     return all(verdicts(results).values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from castwise.cli.demo.corpus import Corpus
 from castwise.cli.demo.display import Display
 from castwise.cli.demo.gpt import EMULATED
 from castwise.cli.demo.interrupt import StopOnInterrupt
+from castwise.cli.demo.ranks import Ranks
 from castwise.cli.demo.run_folder import CHECKPOINT, METRICS, SUMMARY, MetricsFile, write_json
 from castwise.cli.demo.settings import CASTWISE, TORCH, Settings, Training
 from castwise.cli.demo.training import Result, Step, Trainer
 from castwise.cli.errors import UserError
 
 
-def compare(folder: Path, settings: Settings, corpus: Corpus, display: Display) -> list[Result]:
+def compare(folder: Path, settings: Settings, corpus: Corpus, display: Display, ranks: Ranks) -> list[Result]:
     """Do what is left to do of a run and return all of its results.
 
     Raises:
@@ -37,24 +38,34 @@ def compare(folder: Path, settings: Settings, corpus: Corpus, display: Display) 
         UserError: The folder's checkpoint or metrics are damaged, or cannot be written.
     """
     with StopOnInterrupt() as stop, display:
-        return _Comparison(folder, settings, corpus, display, stop).run()
+        return _Comparison(folder, settings, corpus, display, stop, ranks).run()
 
 
 class _Comparison:
     """The loops, and all that they share."""
 
     def __init__(
-        self, folder: Path, settings: Settings, corpus: Corpus, display: Display, stop: StopOnInterrupt
+        self,
+        folder: Path,
+        settings: Settings,
+        corpus: Corpus,
+        display: Display,
+        stop: StopOnInterrupt,
+        ranks: Ranks,
     ) -> None:
-        self._folder, self._settings, self._corpus = folder, settings, corpus
+        self._folder, self._settings, self._corpus, self._ranks = folder, settings, corpus, ranks
         self._display, self._stop = display, stop
         loaded = checkpoint.load(folder / CHECKPOINT)
-        self._metrics = MetricsFile(folder / METRICS, loaded.metrics_bytes)
+        self._metrics: MetricsFile | None = None  # of the rank that writes
+        ranks.first(lambda: self._open_metrics(loaded.metrics_bytes))
         self._results = [Result(**record) for record in loaded.results]
         self._unfinished = loaded.trainer
 
+    def _open_metrics(self, n_bytes: int) -> None:
+        self._metrics = MetricsFile(self._folder / METRICS, n_bytes)
+
     def run(self) -> list[Result]:
-        with closing(self._metrics):
+        with nullcontext() if self._metrics is None else closing(self._metrics):
             self._warm_up()
             for training in self._settings.trainings()[len(self._results) :]:
                 self._results.append(self._train(training))
@@ -70,7 +81,8 @@ class _Comparison:
         gc.collect()
 
     def _trainer(self, training: Training) -> Trainer:
-        return Trainer(training, self._corpus, torch.device(self._settings.device), self._settings.seed)
+        device = torch.device(self._settings.device)
+        return Trainer(training, self._corpus, device, self._settings.seed, self._ranks)
 
     def _train(self, training: Training) -> Result:
         trainer = self._trainer(training)
@@ -78,11 +90,13 @@ class _Comparison:
         self._display.start(training, trainer.steps_done)
         while trainer.steps_done < training.steps:
             step = trainer.step()
-            self._metrics.append(metrics_line(training, step))
+            if self._metrics is not None:
+                self._metrics.append(metrics_line(training, step))
             self._display.step(step)
-            if self._stop.requested or step.number % self._settings.checkpoint_every == 0:
+            is_last = self._ranks.any_(self._stop.requested)
+            if is_last or step.number % self._settings.checkpoint_every == 0:
                 self._save(trainer.state_dict())
-            if self._stop.requested:
+            if is_last:
                 raise KeyboardInterrupt
         return trainer.result()
 
@@ -97,6 +111,8 @@ class _Comparison:
             raise UserError(f"{path} is of another model than its run's settings: delete it to start over") from error
 
     def _save(self, trainer: dict[str, Any] | None) -> None:
+        if self._metrics is None:
+            return
         results = [asdict(result) for result in self._results]
         checkpoint.save(self._folder / CHECKPOINT, Checkpoint(results, trainer, self._metrics.sync()))
 

@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.head_width = size.width // size.heads
         self.norm_attention = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.projection = nn.Linear(size.width, size.width)
@@ -68,8 +68,9 @@ class Block(nn.Module):
         return x + mlp
 
     def _attention(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        # Heads come first, so that a rank that holds some rows of the weight has whole heads.
+        query, key, value = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
         return projected
 
@@ -93,9 +94,10 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(features))
         return logits
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte, a scalar."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per byte, a scalar, of logits (batch, context, 256) and bytes (batch, context)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _initialise(module: nn.Module) -> None:

@@ -37,6 +37,8 @@ class Settings:
         seed: Decides the first weights and the batches.
         threads: CPU threads; sums are split among them, so another number gives other bits.
         emulated: Precisions too slow here for the preset's size.
+        strategy: How the model is split between processes, or None for one process.
+        processes: How many there are; other sums, so other bits.
         text_digest: SHA-256 of the text, hexadecimal.
 
     Raises:
@@ -51,6 +53,8 @@ class Settings:
     seed: int
     threads: int
     emulated: list[str]
+    strategy: str | None
+    processes: int
     text_digest: str
 
     def __post_init__(self) -> None:
@@ -93,6 +97,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "seed": int,
     "threads": int,
     "emulated": list,
+    "strategy": (str, type(None)),
+    "processes": int,
     "text_digest": str,
 }
 

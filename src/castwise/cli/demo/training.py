@@ -10,18 +10,21 @@ import ctypes
 import hashlib
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import castwise
+from castwise.cli.demo import gpt
 from castwise.cli.demo.corpus import Corpus, derive_seed
 from castwise.cli.demo.gpt import GPT
 from castwise.cli.demo.hardware import PRECISIONS, synchronize
 from castwise.cli.demo.memory import PeakMemory
+from castwise.cli.demo.ranks import Ranks
 from castwise.cli.demo.settings import CASTWISE, TORCH, Training
 
 LEARNING_RATE = 5e-4
@@ -29,10 +32,8 @@ MAX_NORM = 1.0
 VALIDATION_BATCHES = 8
 WARM_UP_STEPS = 3  # these build kernels and fill the allocator; their times say nothing about the rest
 
-_LIBRARIES = {
-    TORCH: (torch.amp.autocast, torch.amp.GradScaler),
-    CASTWISE: (castwise.autocast, castwise.GradScaler),
-}
+_AUTOCASTS = {TORCH: torch.amp.autocast, CASTWISE: castwise.autocast}
+_SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,21 @@ class Trainer:
         corpus: Where batches come from.
         device: Where the model lives.
         seed: Decides the first weights and the batches.
+        ranks: The processes that train together.
     """
 
-    def __init__(self, training: Training, corpus: Corpus, device: torch.device, seed: int) -> None:
+    def __init__(self, training: Training, corpus: Corpus, device: torch.device, seed: int, ranks: Ranks) -> None:
         self.training, self._corpus, self._device, self._seed = training, corpus, device, seed
+        self._ranks = ranks
         self._memory = PeakMemory(device)
         torch.manual_seed(derive_seed(seed, "weights"))
-        self._model = GPT(training.size).to(device)  # drawn on the CPU: the same first weights on every device
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
-        self._autocast, scaler = _LIBRARIES[training.library]
+        # Drawn on the CPU: the same first weights on every device.
+        self._model = ranks.split(GPT(training.size).to(device))
+        # torch's sharded scaler cannot unscale_ before a fused step on a CPU, and lets ranks disagree about it.
+        fused = ranks.strategy is None
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=not fused)
+        self._autocast = _AUTOCASTS[training.library]
+        scaler = (_SCALERS if ranks.strategy is None else sharded_scalers())[training.library]
         self._scaler = scaler(device.type, enabled=training.precision == "fp16")
         self._seconds: list[float] = []
         self._skipped = 0
@@ -102,7 +109,8 @@ class Trainer:
 
     def step(self) -> Step:
         """Train on the next batch. Reads loss and scale back, so the host waits for the device."""
-        tokens, targets = self._to_device(self._corpus.batch(self.training.size, self._seed, self.steps_done))
+        batch = self._corpus.batch(self.training.size, self._seed, self.steps_done)
+        tokens, targets = self._to_device(batch, self._ranks.share)
         scale_before = self._scaler.get_scale()
         synchronize(self._device)
         start = time.perf_counter()
@@ -111,15 +119,15 @@ class Trainer:
         self._seconds.append(time.perf_counter() - start)
         scale = self._scaler.get_scale()
         self._skipped += scale < scale_before  # the only public sign of a skipped step, and the same for both
-        return Step(self.steps_done, loss.item(), self._seconds[-1], scale, self._skipped)
+        return Step(self.steps_done, self._ranks.mean(loss), self._seconds[-1], scale, self._skipped)
 
     def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self._optimizer.zero_grad()
         with self._region():
-            loss = self._model.loss(tokens, targets)
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch left it untyped
+            loss = gpt.loss(self._model(tokens), targets)
+        self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._optimizer)
-        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._ranks.clip_grad_norm_(self._model, MAX_NORM)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.detach()
@@ -129,9 +137,11 @@ class Trainer:
         dtype = None if precision == "fp32" else PRECISIONS[precision]
         return self._autocast(self._device.type, dtype=dtype, enabled=precision != "fp32")
 
-    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _to_device(
+        self, batch: tuple[Tensor, Tensor], part: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> tuple[Tensor, Tensor]:
         tokens, targets = batch
-        return tokens.to(self._device), targets.to(self._device)
+        return part(tokens).to(self._device), part(targets).to(self._device)
 
     def result(self) -> Result:
         """The row of the table, once all steps are done."""
@@ -147,7 +157,7 @@ class Trainer:
             tokens_per_s=training.size.tokens / seconds,
             peak_bytes=peak_bytes,
             skipped=self._skipped,
-            weights_sha256=digest(self._model),
+            weights_sha256=digest(self._ranks.weights(self._model)),
         )
 
     @torch.no_grad()
@@ -155,7 +165,8 @@ class Trainer:
         losses = []
         for batch in self._corpus.validation(self.training.size, VALIDATION_BATCHES):
             with self._region():
-                losses.append(self._model.loss(*self._to_device(batch)).item())
+                tokens, targets = self._to_device(batch)
+                losses.append(gpt.loss(self._model(tokens), targets).item())
         return statistics.fmean(losses)
 
     def _peak_bytes(self) -> int | None:
@@ -165,8 +176,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on, and what the result will need."""
         return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._ranks.weights(self._model),
+            "optimizer": self._ranks.optimizer_state(self._model, self._optimizer),
             "scaler": self._scaler.state_dict(),
             "seconds": self._seconds,
             "skipped": self._skipped,
@@ -175,18 +186,24 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` gave."""
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._ranks.load(self._model, self._optimizer, state["model"], state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._peak_before = state["peak_bytes"]
 
 
-def digest(model: nn.Module) -> str:
+def sharded_scalers() -> dict[str, Any]:
+    """The libraries' scalers for several processes, which take a while to import."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return {TORCH: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 of all weights with their names and shapes: equal digests are equal bits (-0.0 is not 0.0)."""
     sha256 = hashlib.sha256()
-    for name, weight in model.state_dict().items():
+    for name, weight in weights.items():
         cpu = weight.detach().cpu().contiguous()
         sha256.update(f"{name} {cpu.dtype} {tuple(cpu.shape)}".encode())
         # Through ctypes and not numpy, which torch does not require.
