@@ -123,6 +123,27 @@ def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tm
     assert not told["stepped"]
 
 
+def test_two_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
+    for rank in run(WORKER, 2, tmp_path / "store", "lockstep"):
+        assert {case: result["difference"] for case, result in rank.items()} == dict.fromkeys(rank)
+        assert all(result["skipped"] > 30 for result in rank.values())
+
+
+def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    undisturbed, _ = run(WORKER, 2, tmp_path / "store", f"resumable {tmp_path / 'undisturbed'} never")
+    assert (undisturbed["scaler"]["scale"], undisturbed["scaler"]["_growth_tracker"]) == (1024.0, 1)
+    for moment in ("before", "inside", "after"):
+        told, dead = run(WORKER, 2, tmp_path / f"store {moment}", f"resumable {tmp_path / moment} {moment}")
+        assert dead is None
+        assert isinstance(told, str)  # an error
+        for rank in run(WORKER, 2, tmp_path / f"store {moment} again", f"resumable {tmp_path / moment} never"):
+            assert rank["begin"] == 3
+            assert rank["scaler"] == undisturbed["scaler"]
+            assert rank["bits"] == undisturbed["bits"]
+    for rank in run(WORKER, 4, tmp_path / "store of four", f"resumable {tmp_path / 'undisturbed'} never"):
+        assert (rank["begin"], rank["loaded"]) == (5, undisturbed["scaler"])
+
+
 def test_the_faults_are_met(ranks: list[dict[str, Any]]) -> None:
     for kind, clip, fault in itertools.product(KINDS, CLIPS, FAULTS):
         scales = ranks[0][" | ".join(["castwise", "FSDP2", kind, clip, fault])]["scales"]

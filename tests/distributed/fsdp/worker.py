@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import random
 import signal
 import sys
 import warnings
@@ -22,6 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import join
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
@@ -217,6 +225,98 @@ def pipeline(fused: bool, fault: str, rank: int, world_size: int) -> dict[str, A
     return {"scales": scales, "moved": moved}
 
 
+class Side:
+    """A library's half of a lockstep: a split model, its optimizer and its scaler."""
+
+    def __init__(self, scaler: Any, split: str, kind: str, world_size: int) -> None:
+        self.scaler, self.split = scaler, SPLITS[split](world_size)
+        self.optimizer = torch.optim.AdamW(self.split.parameters(), lr=0.01, **KINDS[kind])
+
+    def take(self, call: str, value: Any) -> Any:
+        if call == "backward":
+            self.scaler.scale(self.split(value).pow(2).mean()).backward()
+        elif call == "spoil":
+            spoil(self.split)
+        elif call == "clip":
+            if isinstance(self.split, FullyShardedDataParallel):
+                self.split.clip_grad_norm_(MAX_NORM)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.split.parameters(), MAX_NORM)
+        elif call == "zero_grad":
+            self.optimizer.zero_grad()
+        elif call == "round trip":
+            self.scaler.load_state_dict(self.scaler.state_dict())
+        elif call == "update":
+            self.scaler.update(value)
+        else:
+            getattr(self.scaler, call)(self.optimizer)
+        local = [param.to_local() if isinstance(param, DTensor) else param for param in self.split.parameters()]
+        bits = [param.detach().clone().view(torch.int32) for param in local]
+        return self.scaler.get_scale(), self.scaler._get_growth_tracker(), bits
+
+
+def lockstep(split: str, kind: str, rank: int, world_size: int) -> dict[str, Any]:
+    """The same 200 random steps with both libraries: where they first differ in a bit, and how many were skipped."""
+    settings = {"init_scale": 2.0**10, "growth_interval": 3, "process_group": dist.group.WORLD}
+    sides = [Side(make("cpu", **settings), split, kind, world_size) for make in (Torchs, castwise.ShardedGradScaler)]
+    draw, inputs = random.Random(0), torch.Generator().manual_seed(1)
+    skipped = 0
+    for step in range(200):
+        calls: list[tuple[str, Any]] = [("zero_grad", None)]
+        calls += [("backward", torch.randn(5, 6, generator=inputs)) for _ in range(draw.choice([1, 1, 2]))]
+        bad = draw.choice([None, None, None, *range(world_size)])
+        calls += [("spoil", None)] if bad == rank else []
+        if draw.random() < 0.5:
+            calls.append(("unscale_", None))
+            calls += [("clip", None)] if draw.random() < 0.5 else []
+        calls.append(("step", None))
+        calls.append(("update", 2.0 ** draw.randint(0, 20) if draw.random() < 0.1 else None))
+        calls += [("round trip", None)] if draw.random() < 0.1 else []
+        for call, value in calls:
+            (*theirs, their_bits), (*ours, our_bits) = (side.take(call, value) for side in sides)
+            if theirs != ours or any(not torch.equal(*pair) for pair in zip(their_bits, our_bits, strict=True)):
+                return {"difference": f"{call} in step {step}: {theirs} {ours}", "skipped": skipped}
+        skipped += bad is not None
+    return {"difference": None, "skipped": skipped}
+
+
+def resumable(folder: str, moment: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Go on from the last checkpoint in a folder; the last rank is killed at some moment of a step, if at all."""
+    split, last = fsdp2(world_size), 5
+    optimizer = torch.optim.AdamW(split.parameters(), lr=0.1, fused=True)
+    scaler = castwise.ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    saved = sorted(path.parent for path in Path(folder).glob("*/.metadata"))
+    begin = 0
+    if saved:
+        state = {"model": get_model_state_dict(split), "scaler": scaler, "step": 0}
+        state["optimizer"] = get_optimizer_state_dict(split, optimizer)
+        dcp.load(state, checkpoint_id=saved[-1])
+        set_model_state_dict(split, state["model"])
+        set_optimizer_state_dict(split, optimizer, state["optimizer"])
+        begin = state["step"] + 1
+    loaded = scaler.state_dict()
+
+    def die_if(now: str, step: int) -> None:
+        if moment == now and step == 3 and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(begin, last):
+        optimizer.zero_grad()
+        loss = split(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        scaler.scale(loss * (math.inf if step == 1 and rank == 0 else 1.0)).backward()
+        die_if("before", step)
+        with optimizer.register_step_pre_hook(lambda *_, step=step: die_if("inside", step)):  # type: ignore[misc]
+            scaler.clip_grad_norm_(optimizer, MAX_NORM)
+            scaler.step(optimizer)
+        die_if("after", step)
+        scaler.update()
+        state = {"model": get_model_state_dict(split), "scaler": scaler, "step": step}
+        state["optimizer"] = get_optimizer_state_dict(split, optimizer)
+        dcp.save(state, checkpoint_id=Path(folder, str(step)))
+    bits = torch.tensor(whole(split)).view(torch.int32).tolist()
+    return {"begin": begin, "loaded": loaded, "scaler": scaler.state_dict(), "bits": bits}
+
+
 def a_dying_rank(kind: str, rank: int, world_size: int) -> dict[str, Any]:
     """The last rank ends before the step; what the others are told, and what they have done."""
     split = model()
@@ -284,6 +384,7 @@ def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, what: str) -> None:
+    results: Any
     warnings.simplefilter("ignore")
     if what.startswith("matrix"):
         results = matrix(what.split()[1:], rank, world_size)
@@ -293,6 +394,14 @@ def main(rank: int, world_size: int, what: str) -> None:
             for fused in (False, True)
             for fault in (*FAULTS[:1], *FAULTS[2:], "no gradients of rank 0")
         }
+    elif what.startswith("lockstep"):
+        results = {
+            f"{split} | {kind}": lockstep(split, kind, rank, world_size)
+            for split in (*list(SPLITS)[:5], "replicated and sharded")
+            for kind in ("for-loop", "foreach")
+        }
+    elif what.startswith("resumable"):
+        results = outcome(lambda: resumable(*what.split()[1:], rank, world_size))
     else:
         results = a_dying_rank(what.removeprefix("death "), rank, world_size)
     print(json.dumps(results))
