@@ -21,6 +21,7 @@ lint: .venv/.ready
 bench: .venv/.ready
 	$(BIN)/python benchmarks/autocast_overhead.py
 	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/scale_out.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

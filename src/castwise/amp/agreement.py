@@ -66,7 +66,9 @@ class Agreement:
             if not torch.distributed.is_initialized():
                 raise RuntimeError("ranks cannot agree yet: call torch.distributed.init_process_group() first")
             return [torch.distributed.group.WORLD]
-        groups: list[Any] = self.ranks.get_all_groups() if hasattr(self.ranks, "get_all_groups") else [self.ranks]
+        if isinstance(self.ranks, torch.distributed.ProcessGroup):
+            return [self.ranks]
+        groups: list[Any] = self.ranks.get_all_groups()
         return groups
 
     def size(self) -> int:
@@ -96,16 +98,17 @@ class Agreement:
         while flags:
             now, flags = flags[: 1 + per_number], flags[1 + per_number :]
             said, digest, shift = self._says(f"{call} for {len(now)}", size)
-            first, *others = ((flag.reshape(()) != 0).double() for flag in now)
-            packed = [first * shift + digest]
+            first, *others = ((flag.reshape(1) != 0).double() for flag in now)
+            packed = first.mul_(shift).add_(digest)
             if others:
-                packed.append(torch.stack([flag * base**digit for digit, flag in enumerate(others)]).sum())
-            reduced = self._reduce_(torch.stack(packed), torch.distributed.ReduceOp.SUM)
+                digits = torch.cat([flag.mul_(base**digit) for digit, flag in enumerate(others)])
+                packed = torch.cat([packed, digits.sum(0, keepdim=True)])
+            reduced = self._reduce_(packed, torch.distributed.ReduceOp.SUM)
             found, is_other = _unpacked(reduced[0], shift, size * digest)
             self._object_if(is_other, said)
-            now[0].copy_(found | is_other)
+            now[0].copy_(found.logical_or_(is_other))
             for digit, flag in enumerate(now[1:]):
-                flag.copy_(((reduced[1] / base**digit).floor() % base > 0) | is_other)
+                flag.copy_((reduced[1].div(base**digit).floor_() % base > 0).logical_or_(is_other))
 
     def norm(
         self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float, call: str
@@ -217,5 +220,4 @@ class Agreement:
 
 def _unpacked(packed: torch.Tensor, shift: int, expected: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a sum of flags * shift + digest: is any flag set, and are the digests not what is expected?"""
-    flags = (packed / shift).floor()
-    return flags > 0, packed - flags * shift != expected
+    return packed >= shift, packed % shift != expected

@@ -325,7 +325,10 @@ class GradScaler(torch.amp.GradScaler):
             del state["is_of_this_rank"]
 
     def _account(self) -> str:
-        return f"{self._schedule()}, growth tracker {self._init_growth_tracker}"
+        return (
+            f"init_scale {self._init_scale}, growth_factor {self._growth_factor}, backoff_factor "
+            f"{self._backoff_factor}, growth_interval {self._growth_interval}, tracker {self._init_growth_tracker}"
+        )
 
     def _states(self) -> list[dict[str, Any]]:
         return [*self._states_of_dead_optimizers, *self._per_optimizer_states.values()]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from castwise._torch_private import is_fsdp_flattened
-from castwise.amp.gradients import Gradients, regroup
+from castwise.amp.gradients import Gradients, is_plain, regroup
 
 
 def local(grads: Gradients, ranks: int, copies: int) -> Gradients:
@@ -24,6 +24,9 @@ def local(grads: Gradients, ranks: int, copies: int) -> Gradients:
         ranks: How many decide together.
         copies: How many of them hold the same part of what FSDP has flattened.
     """
+    if all(is_plain(grads.tensors[group[0]]) for group in grads.groups.values()):
+        shares = [1.0 / copies if is_fsdp_flattened(param) else 1.0 / ranks for param in grads.params]
+        return dataclasses.replace(grads, shares=shares)
     whole: list[Any] = [_summed(param, tensor) for param, tensor in zip(grads.params, grads.tensors, strict=True)]
     tensors = [tensor.to_local() if _is_dtensor(tensor) else tensor for tensor in whole]
     shares = [_share(param, tensor, ranks, copies) for param, tensor in zip(grads.params, whole, strict=True)]

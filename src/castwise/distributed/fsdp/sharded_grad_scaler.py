@@ -47,11 +47,14 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
         growth_factor: As for `GradScaler`.
         growth_interval: As for `GradScaler`.
         enabled: As for `GradScaler`.
-        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken.
+        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken. A gradient
+            that is neither a DTensor nor flattened by FSDP1 counts as a copy that all of them hold, as under DDP.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or torch knows no such device.
+        RuntimeError: In a step or clipping, on all ranks, when they do not do the same with their scalers, or one of
+            them cannot be reached. None has stepped then.
     """
 
     def __init__(
