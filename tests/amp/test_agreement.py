@@ -127,3 +127,15 @@ def test_a_norm_of_one_rank_comes_back(alone: Any, found_inf: float, norm: float
     found, total = Agreement(alone, "cpu").norm(torch.tensor(found_inf), given, norm_type, "test")
     assert (found.item(), found.dtype, found.shape) == (found_inf, torch.float32, ())
     assert total.item() == pytest.approx(norm, rel=1e-10, abs=0.0, nan_ok=True)
+
+
+def test_stages_that_make_no_sense_are_refused(alone: Any) -> None:
+    for stages, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="pipeline_stages must be an integer"):
+            castwise.GradScaler("cpu", process_group=alone, pipeline_stages=stages)  # type: ignore[arg-type]
+    scaler, param = castwise.ShardedGradScaler("cpu", pipeline_stages=2), torch.nn.Parameter(torch.ones(1))
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match="pipeline_stages must divide the number of ranks, 1, got 2"):
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+    assert param.grad is not None
+    assert (param.item(), param.grad.item()) == (1.0, 65536.0)

@@ -18,6 +18,7 @@ import torch
 
 from castwise._torch_private import device_types_of
 from castwise.amp.readback import Readback
+from castwise.amp.schedules import integer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,15 +41,23 @@ class Agreement:
         ranks: The group, the mesh, or None for all ranks there are when it is used first.
         device_type: Where collectives take place, if the group can do so; the same on all ranks, wherever their
             scales are (some may keep their parameters on the CPU).
+        stages: How many parts of the model there are, each on as many of the ranks and on no others.
+
+    Raises:
+        TypeError: `ranks` are neither a group nor a mesh, or `stages` is no integer.
+        ValueError: `stages` is below 1.
+        RuntimeError: This build of torch has no torch.distributed.
     """
 
-    def __init__(self, ranks: Ranks | None, device_type: str) -> None:
+    def __init__(self, ranks: Ranks | None, device_type: str, stages: int = 1) -> None:
         if not torch.distributed.is_available():
             raise RuntimeError("this build of torch has no torch.distributed, so there are no ranks to agree with")
         is_mesh = hasattr(ranks, "get_all_groups")
         if ranks is not None and not is_mesh and not isinstance(ranks, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or a DeviceMesh, got {type(ranks).__name__}")
-        self.ranks, self._device_type = ranks, device_type
+        if not integer("pipeline_stages", stages) >= 1:
+            raise ValueError(f"pipeline_stages must be an integer >= 1, got {stages!r}")
+        self.ranks, self._device_type, self._stages = ranks, device_type, int(stages)
         self._doubt: tuple[Readback, str] | None = None
         self.start()
 
@@ -74,6 +83,13 @@ class Agreement:
     def size(self) -> int:
         """Return the number of ranks."""
         return math.prod(torch.distributed.get_world_size(group) for group in self._groups())
+
+    def ranks_of_a_stage(self) -> int:
+        """Return how many ranks a stage of the pipeline is on; raise a ValueError if that does not come out even."""
+        size = self.size()
+        if size % self._stages:
+            raise ValueError(f"pipeline_stages must divide the number of ranks, {size}, got {self._stages}")
+        return size // self._stages
 
     def copies(self) -> int:
         """Return how many ranks hold the same elements of what FSDP1 has flattened: along all but a mesh's last axis.

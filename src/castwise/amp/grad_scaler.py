@@ -65,6 +65,8 @@ class GradScaler(torch.amp.GradScaler):
             fp32 arithmetic and rounded to fp16, where small ones may vanish.
         process_group: A `torch.distributed` group or device mesh whose ranks shall take and skip the same steps and
             clip to a norm over all of them: what each has found is reduced, in one collective a step.
+        pipeline_stages: How many stages of a pipeline the ranks of the group hold, each on as many of them. A gradient
+            that is neither a DTensor nor flattened by FSDP1 counts as a copy that all ranks of its stage hold.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -95,10 +97,13 @@ class GradScaler(torch.amp.GradScaler):
         *,
         allow_fp16_gradients: bool = False,
         process_group: Ranks | None = None,
+        pipeline_stages: int = 1,
     ) -> None:
         self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
-        self._agreement = None if process_group is None else Agreement(process_group, self._device)
+        self._agreement: Agreement | None = None
+        if process_group is not None:
+            self._agreement = Agreement(process_group, self._device, pipeline_stages)
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -259,7 +264,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             grads = grads.sum_duplicates(of_fp16_only=True)
         if self._agreement is not None:
-            grads = shards.local(grads, self._agreement.size(), self._agreement.copies())
+            grads = shards.local(grads, self._agreement.ranks_of_a_stage(), self._agreement.copies())
         return grads
 
     def _memory_of(self, optimizer: torch.optim.Optimizer) -> Memory:
@@ -681,7 +686,8 @@ class GradScaler(torch.amp.GradScaler):
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that an optimizer is deliberately not stepped in this iteration, so that `update()` is in order.
 
-        Its gradients stay as they are. If they were found not to be finite (by `unscale_` or clipping), the scale still
+        Its gradients stay as they are (see the README's table for what clipping has left in them), so zero them before
+        the next backward. If they were found not to be finite (by `unscale_` or clipping), the scale still
         backs off; if nothing was looked at and no other optimizer is stepped, the scale stays.
 
         Raises:

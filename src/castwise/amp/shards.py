@@ -21,7 +21,7 @@ def local(grads: Gradients, ranks: int, copies: int) -> Gradients:
 
     Args:
         grads: Of any kind.
-        ranks: How many decide together.
+        ranks: How many of those that decide together share the parameters.
         copies: How many of them hold the same part of what FSDP has flattened.
     """
     if all(is_plain(grads.tensors[group[0]]) for group in grads.groups.values()):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -123,6 +123,14 @@ def hsdp(_: int) -> torch.nn.Module:
     return split
 
 
+def hybrid_fsdp1(_: int) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return FullyShardedDataParallel(
+        model(), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
 SPLITS: dict[str, Callable[[int], torch.nn.Module]] = {
     "DDP": ddp,
     "FSDP1": fsdp1(False),
@@ -133,7 +141,7 @@ SPLITS: dict[str, Callable[[int], torch.nn.Module]] = {
     "partial sums": with_partial_gradients,
     "replicated, sharded and plain": by_hand(Replicate(), Shard(0), None, None),
 }
-SPLITS_OF_FOUR = {"FSDP2 x TP": fsdp2_and_tp, "HSDP": hsdp, "FSDP2": fsdp2, "DDP": ddp}
+SPLITS_OF_FOUR = {"FSDP2 x TP": fsdp2_and_tp, "HSDP": hsdp, "FSDP1 HSDP": hybrid_fsdp1, "FSDP2": fsdp2, "DDP": ddp}
 FAULTS = ["none", "NaN loss of rank 0", "inf in a gradient of rank 0", "inf in a gradient of the last rank"]
 
 
@@ -204,25 +212,49 @@ def train(split: torch.nn.Module, scaler: Any, kind: str, clip: bool, fault: str
     }
 
 
-def pipeline(fused: bool, fault: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Every rank has a stage and an optimizer of its own; only the decisions are common."""
-    scaler = castwise.GradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=dist.group.WORLD)
-    stage = torch.nn.Linear(3 + rank, 2)
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1, fused=fused)
-    scales, moved = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        before = stage.weight.detach().clone()
-        loss = scaler.scale(stage(torch.ones(1, 3 + rank)).sum())
-        if not (fault == "no gradients of rank 0" and rank == 0):
-            loss.backward()
-        if step == BAD_STEP and fault.endswith("last rank" if rank == world_size - 1 else f"rank {rank}"):
-            spoil(stage)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        moved.append(not torch.equal(before, stage.weight))
-    return {"scales": scales, "moved": moved}
+class Stages:
+    """Some stages of a pipeline; each has a loss of its own, and the model's is their sum."""
+
+    def __init__(self, stages: list[int], kind: str, scaler: Any) -> None:
+        self.stages, self.scaler, self.scales, self.norms = {}, scaler, [], []
+        for stage in stages:
+            torch.manual_seed(stage)
+            self.stages[stage] = torch.nn.Linear(3 + stage, 2)
+        params = [param for module in self.stages.values() for param in module.parameters()]
+        self.optimizer = torch.optim.AdamW(params, lr=0.1, **KINDS[kind])
+
+    def train(self, clip: bool, fault: str, last: int) -> dict[str, Any]:
+        for step in range(STEPS):
+            self.optimizer.zero_grad()
+            for stage, module in self.stages.items():
+                loss = module(torch.ones(1, 3 + stage)).pow(2).sum()
+                is_met = step == BAD_STEP and fault.endswith("last rank" if stage == last else f"rank {stage}")
+                scaled = self.scaler.scale(loss * math.nan if is_met and fault.startswith("NaN") else loss)
+                if not (fault == "no gradients of rank 0" and stage == 0):
+                    scaled.backward()
+                if is_met and fault.startswith("inf"):
+                    spoil(module)
+            if clip:
+                self.norms.append(self.scaler.clip_grad_norm_(self.optimizer, MAX_NORM).item())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scales.append(self.scaler.get_scale())
+        weights = {
+            stage: [weight for param in module.parameters() for weight in param.flatten().tolist()]
+            for stage, module in self.stages.items()
+        }
+        return {"scales": self.scales, "norms": self.norms, "weights": weights}
+
+
+def pipeline(kind: str, clip: bool, fault: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Every rank has a stage and an optimizer of its own, beside all stages in one process."""
+    settings = {"init_scale": 1024.0, "growth_interval": 2}
+    group = castwise.GradScaler("cpu", **settings, process_group=dist.group.WORLD, pipeline_stages=world_size)
+    last = world_size - 1
+    return {
+        "split": Stages([rank], kind, group).train(clip, fault, last),
+        "alone": Stages(list(range(world_size)), kind, castwise.GradScaler("cpu", **settings)).train(clip, fault, last),
+    }
 
 
 class Side:
@@ -359,7 +391,7 @@ def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
             continue
         make = {"castwise": castwise.ShardedGradScaler, "torch": Torchs}[library]
         group: Any = dist.group.WORLD
-        if split == "HSDP":
+        if split.endswith("HSDP"):
             group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
         def run(
@@ -390,9 +422,10 @@ def main(rank: int, world_size: int, what: str) -> None:
         results = matrix(what.split()[1:], rank, world_size)
     elif what == "pipeline":
         results = {
-            f"{fused} | {fault}": pipeline(fused, fault, rank, world_size)
-            for fused in (False, True)
-            for fault in (*FAULTS[:1], *FAULTS[2:], "no gradients of rank 0")
+            f"{kind} | {clip} | {fault}": pipeline(kind, clip, fault, rank, world_size)
+            for kind in KINDS
+            for clip in (False, True)
+            for fault in (*FAULTS, "no gradients of rank 0")
         }
     elif what.startswith("lockstep"):
         results = {

@@ -47,8 +47,8 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
         growth_factor: As for `GradScaler`.
         growth_interval: As for `GradScaler`.
         enabled: As for `GradScaler`.
-        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken. A gradient
-            that is neither a DTensor nor flattened by FSDP1 counts as a copy that all of them hold, as under DDP.
+        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken.
+        pipeline_stages: As for `GradScaler`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -66,6 +66,8 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         process_group: Ranks | None = None,
+        *,
+        pipeline_stages: int = 1,
     ) -> None:
         GradScaler.__init__(
             self,
@@ -77,7 +79,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             enabled=enabled,
             allow_fp16_gradients=True,
         )
-        self._agreement = Agreement(process_group, self._device)
+        self._agreement = Agreement(process_group, self._device, pipeline_stages)
 
     @property
     def process_group(self) -> Ranks | None:  # type: ignore[override]  # torch's is a variable and takes no mesh
