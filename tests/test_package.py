@@ -80,6 +80,7 @@ def test_the_face() -> None:
     assert castwise.__all__ == [
         "GradScaler",
         "ShardedGradScaler",
+        "WeightCache",
         "amp",
         "autocast",
         "cpu",

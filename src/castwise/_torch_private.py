@@ -25,6 +25,7 @@ __all__ = [
     "at_the_end_of_this_backward",
     "device_types_of",
     "graph_nodes_made",
+    "holders_of",
     "is_autocast_available",
     "is_fsdp_flattened",
     "is_torch_function_mode_enabled",
@@ -94,6 +95,11 @@ def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
 def graph_nodes_made() -> int:
     """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def holders_of(tensor: torch.Tensor) -> int:
+    """Return how many tensors share a tensor's memory, plus a constant."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def version(tensor: torch.Tensor) -> int:

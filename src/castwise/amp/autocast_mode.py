@@ -36,6 +36,7 @@ from torch import (
     set_autocast_enabled,
 )
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from castwise._torch_private import (
@@ -50,6 +51,7 @@ from castwise._torch_private import (
 from castwise._warnings import warn
 from castwise.amp import _traced_region
 from castwise.amp.devices import amp_definitely_not_available, is_autocast_available
+from castwise.amp.weight_cache import WeightCache
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
@@ -87,6 +89,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             (`torch.get_autocast_dtype`).
         enabled: False makes the region run everything as it would outside.
         cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None takes the thread's setting.
+        weight_cache: Keep casts of a model's weights beyond the region, until the weights change; see `WeightCache`.
 
     Raises:
         ValueError: `device_type` is not a string.
@@ -110,6 +113,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
+        *,
+        weight_cache: WeightCache | None = None,
     ) -> None:
         _check_device_type(device_type)
         if not (jit_internal.is_scripting() or _has_autocast(device_type)):
@@ -128,8 +133,12 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
-        # By thread: enabled, dtype and cache outside of the region, and the same of an earlier entry still active.
-        self._outer: dict[int, tuple[bool, torch.dtype, bool, Any]] = {}
+        if not isinstance(weight_cache, (WeightCache, NoneType)):
+            raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
+        self._weight_cache = weight_cache
+        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, and the same of an
+        # earlier entry still active.
+        self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any]] = {}
 
     @only_inlined
     def __enter__(self) -> Self:
@@ -137,10 +146,14 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             return self
         device = self.device
         thread = 0 if is_dynamo_compiling() else get_ident()
+        substitution = None
+        if self._weight_cache is not None and self._enabled and thread != 0:
+            substitution = self._weight_cache.mode(device)
         self._outer[thread] = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
+            substitution,
             self._outer.get(thread),
         )
         if thread == 0:
@@ -153,6 +166,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         set_autocast_cache_enabled(self._cache_enabled)
         if is_torch_function_mode_enabled():
             record_enter_autocast((device, self.fast_dtype, self._enabled, self._cache_enabled))
+        if substitution is not None:
+            substitution.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @only_inlined
@@ -164,7 +179,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         outer = self._outer.pop(thread, None)
         if outer is None:
             return self._leave_elsewhere()
-        enabled, dtype, cache_enabled, before = outer
+        enabled, dtype, cache_enabled, substitution, before = outer
+        if substitution is not None:
+            substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         if before is not None:
             self._outer[thread] = before
         if thread == 0:
