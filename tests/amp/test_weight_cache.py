@@ -89,6 +89,13 @@ def other_memory(model: nn.Sequential) -> None:
             param.data = param.data * 2
 
 
+def freed_memory(model: nn.Sequential) -> None:
+    """The address is that of before, and so is the version."""
+    for param in model.parameters():
+        shape, param.data = param.shape, torch.empty(0)
+        param.data = torch.full(shape, 2.0)
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "fused AdamW": step(torch.optim.AdamW, fused=True),
     "foreach AdamW": step(torch.optim.AdamW, foreach=True),
@@ -105,6 +112,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "averages swapped in": swap_averages,
     "vector_to_parameters": from_vector,
     "other memory by .data": other_memory,
+    "memory that was freed": freed_memory,
     ".to(float64) and back": lambda model: model.to(torch.float64).to(torch.float32),
 }
 
@@ -357,6 +365,27 @@ def test_transformed_functions_are_left_alone() -> None:
         ours = torch.func.grad(loss)(params)
     with region(None):
         same(ours, torch.func.grad(loss)(params))
+
+
+def test_mapped_functions_are_left_alone() -> None:
+    model = mlp()
+    with region(WeightCache(model)):
+        ours = torch.func.vmap(model)(X)
+    with region(None):
+        same(ours, torch.func.vmap(model)(X))
+
+
+def test_a_weight_of_another_shape_or_layout() -> None:
+    model = mlp()
+    cache = WeightCache(model)
+    output(model, cache)
+    for weight in (torch.ones(1, 4), torch.ones(6, 4), torch.ones(4, 6).t(), torch.ones(6, 8)[:, ::2]):
+        model[0].weight.data, model[0].bias.data = weight, torch.ones(len(weight))
+        for _ in range(2):
+            same(output(model[0], cache), output(model[0], None))
+        size = (len(weight) + weight.numel() * (weight.stride(-1) != 2) + 8 * 4 + 4) * 2
+        assert cache.report().nbytes == size
+    assert cache.report().refused == {"0.weight": "not dense in memory"}
 
 
 # -- what is held -----------------------------------------------------------------------------------------------------

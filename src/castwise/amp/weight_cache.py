@@ -93,6 +93,10 @@ class _Copy:
         self.stamp: _Stamp | None = None
         self._alias: torch.Tensor | None = None
 
+    def is_like(self, weight: torch.Tensor) -> bool:
+        """Say whether a copy of the weight would lie in memory as this one does."""
+        return self.buffer.shape == weight.shape and self.buffer.stride() == weight.stride()
+
     def refresh(self, weight: torch.Tensor, stamp: _Stamp) -> None:
         """Make the copy anew: elsewhere if a backward that is to come has saved it."""
         if holders_of(self.buffer) > self._holders:
@@ -204,6 +208,9 @@ class WeightCache:
             if not self._knows(weight):
                 return None
             copy = self._copies.get((key, dtype))
+            if copy is not None and not copy.is_like(weight):
+                self._drop((key, dtype))
+                copy = None
             if copy is None:
                 nbytes = weight.numel() * dtype.itemsize
                 if self._budget is not None and nbytes > self._budget:
@@ -233,7 +240,10 @@ class WeightCache:
             if key in self._foreign or not self._find(weight):
                 self._foreign.add(key)
                 return False
-        return _why_not(weight) is None
+        if _why_not(weight) is None:
+            return True
+        self._drop_all(key)  # from when it could be cached
+        return False
 
     def _find(self, weight: torch.Tensor) -> bool:
         """Look for a weight in the model, and note where it is."""
@@ -251,8 +261,12 @@ class WeightCache:
         with self._lock:
             self._places.pop(key, None)
             self._steps.pop(key, None)
-            for of_weight in [of_copy for of_copy in self._copies if of_copy[0] == key]:
-                self._drop(of_weight)
+            self._drop_all(key)
+
+    def _drop_all(self, key: int) -> None:
+        for dtype in _LOW_PRECISION:
+            if (key, dtype) in self._copies:
+                self._drop((key, dtype))
 
     def _drop(self, key: tuple[int, torch.dtype]) -> None:
         self._nbytes -= self._copies.pop(key).buffer.nbytes
@@ -302,7 +316,7 @@ class _Substitution(TorchFunctionMode):
         super().__init__()
         self._cache, self._device_type = cache, device_type
         # Of this region: casts with a node of the graph, and the weights' stamps they are of.
-        self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, _Copy, _Stamp | None]] = {}
+        self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, _Stamp | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -330,8 +344,8 @@ class _Substitution(TorchFunctionMode):
             return self._cast(weight, copy)
         key = (id(weight), dtype)
         known = self._casts.get(key)
-        if known is None or known[1] is not copy or known[2] != copy.stamp:
-            known = self._casts[key] = (self._cast(weight, copy), copy, copy.stamp)
+        if known is None or known[1] != copy.stamp:
+            known = self._casts[key] = (self._cast(weight, copy), copy.stamp)
         return known[0]
 
     def _cast(self, weight: nn.Parameter, copy: _Copy) -> torch.Tensor:
@@ -347,6 +361,8 @@ def _why_not(weight: torch.Tensor) -> str | None:
         return f"{weight.dtype} and not torch.float32"
     if weight.layout is not torch.strided or weight.device.type == "meta":
         return f"{weight.layout} on {weight.device.type}"
+    if not (weight.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(weight)):
+        return "not dense in memory"
     if weight.is_inference():
         return "made in inference mode, where no writes are counted"
     if is_fsdp_flattened(weight):
