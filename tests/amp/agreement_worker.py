@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -92,7 +93,10 @@ def orders(rank: int, _: int, kind: str) -> Any:
 
 
 def backward_after_clipping(rank: int, _: int, kind: str) -> Any:
-    """A batch is thrown away after it was clipped, and in the next only the last rank has a gradient, which is inf."""
+    """A batch is thrown away after it was clipped, and in the next only the last rank has a gradient, which is inf.
+
+    It is told that it cannot step alone on what the others have not agreed on, and clips again with them.
+    """
     training = Training(kind)
     training.backward()
     if rank == 0:
@@ -100,10 +104,97 @@ def backward_after_clipping(rank: int, _: int, kind: str) -> Any:
     training.scaler.clip_grad_norm_(training.optimizers[0], 1.0)
     training.params[0].grad = None
     loss = training.scaler.scale(training.params[0].sum() * math.inf)
+    error = ""
     if rank == dist.get_world_size() - 1:
         loss.backward()
+        try:
+            training.scaler.step(training.optimizers[0])
+        except RuntimeError as raised:
+            error = str(raised)
+    training.scaler.clip_grad_norm_(training.optimizers[0], 1.0)
+    training.step()
+    return {"weights": training.weights(), "scale": training.scaler.get_scale(), "error": error[:52]}
+
+
+def lonely_loss(rank: int, _: int, kind: str) -> Any:
+    """The first rank scales a loss that the others do not have, between clipping and stepping."""
+    training = Training(kind)
+    training.backward()
+    training.scaler.clip_grad_norm_(training.optimizers[0], 9.0)
+    if rank == 0:
+        training.scaler.scale(training.params[0].detach().sum())
+    training.step()
+    return {"weights": training.weights(), "collectives": training.collectives}
+
+
+def stages_without_a_loss(rank: int, world_size: int, kind: str) -> Any:
+    """Only the last stage of a pipeline scales anything; the others are given their gradients, two losses in turn."""
+    training = Training(kind, 2)
+    for index, optimizer in enumerate(training.optimizers):
+        if rank == world_size - 1:
+            training.scaler.scale(training.params[index].sum() * (math.inf if index else 1.0)).backward()
+        else:
+            training.params[index].grad = torch.full((3,), 8.0)
+        training.scaler.clip_grad_norm_(optimizer, 9.0)
     training.step()
     return {"weights": training.weights(), "scale": training.scaler.get_scale()}
+
+
+def closure(rank: int, _: int, kind: str, clip: str) -> Any:
+    """The loss that the closure returns is infinite on the first rank, and its gradients are finite."""
+    training = Training(kind)
+    (param,), (optimizer,) = training.params, training.optimizers
+
+    def evaluate() -> float:
+        optimizer.zero_grad()
+        training.scaler.scale(param.sum()).backward()
+        if clip == "clip":
+            training.scaler.clip_grad_norm_(optimizer, 1.0)
+        return math.inf if rank == 0 else 1.0
+
+    training.scaler.step(optimizer, evaluate)
+    training.scaler.update()
+    return {"weights": training.weights(), "scale": training.scaler.get_scale()}
+
+
+def norms(rank: int, world_size: int) -> Any:
+    """Norms of gradients that are split between the ranks, far from 1 and of large orders."""
+    found = []
+    for value, p in ((3e3, 100.0), (1e20, 20.0), (1e-4, 100.0), (1e-30, 5.0), (2.0, 4.0), (1e38, 3.0)):
+        param = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param], lr=0.0)
+        scaler = castwise.GradScaler("cpu", 1.0, process_group=dist.group.WORLD, pipeline_stages=world_size)
+        scaler.scale(param.sum())
+        param.grad = torch.full((1,), value)
+        found.append(scaler.clip_grad_norm_(optimizer, math.inf, p).item() / value)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1.0
+    return found
+
+
+def copied(rank: int, _: int, kind: str) -> Any:
+    """The first rank goes on with a copy of its scaler."""
+    training = Training(kind)
+    for _ in range(4):
+        training.backward()
+        training.step()
+        if rank == 0:
+            training.scaler = copy.deepcopy(training.scaler)
+    return training.scaler.get_scale()
+
+
+def outside(rank: int, _: int, kind: str) -> Any:
+    """The last rank is not in the group."""
+    group = dist.new_group([0])
+    scaler = castwise.ShardedGradScaler("cpu", process_group=group)
+    param = torch.nn.Parameter(torch.ones(1))
+    scaler.scale(param.sum()).backward()
+    try:
+        scaler.step(torch.optim.SGD([param], lr=1.0, **KINDS[kind]))
+    except RuntimeError as error:
+        return str(error)
+    return param.item()
 
 
 def only_sparse(rank: int, _: int, fault: str) -> Any:
@@ -126,6 +217,36 @@ DIFFERENCES: dict[str, Callable[[castwise.GradScaler], Any]] = {
     "a setting": lambda scaler: scaler.set_growth_interval(4),
     "an update": lambda scaler: scaler.update(4.0),
 }
+
+
+def different_calls(rank: int, world_size: int, name: str) -> Any:
+    """The last rank leaves out one of the calls that the others make; collectives of all kinds meet."""
+    training = Training("foreach", 2)
+    one, two = training.optimizers
+    scaler = training.scaler
+    try:
+        for iteration in range(3):
+            training.backward()
+            odd = rank == world_size - 1 and iteration == 1
+            if name == "unscale_":
+                scaler.unscale_(one)
+                if not odd:
+                    scaler.unscale_(two)
+            elif name in ("2", "inf", "20"):
+                if not odd:
+                    scaler.clip_grad_norm_(one, 1.0, float(name))
+            else:
+                scaler.unscale_(one)
+                scaler.unscale_(two)
+            scaler.step(one)
+            if odd and name == "skip":
+                scaler.skip(two)
+            elif not (odd and name == "step"):
+                scaler.step(two)
+            scaler.update()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def difference(rank: int, world_size: int, kind: str, name: str, clip: str) -> Any:
@@ -175,7 +296,11 @@ def hang(rank: int, _: int, kind: str) -> Any:
 
 
 if __name__ == "__main__":
-    seconds = 2 if "hang" in sys.argv[4] else 20
-    rank, world_size, what = join(sys.argv, seconds)
-    name, *arguments = what.split("|")
-    print(json.dumps(globals()[name](rank, world_size, *arguments)), flush=True)
+    rank, world_size, what = join(sys.argv, 2 if "hang" in sys.argv[4] else 20)
+    results = {}
+    for case in what.split(";"):
+        name, *arguments = case.split("|")
+        results[case] = globals()[name](rank, world_size, *arguments)
+        if name != "hang":
+            dist.barrier()
+    print(json.dumps(results), flush=True)

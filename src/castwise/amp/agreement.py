@@ -1,9 +1,10 @@
 """Ranks that decide alike: what each has found, reduced to what all of them know, in one small collective.
 
-A collective is at most two numbers of 64 bits. Beside what was found it carries a digest of what the rank has done so
-far and is doing now: its settings, its updates, the call. Ranks that do not do the same (a checkpoint that one of them
-alone has loaded, a step that one of them left out) are found out by the very collective in which they meet, before any
-has stepped, at no further cost.
+A collective is two numbers of 64 bits. Beside what was found it carries a digest of what the rank has done so far and
+is doing now: its settings, its calls, its updates. Ranks that do not do the same (a checkpoint that one of them alone
+has loaded, a step that one of them left out) are found out by the very next collective in which they meet, before any
+has stepped there, at no further cost. So all collectives have one size, and whether there is one must not depend on
+what a rank alone knows, such as its gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _BITS = 53
 _DIGEST_BITS = 15
 _CUT_BITS = _DIGEST_BITS + 1
 _NORM_BITS = 63 - _CUT_BITS
+# Powers up to this of norms of fp32 numbers are in the range of fp64.
+_LARGEST_POWER = 4.0
 
 
 class Agreement:
@@ -52,8 +55,10 @@ class Agreement:
     def __init__(self, ranks: Ranks | None, device_type: str, stages: int = 1) -> None:
         if not torch.distributed.is_available():
             raise RuntimeError("this build of torch has no torch.distributed, so there are no ranks to agree with")
+        # What new_group() returns to ranks that are not in the group; they may make a scaler, and not use it.
+        is_outside = _is_outside(ranks)
         is_mesh = hasattr(ranks, "get_all_groups")
-        if ranks is not None and not is_mesh and not isinstance(ranks, torch.distributed.ProcessGroup):
+        if not (ranks is None or is_outside or is_mesh or isinstance(ranks, torch.distributed.ProcessGroup)):
             raise TypeError(f"process_group must be a ProcessGroup or a DeviceMesh, got {type(ranks).__name__}")
         if not integer("pipeline_stages", stages) >= 1:
             raise ValueError(f"pipeline_stages must be an integer >= 1, got {stages!r}")
@@ -61,13 +66,18 @@ class Agreement:
         self._doubt: tuple[Readback, str] | None = None
         self.start()
 
-    def start(self) -> None:
-        """Begin a history: whatever ranks did before, from now on they do the same."""
-        self._history, self._updates, self._calls = 0, 0, 0
+    def start(self, *state: float) -> None:
+        """Begin a history with some state: whatever ranks did before, from now on they do the same."""
+        self._history, self._updates, self._calls = zlib.crc32(repr(state).encode()), 0, 0
+
+    def note_call(self, *call: object) -> None:
+        """Add to the history what all ranks do alike."""
+        self._calls += 1
+        self._history = zlib.crc32(repr(call).encode(), self._history)
 
     def note_update(self, new_scale: float | None) -> None:
         """Add an update to the history, perhaps one that has set the scale."""
-        self._history = zlib.crc32(repr(new_scale).encode(), self._history)
+        self.note_call("update", new_scale)
         self._updates, self._calls = self._updates + 1, 0
 
     def _groups(self) -> list[Any]:
@@ -77,6 +87,8 @@ class Agreement:
             return [torch.distributed.group.WORLD]
         if isinstance(self.ranks, torch.distributed.ProcessGroup):
             return [self.ranks]
+        if _is_outside(self.ranks):
+            raise RuntimeError(f"rank {torch.distributed.get_rank()} is not in the process group of its scaler")
         groups: list[Any] = self.ranks.get_all_groups()
         return groups
 
@@ -115,10 +127,10 @@ class Agreement:
             now, flags = flags[: 1 + per_number], flags[1 + per_number :]
             said, digest, shift = self._says(f"{call} for {len(now)}", size)
             first, *others = ((flag.reshape(1) != 0).double() for flag in now)
-            packed = first.mul_(shift).add_(digest)
-            if others:
-                digits = torch.cat([flag.mul_(base**digit) for digit, flag in enumerate(others)])
-                packed = torch.cat([packed, digits.sum(0, keepdim=True)])
+            digits = torch.cat(
+                [flag.mul_(base**digit) for digit, flag in enumerate(others)] or [torch.zeros_like(first)]
+            )
+            packed = torch.cat([first.mul_(shift).add_(digest), digits.sum(0, keepdim=True)])
             reduced = self._reduce_(packed, torch.distributed.ReduceOp.SUM)
             found, is_other = _unpacked(reduced[0], shift, size * digest)
             self._object_if(is_other, said)
@@ -131,7 +143,7 @@ class Agreement:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the found_inf (fp32, shape ()) and the p-norm (fp64, shape ()) of all ranks' gradients together.
 
-        The norm is right to 1e-10 for p = inf.
+        The norm is right to 1e-10 for p = inf. For p > 4 it takes two collectives.
 
         Args:
             found_inf: Of this rank, fp32, shape ().
@@ -146,6 +158,13 @@ class Agreement:
         said, digest, shift = self._says(call, size)
         if norm_type == math.inf:
             return self._largest(found_inf, norm, said, digest % 2**_DIGEST_BITS)
+        if norm_type > _LARGEST_POWER:
+            # A second collective, for powers that no dtype can hold: the largest norm is taken out of the sum.
+            found_inf, peak = self._largest(found_inf, norm, said, digest % 2**_DIGEST_BITS)
+            unit = torch.where(peak.isfinite() & (peak > 0), peak, torch.ones_like(peak))
+            ratios = (norm / unit).pow(norm_type).reshape(1)
+            total = self._reduce_(torch.cat([ratios, torch.zeros_like(ratios)]), torch.distributed.ReduceOp.SUM)[0]
+            return found_inf, unit * total ** (1.0 / norm_type)
         facts = torch.stack([found_inf.double() * shift + digest, norm.double() ** norm_type])
         packed, total = self._reduce_(facts, torch.distributed.ReduceOp.SUM)
         found, is_other = _unpacked(packed, shift, size * digest)
@@ -168,7 +187,6 @@ class Agreement:
     def _says(self, call: str, size: int) -> tuple[str, int, int]:
         """Return what this rank is doing, a digest of it, and what to multiply flags with so that both fit in a sum."""
         self.settle_doubt()
-        self._calls += 1
         said = f"{call}, call {self._calls} after {self._updates} updates"
         bits = size.bit_length()
         digest = zlib.crc32(said.encode(), self._history) % 2 ** (_BITS - 2 * bits)
@@ -183,11 +201,11 @@ class Agreement:
             try:
                 torch.distributed.all_reduce(there, op, group)
             except RuntimeError as error:
-                self._calls -= 1
                 raise RuntimeError(
                     f"rank {torch.distributed.get_rank()} could not agree with the others of the process group "
                     f"{group.group_name!r} (ranks {torch.distributed.get_process_group_ranks(group)}) on whether to "
-                    f"take this step, so it has not stepped: has one of them ended? {error}"
+                    f"take this step, so it has not stepped: has one of them ended, left out a call or disabled its "
+                    f"scaler? {error}"
                 ) from error
             tensor = there.to(tensor.device)
         return tensor
@@ -232,6 +250,10 @@ class Agreement:
                 "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
             )
         return self.__dict__ | {"_doubt": None}
+
+
+def _is_outside(ranks: object) -> bool:
+    return ranks is torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
 def _unpacked(packed: torch.Tensor, shift: int, expected: int) -> tuple[torch.Tensor, torch.Tensor]:

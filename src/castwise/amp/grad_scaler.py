@@ -102,8 +102,6 @@ class GradScaler(torch.amp.GradScaler):
         self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
         self._agreement: Agreement | None = None
-        if process_group is not None:
-            self._agreement = Agreement(process_group, self._device, pipeline_stages)
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -115,7 +113,13 @@ class GradScaler(torch.amp.GradScaler):
             if self._device == "cuda" and amp_definitely_not_available():
                 warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
                 self._enabled = False
+        if process_group is not None:
+            self._agree_with(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
+
+    def _agree_with(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        agreement.start(self._init_scale, self._init_growth_tracker)
 
     def _take(self, schedule: Dynamic) -> None:
         for field in dataclasses.fields(schedule):
@@ -130,8 +134,8 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
         self._states_of_dead_optimizers: list[dict[str, Any]] = []
-        self._has_scaled_since_clipping = False
         self._unscaled = Ledger()
+        self._optimizers_seen = 0
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
     # -- scaling ------------------------------------------------------------------------------------------------
@@ -190,7 +194,6 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
-        self._has_scaled_since_clipping = True
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
@@ -203,6 +206,9 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None and self._agreement is not None:
+            # Of the stages of a pipeline only the last has a loss to scale.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
             raise RuntimeError(
                 f"{funcname}() needs a scale, which the first scale() makes: "
@@ -230,6 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "unscale_")
         self._look_for_later_backwards(optimizer, state, "unscale_")
+        self._note_call("unscale_", optimizer)
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, state, allow_fp16=self._allow_fp16_gradients)
         elif not state.pop("unscaled_by_clipping", False):
@@ -271,9 +278,10 @@ class GradScaler(torch.amp.GradScaler):
         try:
             memory = self._memories.get(optimizer)
             if memory is None:
-                memory = self._memories[optimizer] = Memory(optimizer)
+                memory = self._memories[optimizer] = Memory(optimizer, self._optimizers_seen)
+                self._optimizers_seen += 1
         except TypeError:  # cannot be hashed or referenced weakly
-            memory = Memory(optimizer)
+            memory = Memory(optimizer, -1)
         return memory
 
     def _unscale_grads_(
@@ -321,7 +329,6 @@ class GradScaler(torch.amp.GradScaler):
         """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
         if self._agreement is None:
             return
-        self._forget_measures_before_a_backward()
         states = [state for state in self._states() if "is_of_this_rank" in state]
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if flags:
@@ -331,9 +338,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _account(self) -> str:
         return (
-            f"init_scale {self._init_scale}, growth_factor {self._growth_factor}, backoff_factor "
-            f"{self._backoff_factor}, growth_interval {self._growth_interval}, tracker {self._init_growth_tracker}"
+            f"growth_factor {self._growth_factor}, backoff_factor {self._backoff_factor}, "
+            f"growth_interval {self._growth_interval}"
         )
+
+    def _note_call(self, name: str, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        if self._agreement is not None:
+            # Optimizers are told apart by the order in which they came first; ranks have no other names for them.
+            self._agreement.note_call(name, self._memory_of(optimizer).number, *arguments)
 
     def _states(self) -> list[dict[str, Any]]:
         return [*self._states_of_dead_optimizers, *self._per_optimizer_states.values()]
@@ -390,6 +402,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_norm_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_norm_")
+        self._note_call("clip_grad_norm_", optimizer, max_norm, norm_type)
         is_fused = self._memory_of(optimizer).takes_grad_scale(optimizer)
         allow_fp16 = is_fused or self._allow_fp16_gradients
         if state["stage"] is OptState.READY and not self._unscales_by_itself():
@@ -412,7 +425,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         factor = self._inv_scale() if state["stage"] is OptState.READY else torch.ones_like(scale)
         coef, found_inf = clipping.coefficient(total, max_norm, found_inf, factor * state.get("clip_coef", 1.0))
-        self._forget_measures_before_a_backward()
         if in_its_step:
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
             state["measured"] = Contents(present(optimizer)[1])
@@ -451,6 +463,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_value_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_value_")
+        self._note_call("clip_grad_value_", optimizer, clip_value)
         allow_fp16 = self._allow_fp16_gradients
         grads = self._collect(optimizer, allow_fp16=allow_fp16)
         grads.refuse_complex()
@@ -472,6 +485,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"{name}() is being called after a backward has added to gradients that were clipped before it: "
                 "clip once all gradients of a step are accumulated"
             )
+        if self._agreement is not None and name == "step":
+            raise _changed_since_clipping()
         if "clip_coef" in state:
             grads = self._collect(optimizer, allow_fp16=True)
             are_later = set(map(id, later))
@@ -529,6 +544,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "step")
         self._look_for_later_backwards(optimizer, state, "step")
+        self._note_call("step", optimizer)
         closure = closures.closure_of(args, kwargs)
         if closure is not None:
             returned = self._step_with_closure(optimizer, state, closure, args, kwargs)
@@ -618,19 +634,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_measured(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Say whether clipping has measured the gradients that are there now."""
-        if self._agreement is not None:
-            self._forget_measures_before_a_backward()
-            return "measured" in state
-        return "measured" in state and state["measured"].are(present(optimizer)[1])
-
-    def _forget_measures_before_a_backward(self) -> None:
-        """Look again at all gradients if a loss was scaled since: ranks must decide alike on whether to do so."""
-        if self._has_scaled_since_clipping:
-            self._has_scaled_since_clipping = False
-            for state in self._states():
-                state.pop("measured", None)
-                if "clipped" in state and state["stage"] is OptState.UNSCALED:
-                    state["is_of_this_rank"] = True
+        if "measured" not in state:
+            return False
+        are_same: bool = state["measured"].are(present(optimizer)[1])
+        if self._agreement is not None and not are_same:
+            raise _changed_since_clipping()  # ranks have decided on what was there, and only this one may look again
+        return are_same
 
     def _grad_scale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor | None:
         """Return what a fused optimizer has to divide its gradients by; a `grad_scale` of the user's takes part."""
@@ -662,8 +671,10 @@ class GradScaler(torch.amp.GradScaler):
                 loss = closure()
             scale, _ = self._check_scale_growth_tracker("step")
             self._settle(optimizer, state, allow_fp16=allow_fp16)
-            if not closures.is_finite(loss):
-                self._note(optimizer, state, {scale.device: torch.ones_like(scale)})
+            is_finite = closures.is_finite(loss)
+            if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
+                found = dict(state["found_inf_per_device"]) if is_finite else {scale.device: torch.ones_like(scale)}
+                self._note(optimizer, state, found)
             self._agree("step")
             if is_to_be_skipped(state):
                 raise closures.NonFiniteEvaluationError
@@ -698,6 +709,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         params_of(optimizer)
         refuse_if_over(self._state_of(optimizer), "skip")
+        self._note_call("skip", optimizer)
         self._finish(optimizer)["skipped"] = True
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
@@ -849,7 +861,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         schedule, growth_tracker = checkpoint.read(state_dict)
         if self._agreement is not None:
-            self._agreement.start()
+            self._agreement.start(schedule.init_scale, growth_tracker)
         self._take(schedule)
         self._init_growth_tracker = growth_tracker
         if self._scale is not None:
@@ -877,7 +889,21 @@ class GradScaler(torch.amp.GradScaler):
         self.__dict__.update(state)
 
 
-_PROCESS_LOCAL = ("_per_optimizer_states", "_owners", "_states_of_dead_optimizers", "_unscaled", "_memories")
+_PROCESS_LOCAL = (
+    "_per_optimizer_states",
+    "_owners",
+    "_states_of_dead_optimizers",
+    "_unscaled",
+    "_optimizers_seen",
+    "_memories",
+)
+
+
+def _changed_since_clipping() -> RuntimeError:
+    return RuntimeError(
+        "the gradients are not those that clip_grad_norm_() has measured on all ranks: call it again, on all of them, "
+        "when all gradients of the step are there"
+    )
 
 
 def _refuse_what_is_no_loss(outputs: object) -> None:

@@ -17,9 +17,15 @@ from castwise.amp.readback import Readback
 
 
 class Memory:
-    """What is found out once about an optimizer: how it wants to step, and of which kinds its gradients are."""
+    """What is found out once about an optimizer: how it wants to step, and of which kinds its gradients are.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    Args:
+        optimizer: Which it is about.
+        number: How many came before it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self.number = number
         self.collector = Collector()
         self.probe = Probe()
         # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.

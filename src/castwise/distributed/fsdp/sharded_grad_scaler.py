@@ -79,7 +79,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             enabled=enabled,
             allow_fp16_gradients=True,
         )
-        self._agreement = Agreement(process_group, self._device, pipeline_stages)
+        self._agree_with(Agreement(process_group, self._device, pipeline_stages))
 
     @property
     def process_group(self) -> Ranks | None:  # type: ignore[override]  # torch's is a variable and takes no mesh
