@@ -20,8 +20,8 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 KINDS = ["foreach", "fused"]
 
 
-NAMES = ["a load", "a setting", "an update"]
-CALLS = ["unscale_", "2", "inf", "20", "step", "skip"]
+NAMES = ["a load", "a setting", "an update", "a bit of memory"]
+CALLS = ["unscale_", "2", "step", "skip"]
 CLIPS = ["no", "2", "inf"]
 # By the number of ranks: all of them are met by the same processes.
 CASES = {
@@ -38,7 +38,7 @@ CASES = {
         *(f"difference|fused|{name}|{clip}" for name in NAMES for clip in CLIPS),
         *(f"different_calls|{name}" for name in CALLS),
     ],
-    4: ["several|foreach|9"],
+    4: ["several|foreach|9", "submesh"],
 }
 
 
@@ -107,6 +107,11 @@ def test_norms_of_any_order_are_those_of_one_process(ranks: Any) -> None:
     expected = [2 ** (1 / p) for p in (100, 20, 100, 5, 4, 3)]
     for rank in ranks("norms"):
         assert rank == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_mesh_is_reduced_over_all_of_its_dimensions(ranks: Any) -> None:
+    for rank in ranks("submesh", 4):
+        assert rank == pytest.approx([30**0.5] * 2, rel=1e-6)
 
 
 def test_a_copy_is_as_good_as_the_original(ranks: Any) -> None:

@@ -3,8 +3,8 @@
 A collective is two numbers of 64 bits. Beside what was found it carries a digest of what the rank has done so far and
 is doing now: its settings, its calls, its updates. Ranks that do not do the same (a checkpoint that one of them alone
 has loaded, a step that one of them left out) are found out by the very next collective in which they meet, before any
-has stepped there, at no further cost. So all collectives have one size, and whether there is one must not depend on
-what a rank alone knows, such as its gradients.
+has stepped there, at no further cost. So all collectives have one size, and all but those of maxima one operation; and
+whether there is one must not depend on what a rank alone knows, such as its gradients.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Agreement:
             return [self.ranks]
         if _is_outside(self.ranks):
             raise RuntimeError(f"rank {torch.distributed.get_rank()} is not in the process group of its scaler")
+        if self.ranks.size() == torch.distributed.get_world_size():
+            return [torch.distributed.group.WORLD]  # at once, so that none can fail between two dimensions
         groups: list[Any] = self.ranks.get_all_groups()
         return groups
 
@@ -104,11 +106,13 @@ class Agreement:
         return size // self._stages
 
     def copies(self) -> int:
-        """Return how many ranks hold the same elements of what FSDP1 has flattened: along all but a mesh's last axis.
+        """Return how many ranks hold the same part of what FSDP1 has flattened, as a mesh names them.
 
-        That is how FSDP1 understands a mesh of two dimensions (HYBRID_SHARD); over a group all is split.
+        An axis along which FSDP1 replicates (HYBRID_SHARD) is one whose name contains "replicate".
         """
-        return math.prod(torch.distributed.get_world_size(group) for group in self._groups()[:-1])
+        names = getattr(self.ranks, "mesh_dim_names", None) or ()
+        shape = getattr(self.ranks, "shape", ())
+        return math.prod(size for name, size in zip(names, shape, strict=False) if "replicate" in name)
 
     def any_(self, flags: Sequence[torch.Tensor], call: str) -> None:
         """Set each flag to 1 on all ranks if it is 1 on one.

@@ -337,8 +337,11 @@ class GradScaler(torch.amp.GradScaler):
             del state["is_of_this_rank"]
 
     def _account(self) -> str:
+        scale, growth_tracker = self._check_scale_growth_tracker("_account")
+        # Without a sync only a CPU's are known; others follow from the history, while memory is sound.
+        known = f"scale {scale.item()}, tracker {growth_tracker.item()}, " if scale.device.type == "cpu" else ""
         return (
-            f"growth_factor {self._growth_factor}, backoff_factor {self._backoff_factor}, "
+            f"{known}growth_factor {self._growth_factor}, backoff_factor {self._backoff_factor}, "
             f"growth_interval {self._growth_interval}"
         )
 

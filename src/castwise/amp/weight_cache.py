@@ -313,7 +313,7 @@ class _Substitution(TorchFunctionMode):
     """Puts copies in the place of weights while one region of one thread lasts."""
 
     def __init__(self, cache: WeightCache, device_type: str) -> None:
-        super().__init__()
+        TorchFunctionMode.__init__(self)
         self._cache, self._device_type = cache, device_type
         # Of this region: casts with a node of the graph, and the weights' stamps they are of.
         self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, _Stamp | None]] = {}

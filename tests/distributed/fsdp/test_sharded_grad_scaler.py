@@ -98,8 +98,7 @@ def test_a_step_takes_one_collective_of_at_most_16_bytes(
                 collectives = of_rank[" | ".join(["castwise", *case])]["collectives"]
                 if case[0] == "partial sums":  # they have to be taken
                     collectives = [(name, nbytes) for name, nbytes in collectives if name == "allreduce_"]
-                # A mesh of two dimensions as process group has two groups to reduce over.
-                assert [name for name, _ in collectives] == ["allreduce_"] * (2 if "HSDP" in case[0] else 1), case
+                assert [name for name, _ in collectives] == ["allreduce_"], case
                 assert all(0 < nbytes <= 16 for _, nbytes in collectives)
 
 
