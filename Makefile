@@ -22,6 +22,7 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/autocast_overhead.py
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/scale_out.py
+	$(BIN)/python benchmarks/weight_cache.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -367,9 +367,9 @@ class GradScaler(torch.amp.GradScaler):
 
         The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
         step, so its `.grad` are still scaled until then; those of any other, or after `unscale_`, are unscaled and
-        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip. May be
-        called before `unscale_`, after it, and again. A disabled scaler clips as well. Does not sync, except for CPU
-        gradients.
+        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip; so it is if
+        the scale is so large that fp32 cannot hold 1 / scale * max_norm / norm. May be called before `unscale_`, after
+        it, and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
 
         Args:
             optimizer: All gradients of its parameters count as one vector.
@@ -382,8 +382,8 @@ class GradScaler(torch.amp.GradScaler):
             if a gradient is. It is 0 without gradients. Sums are taken in fp64, on a CPU in pieces.
 
         Raises:
-            RuntimeError: Called after `step`, or before the first `scale()`; or the gradients are not finite and
-                `error_if_nonfinite` is set. Nothing has been changed then.
+            RuntimeError: Called after `step`, or before the first `scale()`; or a backward has added to gradients
+                that were clipped; or they are not finite and `error_if_nonfinite` is set. Nothing has been changed then.
             TypeError: `optimizer` is not one, an argument has the wrong type, or a gradient a dtype or layout that
                 cannot be unscaled.
             ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
