@@ -382,8 +382,8 @@ class GradScaler(torch.amp.GradScaler):
             if a gradient is. It is 0 without gradients. Sums are taken in fp64, on a CPU in pieces.
 
         Raises:
-            RuntimeError: Called after `step`, or before the first `scale()`; or a backward has added to gradients
-                that were clipped; or they are not finite and `error_if_nonfinite` is set. Nothing has been changed then.
+            RuntimeError: Called after `step`, or before the first `scale()`; or a backward has added to gradients that
+                were clipped; or they are not finite and `error_if_nonfinite` is set. Nothing has been changed then.
             TypeError: `optimizer` is not one, an argument has the wrong type, or a gradient a dtype or layout that
                 cannot be unscaled.
             ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
