@@ -258,6 +258,22 @@ def test_a_frozen_base_with_adapters() -> None:
     same(ours, run(False))
 
 
+def test_a_frozen_weight_that_changes_before_the_backward() -> None:
+    def run(cached: bool) -> Any:
+        model = mlp().requires_grad_(False)
+        cache = WeightCache(model) if cached else None
+        x = X.clone().requires_grad_()
+        for _ in range(2):
+            with region(cache):
+                loss = model(x).float().square().sum()
+            in_place(model)
+            output(model, cache)  # casts again
+            loss.backward()
+        return x.grad
+
+    same(run(True), run(False))
+
+
 # -- regions ----------------------------------------------------------------------------------------------------------
 
 
