@@ -146,6 +146,7 @@ class WeightCache:
         ValueError: `budget_bytes` is below 0.
 
     Example:
+        >>> import castwise
         >>> model = torch.nn.Linear(4, 4)
         >>> cache = WeightCache(model)
         >>> for _ in range(3):
