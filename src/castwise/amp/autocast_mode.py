@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import get_ident
-from types import NoneType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -126,14 +125,16 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             return
         if not isinstance(self.fast_dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-        # Else they would be refused after the region has been half entered.
-        if not isinstance(enabled, bool):
+        # Flags are looked at here: torch's setters would refuse them when the region has been half entered.
+        if enabled is not True and enabled is not False:
             raise TypeError(f"enabled must be a bool, got {enabled!r}")
-        if not isinstance(cache_enabled, (bool, NoneType)):
+        if cache_enabled is None:
+            cache_enabled = is_autocast_cache_enabled()
+        elif cache_enabled is not True and cache_enabled is not False:
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
-        self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._cache_enabled = cache_enabled
         self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
-        if not isinstance(weight_cache, (WeightCache, NoneType)):
+        if weight_cache is not None and not isinstance(weight_cache, WeightCache):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._weight_cache = weight_cache
         # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, and the same of an
