@@ -247,6 +247,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        ranks_know = self._agreement is not None and self._is_measured(optimizer, state)
         found_inf = torch.zeros_like(scale)
         if self._unscales_by_itself():
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
@@ -256,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unscaled.record(params_of(optimizer))
         state.pop("clip_coef", None)
         state["stage"] = OptState.UNSCALED
-        if self._agreement is None or not self._is_measured(optimizer, state):  # else the ranks know already
+        if not ranks_know:
             self._note(optimizer, state, found)
 
     def _inv_scale(self) -> torch.Tensor:
@@ -430,17 +431,16 @@ class GradScaler(torch.amp.GradScaler):
         coef, found_inf = clipping.coefficient(total, max_norm, found_inf, factor * state.get("clip_coef", 1.0))
         if in_its_step:
             state["clip_coef"] = coef * state.get("clip_coef", 1.0)
-            state["measured"] = Contents(present(optimizer)[1])
             self._unscaled.record(params_of(optimizer), are_unscaled=False)
         else:
             unscaling.multiply_([(factor * coef, part) for factor, part in factors])
             if state["stage"] is OptState.READY:
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
             self._unscaled.record(params_of(optimizer))
-        state["clipped"] = {id(param): param.grad for param in grads.params}
+        state["clipped"] = Contents(present(optimizer)[1])
         state["finite"] = facts
         self._note(optimizer, state, {scale.device: found_inf})
-        state.pop("is_of_this_rank", None)
+        state.pop("is_of_this_rank", None)  # the norm's collective has told all ranks
         return unscaling.like_gradients(total, grads)
 
     @never_traced
@@ -480,10 +480,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _look_for_later_backwards(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], name: str) -> None:
         """Begin anew with an optimizer of which some gradients were clipped and then others put in their place."""
-        later = self._unscaled.forgotten(params_of(optimizer)) if "clipped" in state else []
+        later = self._unscaled.forgotten(optimizer) if "clipped" in state else []
         if not later:
             return
-        if any(state["clipped"].get(id(param)) is param.grad for param in later):
+        if any(state["clipped"].hold(param.grad) for param in later):
             raise RuntimeError(
                 f"{name}() is being called after a backward has added to gradients that were clipped before it: "
                 "clip once all gradients of a step are accumulated"
@@ -575,8 +575,7 @@ class GradScaler(torch.amp.GradScaler):
     def _finish(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = self._per_optimizer_states[id(optimizer)] = self._state_of(optimizer)
         state["stage"] = OptState.STEPPED
-        for name in ("measured", "clipped"):  # they keep gradients alive
-            state.pop(name, None)
+        state.pop("clipped", None)  # it keeps gradients alive
         return state
 
     def _maybe_opt_step(
@@ -636,10 +635,10 @@ class GradScaler(torch.amp.GradScaler):
         return self._note(optimizer, state, found)
 
     def _is_measured(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
-        """Say whether clipping has measured the gradients that are there now."""
-        if "measured" not in state:
+        """Say whether clipping has measured the gradients that are there now, and left them to a fused step."""
+        if "clip_coef" not in state:
             return False
-        are_same: bool = state["measured"].are(present(optimizer)[1])
+        are_same: bool = state["clipped"].are(present(optimizer)[1])
         if self._agreement is not None and not are_same:
             raise _changed_since_clipping()  # ranks have decided on what was there, and only this one may look again
         return are_same

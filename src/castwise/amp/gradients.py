@@ -171,6 +171,10 @@ class Contents:
     def __init__(self, grads: list[torch.Tensor]) -> None:
         self._grads, self._versions = list(grads), list(map(version, grads))
 
+    def hold(self, grad: torch.Tensor | None) -> bool:
+        """Say whether a gradient is one of these, written to or not."""
+        return any(grad is one for one in self._grads)
+
     def are(self, grads: list[torch.Tensor]) -> bool:
         """Say whether gradients are these, and were neither written to nor replaced since."""
         return (

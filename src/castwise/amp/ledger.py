@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from castwise._torch_private import at_the_end_of_this_backward, graph_nodes_made, version
-from castwise.amp.gradients import Gradients
+from castwise.amp.gradients import Gradients, params_of
 
 # What a gradient is before a backward: which tensor, and how often it was written to.
 _Before: TypeAlias = tuple[Callable[[], torch.Tensor | None], int]
@@ -105,12 +105,12 @@ class Ledger:
         for entry in self._entries[count:]:
             self._remember(entry.params)
 
-    def forgotten(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of some parameters whose gradients were on record and are now those of a later backward."""
+    def forgotten(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return an optimizer's parameters whose gradients were on record and are now those of a later backward."""
         self.backward_ends()
         if not self._forgotten:
             return []
-        return [param for param in params if id(param) in self._forgotten and param.grad is not None]
+        return [param for param in params_of(optimizer) if id(param) in self._forgotten and param.grad is not None]
 
     def _look(self) -> dict[int, _Before]:
         return {id(param): _now(param) for entry in self._entries for param in entry.params}

@@ -63,9 +63,8 @@ def new_state() -> dict[str, Any]:
     """Return the entry of an optimizer that nothing was done with, with torch's keys.
 
     Others come and go: "readback" of found_inf, "is_of_this_rank" (whether ranks have yet to agree on it), "finite"
-    (facts about each parameter), "unscaled_by_clipping" (whether `unscale_` may still be called), "clipped" (gradients
-    by the ids of their parameters), "clip_coef" (what a fused optimizer still has to multiply with), "measured" (the
-    gradients it was made from) and "skipped".
+    (facts about each parameter), "unscaled_by_clipping" (whether `unscale_` may still be called), "clipped" (the
+    gradients that clipping has left), "clip_coef" (what a fused optimizer still has to multiply them with), "skipped".
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 

@@ -172,7 +172,7 @@ class WeightCache:
         self._copies: OrderedDict[tuple[int, torch.dtype], _Copy] = OrderedDict()
         # By the id of a weight where it is: torch.utils.swap_tensors refuses tensors with weak references.
         self._places: dict[int, _Place] = {}
-        self._foreign: set[int] = set()
+        self._foreign: set[int] = set()  # ids of others; a weight that comes to have one of them is just not cached
         self._steps: dict[int, int] = {}
         self._nbytes = self._hits = self._refreshes = 0
         _CACHES.add(self)

@@ -10,7 +10,7 @@ import torch
 from castwise.cli.errors import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# With units for it a low precision is at worst a little slower than fp32; emulated, 15 to 30 times.
+# With units for it a low precision is at worst a little slower than fp32; emulated, about 30 times.
 _EMULATED_FROM = 5.0
 
 

@@ -53,6 +53,7 @@ class Ranks:
             )
         self.strategy, self.size, self.rank = strategy, size, int(os.environ.get("RANK", "0"))
         self._mesh: DeviceMesh | None = None
+        self._splitting: Any = _NotSplit
         if strategy is not None:
             # FSDP2 and torch's scaler warn of what they do themselves.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed")
@@ -61,6 +62,9 @@ class Ranks:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             from torch.distributed.device_mesh import init_device_mesh
 
+            from castwise.cli.demo import splitting
+
+            self._splitting = splitting
             self._mesh = init_device_mesh(device.type, (size,))
 
     def __enter__(self) -> Self:
@@ -121,45 +125,45 @@ class Ranks:
 
     def split(self, model: GPT) -> nn.Module:
         """Give each rank its part of a model that all of them have built alike."""
-        if self._mesh is None or self.strategy is None:
-            return model
-        from castwise.cli.demo import splitting
-
-        return splitting.split(model, self.strategy, self._mesh)
+        return model if self._mesh is None else self._splitting.split(model, self.strategy, self._mesh)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> None:
         """Clip gradients as torch does it for such a model."""
-        if self._mesh is None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            return
-        from castwise.cli.demo import splitting
-
-        splitting.clip_grad_norm_(model, max_norm)
+        self._splitting.clip_grad_norm_(model, max_norm)
 
     def weights(self, model: nn.Module) -> dict[str, Any]:
         """All weights of a model, whole, by the names they have when it is not split; on every rank."""
-        if self._mesh is None:
-            return model.state_dict()
-        from castwise.cli.demo import splitting
-
-        return splitting.weights(model)
+        weights: dict[str, Any] = self._splitting.weights(model)
+        return weights
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """All of an optimizer's state, whole, on every rank."""
-        if self._mesh is None:
-            return optimizer.state_dict()
-        from castwise.cli.demo import splitting
-
-        return splitting.optimizer_state(model, optimizer)
+        state: dict[str, Any] = self._splitting.optimizer_state(model, optimizer)
+        return state
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Any], state: dict[str, Any]
     ) -> None:
         """Take over what `weights` and `optimizer_state` gave."""
-        if self._mesh is None:
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-            return
-        from castwise.cli.demo import splitting
+        self._splitting.load(model, optimizer, weights, state)
 
-        splitting.load(model, optimizer, weights, state)
+
+class _NotSplit:
+    """What `splitting` does, for a model that is whole."""
+
+    @staticmethod
+    def clip_grad_norm_(model: nn.Module, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    @staticmethod
+    def weights(model: nn.Module) -> dict[str, Any]:
+        return model.state_dict()
+
+    @staticmethod
+    def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    @staticmethod
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any], state: dict[str, Any]) -> None:
+        model.load_state_dict(whole)
+        optimizer.load_state_dict(state)

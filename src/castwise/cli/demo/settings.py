@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from castwise.cli.demo.gpt import EMULATED, SIZES, Size
 from castwise.cli.demo.hardware import PRECISIONS
@@ -88,26 +88,13 @@ class Settings:
         return rows
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "data": (str, type(None)),
-    "preset": str,
-    "steps": int,
-    "device": str,
-    "checkpoint_every": int,
-    "seed": int,
-    "threads": int,
-    "emulated": list,
-    "strategy": (str, type(None)),
-    "processes": int,
-    "text_digest": str,
-}
-
-
 def _are_fields(content: dict[str, Any]) -> bool:
-    """Say whether all fields of `Settings` are there, and of their types; their ranges are checked by the class."""
+    """Say whether all fields of `Settings` are there, of their types and in ranges that torch can take."""
+    hints = get_type_hints(Settings)
+    kinds = {name: list if get_origin(hint) is list else hint for name, hint in hints.items()}
     return (
-        content.keys() == _KINDS.keys()
-        and all(isinstance(content[name], kind) for name, kind in _KINDS.items())
+        content.keys() == kinds.keys()
+        and all(isinstance(content[name], kind) for name, kind in kinds.items())
         and 1 <= content["threads"] <= MAX_THREADS
         and set(content["emulated"]) <= set(PRECISIONS)
     )

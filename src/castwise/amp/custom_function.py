@@ -1,0 +1,111 @@
+"""What `custom_fwd` needs to know of autograd Functions: how inputs are cast, and where their contexts are.
+
+A `torch.autograd.Function` may or may not hand its `forward` a context. Nothing is ever written on an argument of the
+user's; a Function that sets up its context separately has the autocast state recorded there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import get_autocast_dtype, is_autocast_enabled
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a device in a value, except fp64, looking into containers.
+
+    Lists, tuples and named tuples keep their type, mappings become dicts, other iterables become generators;
+    strings, numpy arrays and whatever else cannot hold tensors come back as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
+        return value.to(dtype) if eligible else value
+    if isinstance(value, (str, bytes)) or _is_numpy_array(value):
+        return value
+    if isinstance(value, Mapping):
+        return {_cast(k, device_type, dtype): _cast(v, device_type, dtype) for k, v in value.items()}
+    if isinstance(value, Iterable):
+        items = (_cast(item, device_type, dtype) for item in value)
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(items)
+        return type(value)(items) if isinstance(value, (list, tuple)) else items
+    return value
+
+
+def _is_numpy_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def record_autocast(ctx: Any, device_type: str, cast_inputs: torch.dtype | None) -> None:
+    """Note on a context in what state its forward runs, under torch's own names: its custom_bwd may read them."""
+    ctx._dtype = get_autocast_dtype(device_type)
+    ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
+
+
+class SeparateContexts:
+    """Record the autocast state for Functions whose `forward` never sees the context.
+
+    A decorator of `forward` cannot know the class it will belong to, so the class is looked up when `forward`
+    first runs. Autograd calls `setup_context` after that, in the same autocast state, with the context.
+    """
+
+    def __init__(self, device_type: str, cast_inputs: torch.dtype | None) -> None:
+        self.device_type = device_type
+        self.cast_inputs = cast_inputs
+        self.owners: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+        self.functions = 0
+        self.lock = threading.Lock()
+
+    def record_for(self, forward: Callable[..., Any]) -> None:
+        """Wrap the `setup_context` of every Function that has this `forward`, once."""
+        with self.lock:
+            functions = len(type.__subclasses__(torch.autograd.Function))
+            # To look at all of them takes as long as an op; without new ones only classes derived from an owner count.
+            roots = list(self.owners) if functions == self.functions else [torch.autograd.Function]
+            self.functions = functions
+            for cls in _with_subclasses(roots):
+                if _is_decorated(getattr(cls, "forward", None), forward):
+                    self.owners.add(cls)
+                    self._wrap(cls)
+
+    def _wrap(self, cls: type[Any]) -> None:
+        setup_context = cls.setup_context
+        recorder = getattr(setup_context, "recorder", None)
+        if recorder is self or setup_context is torch.autograd.Function.setup_context:
+            return
+        if recorder is not None:
+            # Inherited from a Function whose forward is decorated differently.
+            setup_context = setup_context.__wrapped__
+        device_type, cast_inputs = self.device_type, self.cast_inputs
+
+        @functools.wraps(setup_context)
+        def record_and_set_up(ctx: Any, inputs: Any, output: Any) -> Any:
+            if hasattr(ctx, "_fwd_used_autocast"):  # called by the setup_context that overrides this one
+                return setup_context(ctx, inputs, output)
+            record_autocast(ctx, device_type, cast_inputs)
+            if cast_inputs is not None and is_autocast_enabled(device_type):
+                inputs = _cast(inputs, device_type, cast_inputs)
+            return setup_context(ctx, inputs, output)
+
+        record_and_set_up.recorder = self  # type: ignore[attr-defined]
+        cls.setup_context = staticmethod(record_and_set_up)
+
+
+def _is_decorated(function: Any, inner: Callable[..., Any]) -> bool:
+    """Say whether a function is `inner`, or came of decorating it."""
+    while function is not None and function is not inner:
+        function = getattr(function, "__wrapped__", None)
+    return function is inner
+
+
+def _with_subclasses(roots: Iterable[type[Any]]) -> Iterator[type[Any]]:
+    for cls in roots:
+        yield cls
+        yield from _with_subclasses(cls.__subclasses__())
