@@ -79,6 +79,7 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 def test_the_face() -> None:
     assert castwise.__all__ == [
         "GradScaler",
+        "Policy",
         "ShardedGradScaler",
         "WeightCache",
         "amp",

@@ -4,12 +4,14 @@ from typing import Any
 
 from castwise import amp, cpu, cuda
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
+from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GradScaler",
+    "Policy",
     "ShardedGradScaler",
     "WeightCache",
     "amp",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +19,17 @@ from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C._dynamo import eval_frame
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "after_tracing",
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
+    "compile_backwards_as",
+    "compile_backwards_without_autocast",
     "device_types_of",
+    "fsdp_mixed_precision",
+    "graph_node_running",
     "graph_nodes_made",
     "holders_of",
     "is_autocast_available",
@@ -37,6 +43,8 @@ __all__ = [
     "record_exit_autocast",
     "run_while_tracing",
     "stored_values",
+    "tree_flatten",
+    "tree_unflatten",
     "version",
 ]
 
@@ -87,6 +95,61 @@ def after_tracing(function: Callable[[], None]) -> None:
     InstructionTranslator.current_tx().output.add_cleanup_hook(function)
 
 
+class _BackwardsSetting:
+    """How this thread compiles backwards: a setting of `torch._functorch.config`.
+
+    It is what getattr and setattr on that module come down to, in a fifth of the time.
+    """
+
+    _NAME = "backward_pass_autocast"
+
+    def __init__(self) -> None:
+        from torch._functorch import config
+        from torch.utils._config_module import _UNSET_SENTINEL
+
+        self._settings: Any = config
+        self.defaults = (_UNSET_SENTINEL, "same_as_forward")
+        self.value: Any = getattr(self._settings._config.get(self._NAME), "user_override", None)
+        # Before torch 2.13 a setting is not of a thread, and none is changed.
+        self.is_of_thread = isinstance(self.value, ContextVar)
+        if self.is_of_thread:
+            self._is_hash_outdated, self._outdated = config._hash_dirty_var, config._get_dict_dirty_keys_var  # type: ignore[attr-defined]
+
+    def set(self, value: object) -> None:
+        self.value.set(value)
+        if not self._is_hash_outdated.get():
+            self._is_hash_outdated.set(True)
+        if self._outdated.get() is not None:
+            self._settings._mark_get_dict_dirty(self._NAME)
+
+
+_backwards: _BackwardsSetting | None = None  # found by the first region: whoever enters none shall not wait for it
+
+
+def compile_backwards_without_autocast() -> object:
+    """Have what this thread compiles run its backwards outside of autocast; return what undoes it, or None.
+
+    The default, "same_as_forward", traces them in the state in which the forward is called. What the user has set
+    otherwise is left.
+    """
+    global _backwards
+    if _backwards is None:
+        _backwards = _BackwardsSetting()
+    if not _backwards.is_of_thread:
+        return None
+    before: object = _backwards.value.get()
+    if before not in _backwards.defaults:
+        return None
+    _backwards.set("off")
+    return before
+
+
+def compile_backwards_as(setting: object) -> None:
+    """Undo `compile_backwards_without_autocast`, which has returned the setting."""
+    if _backwards is not None:
+        _backwards.set(setting)
+
+
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
     """Let autograd, which is running a hook, call a function when the backward is done."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -95,6 +158,20 @@ def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
 def graph_nodes_made() -> int:
     """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def graph_node_running() -> int | None:
+    """Return which of the nodes that a thread has made a backward runs right now; None outside of a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
+    """Return the `MixedPrecisionPolicy` of a module that `fully_shard` has made a unit, or None."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else state()._mp_policy
 
 
 def holders_of(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import WeightCache
-from castwise.amp.weight_cache import _OPS
+from castwise.amp.weight_cache import LOW_PRECISION_OPS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -488,7 +488,7 @@ def test_every_op_runs_in_low_precision_under_autocast() -> None:
         "bmm": [weight[None]] * 2,
         "prelu": [weight, weight[0]],
     }
-    for op in _OPS:
+    for op in LOW_PRECISION_OPS:
         name = op.__name__
         if name.startswith("conv"):
             shape = [1] * (2 + int(name[-2]))

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from castwise._torch_private import (
+    compile_backwards_as,
+    compile_backwards_without_autocast,
     is_torch_function_mode_enabled,
     jit_internal,
     only_inlined,
@@ -44,9 +46,12 @@ from castwise._torch_private import (
 )
 from castwise._warnings import warn
 from castwise.amp import _traced_region
+from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.casting import cast_floats
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, is_autocast_available
+from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
@@ -59,10 +64,15 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     """Wrap `func` so that each of its calls runs inside the region `autocast_instance`."""
 
+    device = autocast_instance.device
+    policy = getattr(autocast_instance, "_policy", None)
+    output = None if policy is None else policy.output
+
     @functools.wraps(func)
     def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
         with autocast_instance:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return result if output is None else cast_floats(result, device, output)
 
     # TorchScript looks for this attribute and raises its value.
     decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
@@ -86,10 +96,12 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         enabled: False makes the region run everything as it would outside.
         cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None takes the thread's setting.
         weight_cache: Keep casts of a model's weights beyond the region, until the weights change; see `WeightCache`.
+        policy: Says the dtypes of modules and ops, and takes the place of `dtype`; see `Policy`. A region within that
+            sets another dtype, or disables autocast, suspends it.
 
     Raises:
-        ValueError: `device_type` is not a string.
-        TypeError: `dtype` is not a `torch.dtype`, or a flag not a bool.
+        ValueError: `device_type` is not a string, or `dtype` is given with a policy.
+        TypeError: `dtype` is not a `torch.dtype`, a flag not a bool, or the policy not bound to a model.
         RuntimeError: torch has no autocast for the device, or the GPU has no bfloat16.
 
     Warns:
@@ -111,15 +123,19 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         cache_enabled: bool | None = None,
         *,
         weight_cache: WeightCache | None = None,
+        policy: BoundPolicy | None = None,
     ) -> None:
+        if jit_internal.is_scripting():
+            self.device, self._enabled = device_type, enabled
+            self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
+            return
         _check_device_type(device_type)
-        if not (jit_internal.is_scripting() or _has_autocast(device_type)):
+        if not _has_autocast(device_type):
             raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
         self.device = device_type
+        if policy is not None:
+            dtype = _dtype_of(policy, dtype)
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
-        if jit_internal.is_scripting():
-            self._enabled = enabled
-            return
         if not isinstance(self.fast_dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
         # Flags are looked at here: torch's setters would refuse them when the region has been half entered.
@@ -129,14 +145,31 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             cache_enabled = is_autocast_cache_enabled()
         elif cache_enabled is not True and cache_enabled is not False:
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
-        self._cache_enabled = cache_enabled
+        self._caches = cache_enabled
         self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
+        self._policy = None
+        if policy is not None and self._enabled and all(_can_autocast(device_type, low) for low in policy.dtypes):
+            self._policy = policy
+            self._enabled = policy.dtype is not None
         if weight_cache is not None and not isinstance(weight_cache, WeightCache):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._weight_cache = weight_cache
-        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, and the same of an
-        # earlier entry still active.
-        self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any]] = {}
+        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, what undoes the
+        # policy, how backwards are compiled outside, and the same of an earlier entry still active.
+        self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any, Any, Any]] = {}
+
+    @property
+    def _cache_enabled(self) -> bool:  # type: ignore[override]
+        """What Dynamo asks for when it enters a region that was made outside of the function it compiles.
+
+        It would go by this and three more attributes, and leave out the policy.
+        """
+        if self._policy is not None:
+            raise RuntimeError(
+                "a compiled function enters a region with a policy that was made outside of it: "
+                "make the region inside of the function, or enter it outside"
+            )
+        return self._caches
 
     @only_inlined
     def __enter__(self) -> Self:
@@ -144,28 +177,30 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             return self
         device = self.device
         thread = 0 if is_dynamo_compiling() else get_ident()
+        policy = self._policy
         substitution = None
-        if self._weight_cache is not None and self._enabled and thread != 0:
+        if self._weight_cache is not None and (self._enabled or policy is not None) and thread != 0:
             substitution = self._weight_cache.mode(device)
+            substitution.__enter__()  # type: ignore[no-untyped-call]  # before the policy's mode, which casts first
         self._outer[thread] = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
             substitution,
+            None if policy is None else policy.enter(device, self._enabled, self.fast_dtype, self._caches),
+            compile_backwards_without_autocast() if thread != 0 else None,
             self._outer.get(thread),
         )
         if thread == 0:
             _traced_region.prepare(device)
-            _traced_region.enter(device, self._enabled, self.fast_dtype, self._cache_enabled)
+            _traced_region.enter(device, self._enabled, self.fast_dtype, self._caches)
             return self
         set_autocast_enabled(device, self._enabled)
         set_autocast_dtype(device, self.fast_dtype)
         autocast_increment_nesting()
-        set_autocast_cache_enabled(self._cache_enabled)
+        set_autocast_cache_enabled(self._caches)
         if is_torch_function_mode_enabled():
-            record_enter_autocast((device, self.fast_dtype, self._enabled, self._cache_enabled))
-        if substitution is not None:
-            substitution.__enter__()  # type: ignore[no-untyped-call]
+            record_enter_autocast((device, self.fast_dtype, self._enabled, self._caches))
         return self
 
     @only_inlined
@@ -177,7 +212,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         outer = self._outer.pop(thread, None)
         if outer is None:
             return self._leave_elsewhere()
-        enabled, dtype, cache_enabled, substitution, before = outer
+        enabled, dtype, cache_enabled, substitution, in_force, backwards, before = outer
+        if self._policy is not None:
+            self._policy.leave(in_force)
         if substitution is not None:
             substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         if before is not None:
@@ -190,6 +227,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache_enabled)
+        if backwards is not None:
+            compile_backwards_as(backwards)
         if is_torch_function_mode_enabled():
             record_exit_autocast(())
         return False
@@ -210,6 +249,16 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
                 "as a context manager it is written `with autocast(...):`"
             )
         return autocast_decorator(self, func)
+
+
+def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype a region casts to by its policy, None if by itself it casts to none."""
+    if not isinstance(policy, BoundPolicy):
+        hint = ": write policy=policy.bind(model)" if isinstance(policy, Policy) else ""
+        raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")
+    if dtype is not None:
+        raise ValueError(f"a policy says the dtype ({policy.policy.compute}): leave out dtype={dtype}")
+    return policy.dtype
 
 
 def _check_device_type(device_type: object) -> None:

@@ -33,7 +33,7 @@ from castwise.amp.schedules import integer
 
 # Ops that autocast runs in low precision on every type of device, under all their names.
 _NAMES = ("mm", "bmm", "matmul", "addmm", "baddbmm", "prelu")
-_OPS = frozenset(
+LOW_PRECISION_OPS = frozenset(
     [
         nn.functional.linear,
         *(getattr(torch, f"conv{transposed}{n}d") for transposed in ("", "_transpose") for n in (1, 2, 3)),
@@ -323,7 +323,7 @@ class _Substitution(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_dynamo_compiling():
             return func(*args, **kwargs)
-        if func in _OPS:
+        if func in LOW_PRECISION_OPS:
             if torch.is_autocast_enabled(self._device_type) and not are_functorch_transforms_active():
                 dtype = torch.get_autocast_dtype(self._device_type)
                 args = [self._low(arg, dtype) if type(arg) is nn.Parameter else arg for arg in args]

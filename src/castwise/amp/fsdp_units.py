@@ -1,0 +1,78 @@
+"""In which dtype FSDP2 is to gather the parameters of which modules, so that it agrees with a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castwise.amp.module_rules import Decision, decide, matches, spelled
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from castwise.amp.policy import Policy
+
+
+def policies(
+    policy: Policy, model: nn.Module, units: Iterable[Any], reduce_dtype: torch.dtype
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return an iterator over what is to be sharded, inner modules first, and how."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"reduce_dtype must be a torch.dtype, got {reduce_dtype!r}")
+    decisions = decide(policy, model)
+    dtypes = _dtypes(decisions, units)
+    modules = {decision.name: decision.module for decision in decisions}
+    return iter(
+        [
+            (
+                modules[name],
+                MixedPrecisionPolicy(
+                    param_dtype=dtype,
+                    reduce_dtype=reduce_dtype,
+                    output_dtype=getattr(torch, policy.output) if name == "" and policy.output else None,
+                    cast_forward_inputs=False,
+                ),
+            )
+            for name, dtype in sorted(dtypes.items(), key=lambda item: -len(item[0].split(".")) if item[0] else 0)
+        ]
+    )
+
+
+def gathered(decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
+    """Return by module in which dtype its parameters are gathered, and in which unit."""
+    dtypes = _dtypes(decisions, units)
+    described = {}
+    for decision in decisions:
+        unit = _unit_of(decision.name, dtypes)
+        dtype = dtypes[unit]
+        described[decision.name] = (
+            f"{str(dtype).removeprefix('torch.') if dtype else 'own dtype'} with {unit or '(root)'}"
+        )
+    return described
+
+
+def _dtypes(decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
+    """Return by unit the low precision in which all of its parameters are used, or None if there is no such."""
+    if isinstance(units, str):
+        raise TypeError(f"units must be several keys, as in [{units!r}]")
+    named = [(decision.name, decision.module) for decision in decisions]
+    names = {name for key in units for name in matches(spelled(key), named, "units")} | {""}
+    used: dict[str, set[str]] = {name: set() for name in names}
+    for decision in decisions:
+        if next(decision.module.parameters(recurse=False), None) is not None:
+            used[_unit_of(decision.name, names)].add(decision.compute)
+    return {
+        name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None
+        for name, dtypes in used.items()
+    }
+
+
+def _unit_of(name: str, units: Iterable[Any]) -> str:
+    while name not in units:
+        name = name.rpartition(".")[0]
+    return name

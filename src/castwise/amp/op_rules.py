@@ -1,0 +1,175 @@
+"""Op rules of a policy: the names of ops, and the `TorchFunctionMode` that applies the rules.
+
+The mode looks up each call of a torch function in a dictionary; ops that are not in it go on to autocast's native lists
+untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
+
+from castwise._suggestions import nearest
+from castwise.amp.casting import cast_arguments, cast_floats, native_state
+from castwise.amp.in_force import THREAD
+from castwise.amp.weight_cache import LOW_PRECISION_OPS
+
+if TYPE_CHECKING:
+    from castwise.amp.bound_policy import BoundPolicy
+    from castwise.amp.policy import Policy
+
+_Function = Callable[..., Any]
+
+_NAMESPACES = ("linalg", "special", "fft")
+_REFLECTED = {"rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub", "rdiv": "div", "rpow": "pow"}
+_OPERATORS = {**_REFLECTED, "truediv": "div", "rtruediv": "div"}
+# Where ops that write in place have their source: the position, counted with the tensor itself, and the name.
+_SOURCES = {
+    "index_put_": (2, "values"),
+    "index_copy_": (3, "source"),
+    "index_add_": (3, "source"),
+    "index_reduce_": (3, "source"),
+    "scatter_": (3, "src"),
+    "scatter_add_": (3, "src"),
+    "scatter_reduce_": (3, "src"),
+    "masked_scatter_": (2, "source"),
+    "put_": (2, "source"),
+    "__setitem__": (2, "value"),
+}
+
+
+@functools.cache
+def op_names() -> dict[str, list[_Function]]:
+    """Return by name the functions that call an op; variants that write in place are left out."""
+    names: dict[str, list[_Function]] = {}
+    for functions in get_overridable_functions().values():
+        for function in functions:
+            name = _op_of(function)
+            if name is not None and function not in names.setdefault(name, []):
+                names[name].append(function)
+    for name, functions in names.items():  # torch.special has ops of its own, and other names of ops
+        names[name] = functions + [twin for twin in names.get(f"special_{name}", ()) if twin not in functions]
+    return names
+
+
+def _op_of(function: _Function) -> str | None:
+    full = resolve_name(function)
+    name = getattr(function, "__name__", "")
+    if full is None or not name or name == "__get__":
+        return None
+    if name.startswith("__"):
+        bare = name.strip("_")
+        return None if bare.startswith("i") and bare[1:] in dir(torch) else _OPERATORS.get(bare, bare)
+    if name.startswith("_") or name.endswith("_"):
+        return None
+    namespace = full.removeprefix("torch.").partition(".")[0]
+    return f"{namespace}_{full.rpartition('.')[2]}" if namespace in _NAMESPACES else name
+
+
+def canonical(name: str) -> str:
+    """Return an op's one name for any of its spellings; it is not said that there is such an op."""
+    bare = name.replace("::", ".").removeprefix("torch.").removeprefix("ops.")
+    if bare.startswith("aten."):
+        return bare.split(".")[1]
+    for prefix in ("nn.functional.", "functional.", "F.", "Tensor."):
+        bare = bare.removeprefix(prefix)
+    namespace, _, rest = bare.partition(".")
+    return f"{namespace}_{rest}" if namespace in _NAMESPACES and rest else bare
+
+
+def casts(policy: Policy) -> dict[_Function, torch.dtype]:
+    """Return the dtype that a policy's rules give to the arguments of functions.
+
+    Raises:
+        ValueError: An op is unknown, or has two names whose rules differ.
+    """
+    known = op_names()
+    spelling: dict[str, str] = {}
+    for name, dtype in policy.ops.items():
+        op = canonical(name)
+        if op not in known:
+            raise ValueError(f"ops[{name!r}] is not an op that this torch has{nearest(op, known)}")
+        other = spelling.setdefault(op, name)
+        if policy.ops[other] != dtype:
+            raise ValueError(f"ops[{name!r}] = {dtype!r} contradicts ops[{other!r}] = {policy.ops[other]!r}")
+    return {function: getattr(torch, policy.ops[name]) for op, name in spelling.items() for function in known[op]}
+
+
+def writes() -> dict[_Function, tuple[int, str]]:
+    """Return where functions that write in place have their source."""
+    return {
+        getattr(owner, name): source
+        for name, source in _SOURCES.items()
+        for owner in (torch, torch.Tensor)
+        if hasattr(owner, name)
+    }
+
+
+def inplace_flags(functions: Iterable[_Function]) -> dict[_Function, int]:
+    """Return the position of the parameter `inplace` of functions that have it."""
+    positions = {}
+    for function in functions:
+        try:
+            names = list(inspect.signature(function).parameters)
+        except ValueError:  # written in C++
+            continue
+        if "inplace" in names:
+            positions[function] = names.index("inplace")
+    return positions
+
+
+class OpRules(TorchFunctionMode):
+    """Applies a policy's rules for ops while it is in force."""
+
+    def __init__(self, policy: BoundPolicy) -> None:
+        TorchFunctionMode.__init__(self)
+        self._policy, self._casts, self._writes = policy, policy.casts, policy.writes
+        self._inplace = policy.inplace_flags
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype, source = self._casts.get(func), self._writes.get(func)
+        if dtype is None and source is None:
+            return func(*args, **kwargs)
+        state = THREAD.state
+        if state is None or state.policy is not self._policy or not state.is_native():
+            return func(*args, **kwargs)
+        if source is not None and state.writes:
+            args, kwargs = _with_source_cast(args, kwargs, *source)
+        if dtype is None or not state.ops or kwargs.get("out") is not None or self._writes_in_place(func, args, kwargs):
+            return func(*args, **kwargs)
+        if dtype is not torch.float32 and func in LOW_PRECISION_OPS:  # autocast casts, and keeps what it has cast
+            if state.enabled and dtype is state.dtype:
+                return func(*args, **kwargs)
+            native = native_state(state.device, True, dtype, False)
+        else:
+            args, kwargs = cast_arguments(args, kwargs, state.device, dtype)
+            native = native_state(state.device, False, state.dtype, state.cache)
+        with native:
+            result = func(*args, **kwargs)
+        return result if state.enabled else cast_floats(result, state.device, torch.float32)
+
+    def _writes_in_place(self, func: _Function, args: Any, kwargs: Any) -> bool:
+        if "inplace" in kwargs:
+            return bool(kwargs["inplace"])
+        position = self._inplace.get(func)
+        return position is not None and len(args) > position and bool(args[position])
+
+
+def _with_source_cast(args: Any, kwargs: Any, position: int, name: str) -> tuple[Any, Any]:
+    """Cast the source of a write in place to the dtype of what is written to, if both are floating-point."""
+    destination = args[0] if args else None
+    source = args[position] if len(args) > position else kwargs.get(name)
+    if not isinstance(destination, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return args, kwargs
+    if not (destination.is_floating_point() and source.is_floating_point()) or destination.dtype == source.dtype:
+        return args, kwargs
+    source = source.to(destination.dtype)
+    if len(args) > position:
+        return (*args[:position], source, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: source}

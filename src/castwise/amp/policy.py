@@ -1,0 +1,283 @@
+"""`Policy`: which module and which op runs in which precision, as a value that can be compared, hashed and stored.
+
+A policy knows names only. `bind` looks them up in a model and in the running torch, and is where a name that is not
+there is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castwise._suggestions import listed, nearest
+from castwise.amp.bound_policy import BoundPolicy, bind
+from castwise.amp.module_rules import spelled
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+LOW_PRECISION = ("float16", "bfloat16")
+_COMPUTE = (*LOW_PRECISION, "float32")
+_MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
+_IN_PLACE = ("raise", "cast")
+
+
+class Rules(Mapping[str, str]):
+    """An immutable, hashable mapping whose order counts: of two patterns for one module the later one decides."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
+        self._dict = dict(pairs)
+
+    def __getitem__(self, name: str) -> str:
+        return self._dict[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dict)
+
+    def __len__(self) -> int:
+        return len(self._dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rules) and list(self.items()) == list(other.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """In which precision which modules and ops of a model run, for `castwise.autocast(..., policy=policy.bind(model))`.
+
+    Dtypes are given by name, `"float16"`, `"bfloat16"` or `"float32"`, or as a `torch.dtype`. What no rule names runs
+    as in `torch.autocast` with the dtype `compute`, natively.
+
+    A module rule holds while the forward of the module runs, also when it is run again by activation checkpointing;
+    modules inside follow it unless a rule names them. It says one of
+
+    * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype;
+    * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted) are cast to fp32;
+    * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
+    * `"inherit"`: as around the module, to take it out of a wider pattern.
+
+    Where autocast is off, what modules and ops return that a rule has run in a low precision is cast to fp32.
+
+    A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
+    regular expression for all of the name, a module type, or `"type:"` and a glob of type names (`"type:*Norm*"`, of
+    the type or one it derives from). `"last:"` and such a glob is the last module of those that was registered and has
+    a weight of two or more dimensions. Names are those of the model without wrappers (DDP, FSDP, `torch.compile`,
+    checkpointing). A name decides over a pattern, a pattern over a type, and a later rule over an earlier one.
+    `"maybe:"` before a key lets it match nothing.
+
+    An op rule runs an op on arguments cast to a dtype, with autocast off. It holds for calls that the model's code
+    makes (`x.softmax(-1)`, `torch.softmax`, `F.softmax` alike) where `"float32"` and `"exclude"` do not hold, but not
+    for variants that write in place or to `out=`, nor for what functions of torch do inside themselves.
+
+    Args:
+        compute: Of the region; `"float32"` leaves autocast off where no rule says otherwise.
+        modules: Dtypes by module.
+        ops: Dtypes by op: `"softmax"`, `"torch.nn.functional.softmax"`, `"aten.softmax"`, `"linalg.norm"`, ...
+        output: To what floating-point results (fp64 excepted) of the bound model, and of functions that the region
+            decorates, are cast; None leaves them.
+        in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
+            `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
+            it is cast to the destination's. `"raise"` leaves the error to torch.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A dtype or `in_place` is not one of those allowed.
+
+    Example:
+        >>> import castwise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+        >>> policy = castwise.Policy(compute="bfloat16", modules={nn.LayerNorm: "float32"}, output="float32")
+        >>> with castwise.autocast("cpu", policy=policy.bind(model)):
+        ...     model(torch.ones(1, 4)).dtype
+        torch.float32
+        >>> policy.explain(model)
+        module  type        parameters  computes in  decided by
+        (root)  Sequential           0  bfloat16     compute
+        0       Linear              20  bfloat16     compute
+        1       LayerNorm            8  float32      type:torch.nn.modules.normalization.LayerNorm
+        2       Linear              10  bfloat16     compute
+        outputs: float32
+    """
+
+    compute: str
+    modules: Mapping[Any, Any] = dataclasses.field(default_factory=Rules)
+    ops: Mapping[str, Any] = dataclasses.field(default_factory=Rules)
+    output: str | None = None
+    in_place: str = "raise"
+
+    def __post_init__(self) -> None:
+        def is_set(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        is_set("compute", _dtype("compute", self.compute, _COMPUTE))
+        is_set("modules", _rules("modules", self.modules, _MODULE_RULES))
+        is_set("ops", _rules("ops", self.ops, _COMPUTE))
+        if self.output is not None:
+            is_set("output", _dtype("output", self.output, _COMPUTE))
+        if self.in_place not in _IN_PLACE:
+            raise ValueError(f"in_place must be one of {listed(_IN_PLACE)}, got {self.in_place!r}")
+
+    def bind(self, model: nn.Module) -> BoundPolicy:
+        """Look up all names in a model; bind anew after modules were added to it or replaced.
+
+        To bind the same model again gives the same object. The model gets forward hooks, which do nothing outside of
+        the policy's regions; deep copies of it follow the policy, too.
+
+        Raises:
+            TypeError: `model` is not a `torch.nn.Module`.
+            ValueError: A key matches no module, an op is unknown, rules contradict each other (two spellings of an op,
+                two names of one module, a rule that others overrule everywhere), or FSDP gathers the weights of a
+                module in another dtype than it computes in.
+        """
+        return bind(self, model)
+
+    def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> None:
+        """Print by module: type, parameters of its own, dtype of its computation, and the rule that decided it.
+
+        Args:
+            model: As for `bind`, whose errors are raised; nothing is done to it.
+            units: As for `fsdp`: adds a column with the dtype in which FSDP2 gathers the module's parameters.
+        """
+        from castwise.amp import explanation
+
+        print(explanation.table(self, model, units))
+
+    def fsdp(
+        self, model: nn.Module, units: Iterable[Any], *, reduce_dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+        """Yield what FSDP2 is to shard, inner modules first and the model last, each with its matching policy:
+
+        ```python
+        for module, mp_policy in policy.fsdp(model, [Block]):
+            fully_shard(module, mp_policy=mp_policy)
+        ```
+
+        The parameters of a unit are gathered in the dtype that its modules compute in, if it is the same for all that
+        own some, and otherwise in their own dtype. A unit gathered in a low precision has all of its weights in it: ops
+        that autocast runs in fp32 get rounded ones. Inputs stay as they are, since the region casts; the outputs of the
+        model are cast to `output`.
+
+        Args:
+            model: As for `bind`, whose errors are raised.
+            units: Keys, as in `modules`, of what is to be sharded as a unit of its own, such as the type of a block.
+            reduce_dtype: In which gradients are reduced over the ranks.
+        """
+        from castwise.amp import fsdp_units
+
+        return fsdp_units.policies(self, model, units, reduce_dtype)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Policy:
+        """Read a policy from a `.toml` or `.json` file, as `to_file` writes it.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is not TOML or JSON, or not a policy; the text names the file.
+            ModuleNotFoundError: Python 3.10 reads TOML only with the package `tomli`.
+        """
+        path = Path(path)
+        kind, text = _kind(path), path.read_text(encoding="utf-8")
+        try:
+            fields = json.loads(text) if kind == ".json" else _toml().loads(text)
+            if not isinstance(fields, dict):
+                raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
+            known = [field.name for field in dataclasses.fields(cls)]
+            for name in fields:
+                if name not in known:
+                    raise ValueError(f"unknown field {name!r}, fields are {listed(known)}{nearest(name, known)}")
+            if "compute" not in fields:
+                raise ValueError("the field 'compute' is missing")
+            return cls(**fields)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a `.toml` or `.json` file, whole or not at all.
+
+        Raises:
+            OSError: The file cannot be written.
+            ValueError: The name ends otherwise.
+        """
+        path = Path(path)
+        text = self._as_json() if _kind(path) == ".json" else self._as_toml()
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            field.name: dict(value) if isinstance(value, Rules) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+
+    def _as_json(self) -> str:
+        return json.dumps(self._fields(), indent=2) + "\n"
+
+    def _as_toml(self) -> str:
+        fields = self._fields()
+        lines = [f"{name} = {_quoted(value)}" for name, value in fields.items() if isinstance(value, str)]
+        for table, rules in fields.items():
+            if isinstance(rules, dict) and rules:
+                lines += ["", f"[{table}]", *(f"{_quoted(key)} = {_quoted(dtype)}" for key, dtype in rules.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if not isinstance(name, str):
+        raise TypeError(f"{where} must be one of {listed(allowed)}, got {value!r}")
+    if name not in allowed:
+        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}{nearest(name, allowed)}")
+    return name
+
+
+def _rules(where: str, given: object, allowed: tuple[str, ...]) -> Rules:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{where} must be a mapping, got {type(given).__name__}")
+    rules: dict[str, str] = {}
+    for key, value in given.items():
+        name = spelled(key) if where == "modules" else key
+        if not isinstance(name, str):
+            raise TypeError(f"a key of {where} must be a string, got {key!r}")
+        if name in rules:
+            raise ValueError(f"{where} has two rules for {name!r}")
+        rules[name] = _dtype(f"{where}[{name!r}]", value, allowed)
+    return Rules(rules.items())
+
+
+def _kind(path: Path) -> str:
+    if path.suffix not in {".toml", ".json"}:
+        raise ValueError(f"a policy's file must end in .toml or .json, got {str(path)!r}")
+    return path.suffix
+
+
+def _toml() -> Any:
+    for name in ("tomllib", "tomli"):  # the first since Python 3.11
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            pass
+    raise ModuleNotFoundError("Python 3.10 reads TOML only with the package tomli: pip install tomli, or use .json")
+
+
+def _quoted(text: str) -> str:
+    """Write a TOML string: JSON's, but for characters that JSON leaves as they are or writes as two."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -1,0 +1,587 @@
+"""What holds while the modules of a bound model run: rules, regions within, backwards, copies and threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+from castwise import Policy, WeightCache
+from castwise.amp.in_force import THREAD
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Spy(nn.Module):
+    """Keeps what it is given, and the native state in which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
+        out: torch.Tensor = self.linear(x)
+        self.seen.append((state(), args, kwargs, out.dtype))
+        return out
+
+
+def state() -> str:
+    return str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if torch.is_autocast_enabled("cpu") else "off"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = Spy(), Spy(), Spy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+
+    def states(self) -> list[str]:
+        return [seen[0] for spy in (self.a, self.b, self.c) for seen in spy.seen]
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 4)), generator=torch.Generator().manual_seed(1))
+
+
+def region(model: nn.Module, **fields: Any) -> castwise.autocast:
+    return castwise.autocast("cpu", policy=Policy(**{"compute": "bfloat16", **fields}).bind(model))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_force() -> Iterator[None]:
+    yield
+    assert (THREAD.state, THREAD.modules) == (None, None)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("float32", "off"), ("exclude", "off"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("inherit", "bfloat16")],
+)
+def test_a_rule_holds_while_its_module_runs(rule: str, expected: str) -> None:
+    model = Model()
+    with region(model, modules={"b": rule}):
+        model(x())
+    assert model.states() == ["bfloat16", expected, "bfloat16"]
+    dtype = FP32 if expected == "off" else getattr(torch, expected)
+    assert [spy.seen[0][3] for spy in (model.a, model.b, model.c)] == [BF16, dtype, BF16]
+
+
+def test_nothing_holds_outside_of_the_policy_s_region() -> None:
+    model = Model()
+    mine = Policy(compute="bfloat16", modules={"b": "float16"}, output="float16").bind(model)
+    Policy(compute="bfloat16", modules={"a": "float16"}).bind(model)
+    assert model(x()).dtype is FP32
+    with castwise.autocast("cpu", dtype=BF16):
+        assert model(x()).dtype is BF16
+    with castwise.autocast("cpu", policy=mine, enabled=False):
+        assert model(x()).dtype is FP32
+    assert model.states() == ["off", "bfloat16", "off"] * 3
+
+
+def test_the_innermost_named_module_wins_and_its_rule_ends_with_it() -> None:
+    inner, outer = nn.Sequential(Spy(), Spy()), nn.Sequential()
+    outer.extend([Spy(), inner, Spy()])
+    model = nn.Sequential(outer, Spy())
+    with region(model, modules={"0": "float32", "0.1": "float16", "0.1.1": "exclude"}):
+        model(x())
+    spies = [outer[0], inner[0], inner[1], outer[2], model[1]]
+    assert [spy.seen[0][0] for spy in spies] == ["off", "float16", "off", "off", "bfloat16"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_rule_ends_when_its_forward_raises(error: type[BaseException]) -> None:
+    model = Model()
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = model.b.linear.register_forward_hook(fail)
+    with region(model, modules={"b": "float16", "b.linear": "exclude"}, ops={"softmax": "float32"}):
+        with pytest.raises(error):
+            model(x())
+        if error is RuntimeError:
+            assert state() == "bfloat16"
+    hook.remove()
+    model.a.seen.clear()
+    with region(model, modules={"b": "float16", "b.linear": "exclude"}, ops={"softmax": "float32"}):
+        model(x())
+    assert model.states() == ["bfloat16", "float16", "bfloat16"]
+
+
+def test_arguments_of_fp32_modules_are_cast_wherever_they_are() -> None:
+    model = Spy()
+    cache: list[Any] = []
+    given = {"t": x().bfloat16(), "n": 3, "l": [x().half(), {"x": x().double()}], "i": torch.ones(1, dtype=torch.int64)}
+    with region(model, modules={"": "float32"}):
+        model(x().bfloat16(), cache, None, key=given)
+    _, args, kwargs, _ = model.seen[0]
+    assert args[0].dtype is FP32
+    assert args[1] is cache  # nothing to cast in it: what a module adds to it reaches the caller
+    key = kwargs["key"]
+    assert (key["t"].dtype, key["n"], key["l"][0].dtype, key["l"][1]["x"].dtype) == (FP32, 3, FP32, torch.float64)
+    assert key["i"] is given["i"]
+    assert given["t"].dtype is BF16
+
+
+def test_excluded_modules_have_no_rules_of_the_policy_and_fp32_ones_no_op_rules() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.dtype, bool]:
+            out = torch.zeros(2, 4)
+            try:
+                out.index_copy_(0, torch.tensor([0, 1]), x.half())
+            except RuntimeError:
+                return x.softmax(-1).dtype, False
+            return x.softmax(-1).dtype, True
+
+    model = nn.ModuleDict({"fp32": Writes(), "excluded": Writes(), "low": Writes(), "other": Writes()})
+    rules = {"fp32": "float32", "excluded": "exclude", "low": "float16"}
+    with region(model, modules=rules, ops={"softmax": "bfloat16"}, in_place="cast"):
+        got = {name: module(x()) for name, module in model.items()}
+    assert got == {"fp32": (FP32, True), "excluded": (FP32, False), "low": (BF16, True), "other": (BF16, True)}
+
+
+def test_outputs_are_cast_also_of_decorated_functions() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"y": self.linear(x), "n": [1, x.double()]}
+
+    model = Pair()
+    bound = Policy(compute="bfloat16", output="float32").bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = model(x())
+        assert (out["y"].dtype, out["n"][1].dtype, model.linear(x()).dtype) == (FP32, torch.float64, BF16)
+    out["y"].sum().backward()
+    assert model.linear.weight.grad is not None
+
+    @castwise.autocast("cpu", policy=bound)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return model.linear(x) * 2  # type: ignore[no-any-return]
+
+    assert double(x()).dtype is FP32
+
+
+def test_fp32_as_the_compute_dtype_leaves_autocast_to_rules() -> None:
+    model = Model()
+    with region(model, compute="float32", modules={"b": "bfloat16"}):
+        model(x())
+    assert model.states() == ["off", "bfloat16", "off"]
+
+
+# -- regions within, and regions without a policy ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", [torch, castwise])
+@pytest.mark.parametrize("options", [{"enabled": False}, {"dtype": FP16}])
+def test_a_region_within_of_another_state_suspends_the_policy(library: Any, options: dict[str, Any]) -> None:
+    model, outer = Model(), Model()
+    copies = nn.ModuleList([model, outer])
+    bound = Policy(compute="bfloat16", modules={"*.b": "float32"}, ops={"softmax": "bfloat16"}).bind(copies)
+    with castwise.autocast("cpu", policy=bound):
+        with library.autocast("cpu", **options):
+            model(x())
+            assert x().softmax(-1).dtype is FP32
+        assert x().softmax(-1).dtype is BF16
+        outer(x())
+    assert model.states() == ["off" if "enabled" in options else "float16"] * 3
+    assert outer.states() == ["bfloat16", "off", "bfloat16"]
+
+
+def test_the_policy_of_a_region_within_takes_over() -> None:
+    model = Model()
+    with region(model, modules={"a": "float16"}, ops={"softmax": "bfloat16"}):
+        with region(model, modules={"b": "float16"}):
+            model(x())
+            assert x().softmax(-1).dtype is FP32
+        model(x())
+        assert x().softmax(-1).dtype is BF16
+    assert [[seen[0] for seen in spy.seen] for spy in (model.a, model.b, model.c)] == [
+        ["bfloat16", "float16"],
+        ["float16", "bfloat16"],
+        ["bfloat16", "bfloat16"],
+    ]
+
+
+def test_a_region_may_be_entered_again_within_itself() -> None:
+    model = Model()
+    one = region(model, modules={"b": "float16"}, ops={"softmax": "bfloat16"})
+    with one, one:
+        model(x())
+    with one:
+        model(x())
+    assert [seen[0] for seen in model.b.seen] == ["float16"] * 2
+
+
+def test_threads_have_each_their_own_policy() -> None:
+    model = Model().requires_grad_(False)
+    policies = [{"modules": {name: "float16"}} for name in "abc"] * 2 + [{}, {}]
+    expected = [Policy(compute="bfloat16", **fields).bind(model) for fields in policies]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(30):
+            with castwise.autocast("cpu", policy=expected[number]):
+                dtypes = [model.a(x()).dtype, model.b(x()).dtype, model.c(x()).dtype]
+            want = [FP16 if policies[number].get("modules", {}).get(name) else BF16 for name in "abc"]
+            if dtypes != want:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(policies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "error", "text"),
+    [
+        (Policy(compute="bfloat16"), {}, TypeError, r"got Policy: write policy=policy\.bind\(model\)"),
+        ("bf16", {}, TypeError, "policy must be a bound castwise.Policy or None, got str"),
+        (
+            Policy(compute="bfloat16").bind(nn.Linear(1, 1)),
+            {"dtype": BF16},
+            ValueError,
+            "leave out dtype=torch.bfloat16",
+        ),
+    ],
+)
+def test_regions_take_bound_policies_and_no_dtype(policy: Any, options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        castwise.autocast("cpu", policy=policy, **options)
+
+
+# -- what torch does, torch does not do differently -------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 8)
+        self.norm = nn.LayerNorm(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 10)
+        self.library: Any = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(tokens))
+        h = h + self.attention(h, h, h)[0]
+        for _ in range(2):  # the same weight twice
+            h = self.part("first", self.first, h)
+        h = self.part("second", self.second, h)
+        return self.part("head", self.head, h)
+
+    def part(self, name: str, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        if self.library is None or name not in self.library:
+            return module(h)  # type: ignore[no-any-return]
+        with torch.autocast("cpu", **self.library[name]):
+            return module(h.float() if "enabled" in self.library[name] else h)  # type: ignore[no-any-return]
+
+
+LOCKSTEP = {
+    "bf16": ({}, {}),
+    "a module in fp32": ({"head": "float32"}, {"head": {"enabled": False}}),
+    "a module excluded": ({"second": "exclude"}, {"second": {"enabled": False}}),
+    "a module in fp16": ({"second": "float16"}, {"second": {"dtype": FP16}}),
+    "what holds anyway": ({"first": "bfloat16", "head": "inherit"}, {}),
+    "all": ({"second": "float16", "head": "float32"}, {"second": {"dtype": FP16}, "head": {"enabled": False}}),
+}
+NATIVE_OPS = {"linear": "bfloat16", "matmul": "bfloat16", "cross_entropy": "float32", "mse_loss": "float32"}
+
+
+@pytest.mark.parametrize("ops", [{}, NATIVE_OPS], ids=["", "ops as they are"])
+@pytest.mark.parametrize(("modules", "regions"), LOCKSTEP.values(), ids=LOCKSTEP)
+def test_a_policy_that_says_what_torch_does_is_torch_to_the_bit(modules: Any, regions: Any, ops: Any) -> None:
+    if ops and "float16" in modules.values():
+        ops = {name: dtype for name, dtype in ops.items() if dtype == "float32"}
+    ours, theirs = Net(), Net()
+    theirs.library = regions
+    tokens = torch.randint(10, (3, 6), generator=torch.Generator().manual_seed(2))
+    bound = Policy(compute="bfloat16", modules=modules, ops=ops).bind(ours)
+    for _ in range(3):
+        results = []
+        for net, make in (
+            (ours, lambda: castwise.autocast("cpu", policy=bound)),
+            (theirs, lambda: torch.autocast("cpu", dtype=BF16)),
+        ):
+            with make():
+                logits = net(tokens)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            loss.backward()
+            results.append([logits, loss, *(param.grad for param in net.parameters())])
+            with torch.no_grad():
+                for param in net.parameters():
+                    param -= 0.1 * param.grad
+        for mine, other in zip(*results, strict=True):
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)
+
+
+def test_two_dtypes_of_one_weight() -> None:
+    """Torch 2.13 has one cast for both: RuntimeError."""
+    shared = nn.Linear(4, 4)
+
+    def run(inner: Callable[[], Any], outer: Callable[[], Any]) -> torch.Tensor:
+        with outer():
+            first = shared(x())
+            with inner():
+                second = shared(first)
+            return shared(second)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        run(lambda: torch.autocast("cpu", dtype=FP16), lambda: torch.autocast("cpu", dtype=BF16))
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return shared(x)  # type: ignore[no-any-return]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return shared(self.inner(shared(x)))  # type: ignore[no-any-return]
+
+    model = Outer()
+    for _ in range(2):
+        with region(model, modules={"inner": "float16"}):
+            out = model(x())
+        out.sum().backward()
+        assert out.dtype is BF16
+
+
+# -- backwards --------------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Three blocks, the one in the middle as somebody wants it to be run."""
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Softmax(), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.run(self.block, self.before(x)))  # type: ignore[no-any-return]
+
+
+class Softmax(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 3).softmax(-1)
+
+
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "not reentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "a function": lambda block, x: checkpoint(lambda x: block(x) * 2, x, use_reentrant=False),
+    "nested": lambda block, x: checkpoint(
+        lambda x: block[3](checkpoint(block[:3], x, use_reentrant=False)), x, use_reentrant=False
+    ),
+}
+PLAIN: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "not reentrant": lambda block, x: block(x),
+    "reentrant": lambda block, x: block(x),
+    "a function": lambda block, x: block(x) * 2,
+    "nested": lambda block, x: block[3](block[:3](x)),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "fp32 inside": {"modules": {"block.1": "float32", "block.3": "float16"}},
+    "fp32 around": {"modules": {"block": "float32", "block.0": "bfloat16", "block.3": "float16"}},
+    "ops": {"ops": {"softmax": "bfloat16", "layer_norm": "bfloat16"}},
+    "ops and modules": {"modules": {"block.3": "float32"}, "ops": {"softmax": "bfloat16", "linear": "float16"}},
+    "fp32 computing": {"compute": "float32", "modules": {"block.3": "bfloat16"}},
+    "fp32 model": {"modules": {"": "float32", "block.0": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_a_forward_that_is_run_again_follows_the_policy(run: str, fields: dict[str, Any]) -> None:
+    gradients = []
+    for how in (RUNS[run], PLAIN[run]):
+        model = Checkpointed(how)
+        for inputs in (x(), x(3, 4)):  # the second forward runs before the first backward
+            with region(model, **fields):
+                out = model(inputs.requires_grad_())
+            with castwise.autocast("cpu", dtype=BF16):
+                model(inputs)
+            out.float().square().sum().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for again, once in zip(*gradients, strict=True):
+        assert torch.equal(again, once)
+
+
+def test_a_forward_without_the_policy_that_is_run_again_has_none() -> None:
+    gradients = []
+    for bind in (True, False):
+        model = Checkpointed(RUNS["not reentrant"])
+        bound = Policy(compute="bfloat16", modules={"block": "float32"}).bind(model)
+        with castwise.autocast("cpu", dtype=BF16):
+            plain = model(x())
+        if bind:
+            with castwise.autocast("cpu", policy=bound):
+                model(x())
+        plain.float().sum().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for mine, other in zip(*gradients, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("library", [torch, castwise])
+def test_the_backward_of_a_custom_function_runs_in_its_module_s_state(library: Any) -> None:
+    seen = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        @library.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        @library.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(state())
+            return grad
+
+    class Custom(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Identity.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+
+    model = nn.Sequential(Custom(), Custom(), Custom(), Custom())
+    with region(model, modules={"0": "float32", "1": "float16", "2": "exclude"}):
+        out = model(x().requires_grad_())
+    out.sum().backward()
+    assert seen == ["bfloat16", "off", "float16", "off"]
+
+
+# -- with the rest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+def test_a_weight_cache_changes_nothing(fields: dict[str, Any]) -> None:
+    results = []
+    for cached in (True, False):
+        model = Checkpointed(RUNS["not reentrant"])
+        cache = WeightCache(model) if cached else None
+        bound = Policy(**{"compute": "bfloat16", **fields}).bind(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with castwise.autocast("cpu", policy=bound, weight_cache=cache):
+                out = model(x())
+            out.float().square().sum().backward()
+            optimizer.step()
+        with torch.no_grad(), castwise.autocast("cpu", policy=bound, weight_cache=cache):
+            results.append([model(x()), *model.parameters()])
+        if cache is not None and "fp32" not in str(fields.get("compute")):
+            assert cache.report().refreshes > 0
+    for mine, other in zip(*results, strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+def test_binding_again_gives_the_same_until_modules_change() -> None:
+    model = Model()
+    policy = Policy(compute="bfloat16", modules={"*.linear": "float16"})
+    bound = policy.bind(model)
+    assert Policy(compute="bfloat16", modules={"*.linear": "float16"}).bind(model) is bound
+    assert len(model.b.linear._forward_pre_hooks) == 1
+    model.b.linear = nn.Linear(4, 4)
+    again = policy.bind(model)
+    assert again is not bound
+    assert [len(spy.linear._forward_pre_hooks) for spy in (model.a, model.b, model.c)] == [1, 1, 1]
+    with castwise.autocast("cpu", policy=again):
+        assert model.b.linear(x()).dtype is FP16
+
+
+def test_a_bound_model_is_freed() -> None:
+    model = Model()
+    bound = Policy(compute="bfloat16", modules={"b": "float16"}, output="float32").bind(model)
+    gone = weakref.ref(model)
+    with castwise.autocast("cpu", policy=bound):
+        model(x())
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_deep_copy_follows_the_policy_too() -> None:
+    model = Model()
+    bound = Policy(compute="bfloat16", modules={"b": "float16"}, output="float32").bind(model)
+    twin = copy.deepcopy(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = twin(x())
+    assert (twin.states(), out.dtype) == (["bfloat16", "float16", "bfloat16"], FP32)
+
+
+def test_a_pickled_model_is_not_bound() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    bound = Policy(compute="bfloat16", modules={"1": "float16"}, output="float32").bind(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    with castwise.autocast("cpu", policy=bound):
+        assert loaded(x()).dtype is BF16
+    with castwise.autocast("cpu", policy=bound.policy.bind(loaded)):
+        assert (loaded(x()).dtype, loaded[1](x()).dtype) == (FP32, FP16)
+    with pytest.raises(TypeError, match="a bound policy cannot be pickled or copied"):
+        pickle.dumps(bound)
+
+
+def test_unbinding_takes_all_hooks_off() -> None:
+    model = Model()
+    policy = Policy(compute="bfloat16", modules={"b": "float16"}, ops={"softmax": "float32"}, output="float32")
+    bound = policy.bind(model)
+    bound.unbind()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert policy.bind(model) is not bound
+
+
+def test_vmap_and_grad_transforms() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    bound = Policy(compute="bfloat16", modules={"1": "float32"}, ops={"linear": "bfloat16"}).bind(model)
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("cpu", policy=bound):
+            return torch.func.functional_call(model, params, row).float().square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x())
+    for name, param in params.items():
+        rows = []
+        for row in x():
+            model.zero_grad()
+            loss(params, row).backward()
+            assert param.grad is not None
+            rows.append(param.grad)
+        torch.testing.assert_close(got[name], torch.stack(rows), rtol=2e-2, atol=2e-2)
+
+
+def test_data_types_other_than_floating_point_pass() -> None:
+    model = nn.Embedding(4, 4)
+    with region(model, modules={"": "float32"}):
+        assert model(torch.tensor([1, 2])).dtype is FP32

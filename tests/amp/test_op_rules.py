@@ -1,0 +1,216 @@
+"""Rules for ops: their names, what they cast, what they leave, and writes in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import castwise
+from castwise import Policy
+from castwise.amp.op_rules import canonical, op_names
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODEL = nn.Module()
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 4)), generator=torch.Generator().manual_seed(1))
+
+
+def region(**fields: Any) -> castwise.autocast:
+    return castwise.autocast("cpu", policy=Policy(**{"compute": "bfloat16", **fields}).bind(MODEL))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+SPELLINGS = {
+    "softmax": [
+        "softmax", "torch.softmax", "torch.nn.functional.softmax", "nn.functional.softmax", "F.softmax",
+        "torch.Tensor.softmax", "aten.softmax", "aten::softmax", "aten.softmax.int", "torch.ops.aten.softmax",
+    ],
+    "linalg_norm": ["linalg.norm", "torch.linalg.norm", "aten.linalg_norm", "linalg_norm"],
+    "norm": ["norm", "torch.norm", "torch.functional.norm", "torch.Tensor.norm"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "names"), SPELLINGS.items())
+def test_an_op_has_many_names(op: str, names: list[str]) -> None:
+    assert {canonical(name) for name in names} == {op}
+    assert op in op_names()
+
+
+CALLS: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
+    "softmax": [
+        lambda t: t.softmax(-1),
+        lambda t: torch.softmax(t, -1),
+        lambda t: F.softmax(t, dim=-1),
+        lambda t: torch.special.softmax(t, -1),
+        nn.Softmax(-1),
+        lambda t: torch.softmax(input=t, dim=-1),
+    ],
+    "matmul": [lambda t: t @ t.T, lambda t: torch.matmul(t, t.T), lambda t: t.matmul(t.T)],
+    "mul": [lambda t: t * t, lambda t: t.mul(t), lambda t: torch.mul(t, t), lambda t: 2.0 * t],
+    "div": [lambda t: t / 3, lambda t: 3 / t, lambda t: torch.div(t, 3)],
+    "cat": [lambda t: torch.cat([t, t]), lambda t: torch.cat((t, t), dim=1)],
+    "layer_norm": [nn.LayerNorm(4), lambda t: F.layer_norm(t, (4,))],
+    "scaled_dot_product_attention": [lambda t: F.scaled_dot_product_attention(t[None], t[None], value=t[None])],
+    "cross_entropy": [lambda t: nn.CrossEntropyLoss()(t, torch.tensor([0, 1]))],
+    "einsum": [lambda t: torch.einsum("ij,kj->ik", t, t)],
+    "linear": [nn.Linear(4, 3), lambda t: F.linear(t, torch.ones(3, 4, dtype=t.dtype))],
+    "linalg.norm": [lambda t: torch.linalg.norm(t)],
+    "sum": [lambda t: t.sum(), lambda t: torch.sum(t, 0)],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("op", CALLS)
+def test_a_rule_holds_for_all_ways_to_call_an_op(op: str, dtype: torch.dtype) -> None:
+    for call in CALLS[op]:
+        with region(ops={op: dtype}):
+            got = call(x())
+        params = list(getattr(call, "parameters", list)())
+        for param in params:
+            param.data = param.data.to(dtype)
+        want = call(x().to(dtype))
+        for param in params:
+            param.data = param.data.float()
+        assert got.dtype is dtype
+        assert torch.equal(got, want)
+
+
+def test_gradients_pass_the_casts() -> None:
+    given = x().requires_grad_()
+    with region(ops={"softmax": "bfloat16"}):
+        given.softmax(-1)[0, 0].backward()
+    expected = x().requires_grad_()
+    expected.bfloat16().softmax(-1)[0, 0].backward()
+    assert given.grad is not None
+    assert torch.equal(given.grad, expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("ops", "text"),
+    [
+        (
+            {"sofmax": "float32"},
+            "ops['sofmax'] is not an op that this torch has; did you mean 'softmax'",
+        ),
+        ({"torch.nn.functional.layernorm": "float32"}, "did you mean 'layer_norm'"),
+        ({"softmax_": "float32"}, "ops['softmax_'] is not an op"),
+        ({"add_": "float32"}, "ops['add_'] is not an op"),
+        ({"": "float32"}, "ops[''] is not an op"),
+        (
+            {"softmax": "float32", "F.softmax": "float16"},
+            "ops['F.softmax'] = 'float16' contradicts ops['softmax'] = 'float32'",
+        ),
+    ],
+)
+def test_unknown_ops_and_contradictions_are_errors(ops: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Policy(compute="bfloat16", ops=ops).bind(nn.Linear(1, 1))
+
+
+def test_two_spellings_may_agree() -> None:
+    Policy(compute="bfloat16", ops={"softmax": "float32", "F.softmax": "float32"}).bind(nn.Linear(1, 1))
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def test_variants_that_write_are_left() -> None:
+    kept = x()
+    out = torch.empty(2, 4)
+    with region(ops={"relu": "bfloat16", "dropout": "bfloat16", "mul": "bfloat16", "softmax": "bfloat16"}):
+        for write in (
+            nn.ReLU(inplace=True),
+            lambda t: F.relu(t, inplace=True),
+            lambda t: F.dropout(t, 0.5, True, True),
+        ):
+            assert write(kept) is kept
+        kept *= 2
+        kept.mul_(2)
+        torch.mul(kept, 2, out=out)
+        assert F.relu(kept).dtype is BF16
+        assert nn.ReLU()(kept).dtype is BF16
+        assert F.dropout(kept, 0.5, True).dtype is BF16
+    assert (kept.dtype, out.dtype) == (FP32, FP32)
+
+
+def test_ops_and_tensors_that_are_not_named_are_left() -> None:
+    double, number, other = x().double(), torch.arange(4), torch.empty(2, device="meta")
+    with region(ops={"mul": "float16", "softmax": "float16"}):
+        assert (double * double).dtype is torch.float64
+        assert (number * number).dtype is torch.int64
+        assert (other * other).dtype is FP32
+        assert (x() + x()).dtype is FP32
+        assert F.linear(x(), x(4, 4)).dtype is BF16
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_is_as_it_was_after_an_op_that_raises() -> None:
+    with region(ops={"softmax": "float32", "linear": "float16"}):
+        with pytest.raises(IndexError):
+            x().softmax(7)
+        with pytest.raises(RuntimeError):
+            F.linear(x(), x(3, 3))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is BF16
+
+
+# -- writes in place --------------------------------------------------------------------------------------------------
+
+INDEX = torch.tensor([1, 0])
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "index_put_": lambda to, source: to.index_put_((INDEX,), source),
+    "torch.index_put_": lambda to, source: torch.index_put_(to, (INDEX,), values=source),
+    "index_copy_": lambda to, source: to.index_copy_(0, INDEX, source),
+    "index_add_": lambda to, source: to.index_add_(0, INDEX, source, alpha=2),
+    "index_reduce_": lambda to, source: to.index_reduce_(0, INDEX, source, "amax"),
+    "scatter_add_": lambda to, source: to.scatter_add_(0, INDEX[:, None].expand(2, 4), source),
+    "scatter_": lambda to, source: to.scatter_(0, INDEX[:, None].expand(2, 4), src=source),
+    "scatter_reduce_": lambda to, source: to.scatter_reduce_(0, INDEX[:, None].expand(2, 4), source, "sum"),
+    "masked_scatter_": lambda to, source: to.masked_scatter_(torch.ones(2, 4, dtype=torch.bool), source),
+    "put_": lambda to, source: to.put_(torch.arange(8).view(2, 4), source),
+    "x[i] = y": lambda to, source: to.__setitem__(INDEX, source),
+    "x[mask] = y": lambda to, source: to.__setitem__(torch.tensor([True, True]), source),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize(("to", "of"), [(FP32, BF16), (BF16, FP32)])
+def test_a_write_casts_its_source_if_the_policy_says_so(write: Any, to: torch.dtype, of: torch.dtype) -> None:
+    def written(source: torch.Tensor, **fields: Any) -> torch.Tensor:
+        destination = torch.zeros(2, 4, dtype=to)
+        with region(**fields):
+            write(destination, source)
+        return destination
+
+    source = x().to(of).requires_grad_()
+    with pytest.raises(RuntimeError):
+        written(source)
+    with pytest.raises(RuntimeError), torch.autocast("cpu", dtype=BF16):
+        write(torch.zeros(2, 4, dtype=to), source)
+    got = written(source, in_place="cast")
+    expected = torch.zeros(2, 4, dtype=to)
+    write(expected, source.detach().to(to))
+    assert torch.equal(got, expected)
+    got.sum().backward()
+    assert source.grad is not None
+    assert source.grad.dtype is of
+
+
+def test_only_floating_point_sources_are_cast() -> None:
+    with region(in_place="cast"), pytest.raises(RuntimeError):
+        torch.zeros(2, 4).index_copy_(0, INDEX, torch.ones(2, 4, dtype=torch.int64))
+    with region(in_place="cast"):
+        destination = torch.zeros(2, 4)
+        destination[0] = 3
+        destination[INDEX] = 5.0
+        destination.scatter_(0, INDEX[:, None], 7.0)
+        assert destination[0].tolist() == [7.0, 5.0, 5.0, 5.0]

@@ -1,0 +1,185 @@
+"""`Policy`: a frozen value, its errors, and its files."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from castwise import Policy
+
+DTYPES = ["float16", "bfloat16", "float32"]
+RULES = [*DTYPES, "inherit", "exclude"]
+
+
+def policy(**fields: Any) -> Policy:
+    return Policy(**{"compute": "bfloat16", **fields})
+
+
+def test_a_policy_is_a_frozen_value() -> None:
+    one = policy(modules={"a": "float32"}, ops={"softmax": "float16"})
+    same = policy(modules={"a": torch.float32}, ops={"softmax": torch.float16}, compute=torch.bfloat16)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != policy(modules={"a": "float32"})
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one.modules["a"] == "float32"
+    with pytest.raises(AttributeError):
+        one.compute = "float16"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        one.modules["a"] = "float16"  # type: ignore[index]
+
+
+def test_the_order_of_rules_counts() -> None:
+    assert policy(modules={"a*": "float32", "*b": "float16"}) != policy(modules={"*b": "float16", "a*": "float32"})
+
+
+def test_later_changes_of_what_was_given_change_nothing() -> None:
+    rules = {"a": "float32"}
+    one = policy(modules=rules)
+    rules["a"] = "float16"
+    assert one.modules["a"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"compute": "bf16"},
+            "compute must be one of 'float16', 'bfloat16', 'float32', got 'bf16'; did you mean 'bfloat16'",
+        ),
+        (
+            {"compute": torch.float64},
+            "compute must be one of 'float16', 'bfloat16', 'float32', got 'float64'; did you mean",
+        ),
+        ({"compute": "inherit"}, "compute must be one of 'float16', 'bfloat16', 'float32', got 'inherit'"),
+        (
+            {"modules": {"a": "fp32"}},
+            "modules['a'] must be one of 'float16', 'bfloat16', 'float32', 'inherit', 'exclude', got",
+        ),
+        (
+            {"ops": {"softmax": "exclude"}},
+            "ops['softmax'] must be one of 'float16', 'bfloat16', 'float32', got 'exclude'",
+        ),
+        (
+            {"output": "float"},
+            "output must be one of 'float16', 'bfloat16', 'float32', got 'float'; did you mean 'float32'",
+        ),
+        ({"in_place": "allow"}, "in_place must be one of 'raise', 'cast', got 'allow'"),
+        (
+            {"modules": {nn.Linear: "float32", "type:torch.nn.modules.linear.Linear": "float16"}},
+            "modules has two rules for 'type:torch.nn.modules.linear.Linear'",
+        ),
+    ],
+)
+def test_wrong_values_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"compute": 16}, "compute must be one of 'float16', 'bfloat16', 'float32', got 16"),
+        ({"modules": ["a"]}, "modules must be a mapping, got list"),
+        ({"modules": {3: "float32"}}, "a key of modules must be a string, got 3"),
+        ({"ops": {torch.softmax: "float32"}}, "a key of ops must be a string, got <built-in"),
+        ({"ops": {"softmax": None}}, "ops['softmax'] must be one of 'float16', 'bfloat16', 'float32', got None"),
+    ],
+)
+def test_wrong_types_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)):
+        policy(**fields)
+
+
+def test_types_and_expressions_have_a_spelling() -> None:
+    rules = {nn.LayerNorm: "float32", re.compile("A.*", re.IGNORECASE): "float16", re.compile("b"): "float16"}
+    assert list(policy(modules=rules).modules) == [
+        "type:torch.nn.modules.normalization.LayerNorm",
+        "re:(?i)A.*",
+        "re:b",
+    ]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+policies = st.builds(
+    Policy,
+    compute=st.sampled_from(DTYPES),
+    modules=st.dictionaries(names, st.sampled_from(RULES), max_size=4),
+    ops=st.dictionaries(names, st.sampled_from(DTYPES), max_size=4),
+    output=st.sampled_from([None, *DTYPES]),
+    in_place=st.sampled_from(["raise", "cast"]),
+)
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+@given(one=policies)
+def test_a_file_gives_back_the_same_policy(suffix: str, one: Policy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / f"policy{suffix}"
+    one.to_file(path)
+    assert Policy.from_file(path) == one
+
+
+@given(
+    text=st.text(st.sampled_from(string.printable), max_size=60) | st.text(max_size=20),
+    suffix=st.sampled_from([".toml", ".json"]),
+)
+def test_whatever_a_file_holds_gives_a_policy_or_an_error_that_names_it(
+    text: str, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ValueError):
+        assert isinstance(Policy.from_file(path), Policy)
+        return
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        Policy.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        (
+            "p.toml",
+            'compute = "bfloat16"\nmodule = 3\n',
+            "unknown field 'module', fields are 'compute', 'modules', 'ops', 'output', 'in_place'; did you mean 'mod",
+        ),
+        ("p.toml", "compute = ", "p.toml: "),
+        ("p.json", "[]", "expected a table of fields, got list"),
+        ("p.json", "{}", "the field 'compute' is missing"),
+        ("p.json", '{"compute": "bfloat16", "output": 3}', "output must be one of"),
+        ("p.json", "[" * 100_000, "p.json: "),
+        ("p.yaml", "", "a policy's file must end in .toml or .json, got"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(name: str, text: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(error)) as caught:
+        Policy.from_file(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "policy.json"
+    policy().to_file(path)
+    before = path.read_text()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        policy(output="float32").to_file(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
