@@ -89,6 +89,7 @@ def test_the_face() -> None:
         "custom_bwd",
         "custom_fwd",
         "is_autocast_available",
+        "policies",
     ]
     assert all(hasattr(castwise, name) for name in castwise.__all__)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from castwise import amp, cpu, cuda
+from castwise import amp, cpu, cuda, policies
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
 from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
@@ -21,6 +21,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "is_autocast_available",
+    "policies",
 ]
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "holders_of",
     "is_autocast_available",
     "is_fsdp_flattened",
+    "is_gathered_by_fsdp",
     "is_torch_function_mode_enabled",
     "jit_internal",
     "never_traced",
@@ -197,6 +198,19 @@ def device_types_of(group: Any) -> list[str]:
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
     """Say whether FullyShardedDataParallel manages a parameter, which then holds what is on this rank."""
     return getattr(param, "_fsdp_flattened", False)
+
+
+def is_gathered_by_fsdp(param: torch.Tensor) -> bool:
+    """Say whether `fully_shard` has put a parameter together for a forward; it writes there again without a trace."""
+    composable = sys.modules.get("torch.distributed._composable_state")
+    for state in [] if composable is None else list(composable._module_state_mapping.values()):
+        groups = getattr(state(), "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.13 there is one at most
+            groups = filter(None, [getattr(state(), "_fsdp_param_group", None)])
+        for group in groups:
+            if any(getattr(of_fsdp, "_unsharded_param", None) is param for of_fsdp in group.fsdp_params):
+                return True
+    return False
 
 
 def _exporting_mode() -> Any:

@@ -134,6 +134,7 @@ def test_code_is_compiled_again_for_another_policy_and_for_none() -> None:
     compiled = torch.compile(parts, backend="eager", fullgraph=True)
     seen = []
 
+    @torch._dynamo.config.patch(recompile_limit=32)
     def check() -> None:
         for number in (0, 1, 2, 3, 0, 2):
             for inner in (None, torch.autocast("cpu", dtype=FP16), torch.autocast("cpu", enabled=False)):

@@ -31,7 +31,7 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
     ]
     if units is not None:
         header.insert(4, "gathered in")
-        gathered = fsdp_units.gathered(decisions, units)
+        gathered = fsdp_units.gathered(policy, decisions, units)
         for row, decision in zip(rows, decisions, strict=True):
             row.insert(4, gathered[decision.name])
     lines = [aligned([header, *rows], right={2})]

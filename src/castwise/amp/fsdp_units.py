@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 from castwise.amp.module_rules import Decision, decide, matches, spelled
+from castwise.amp.op_rules import canonical
+
+# Modules whose weights autocast casts, and the ops that do it; others use theirs in the dtype they have.
+_WEIGHTS_CAST = (nn.Linear, nn.modules.conv._ConvNd, nn.PReLU)
+_OPS_WITH_WEIGHTS = {"linear", "prelu", *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3))}
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,7 +30,7 @@ def policies(
     if not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(f"reduce_dtype must be a torch.dtype, got {reduce_dtype!r}")
     decisions = decide(policy, model)
-    dtypes = _dtypes(decisions, units)
+    dtypes = _dtypes(policy, decisions, units)
     modules = {decision.name: decision.module for decision in decisions}
     return iter(
         [
@@ -43,9 +48,9 @@ def policies(
     )
 
 
-def gathered(decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
+def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
     """Return by module in which dtype its parameters are gathered, and in which unit."""
-    dtypes = _dtypes(decisions, units)
+    dtypes = _dtypes(policy, decisions, units)
     described = {}
     for decision in decisions:
         unit = _unit_of(decision.name, dtypes)
@@ -56,8 +61,9 @@ def gathered(decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
     return described
 
 
-def _dtypes(decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
+def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
     """Return by unit the low precision in which all of its parameters are used, or None if there is no such."""
+    of_ops = {dtype for op, dtype in policy.ops.items() if canonical(op) in _OPS_WITH_WEIGHTS}
     if isinstance(units, str):
         raise TypeError(f"units must be several keys, as in [{units!r}]")
     named = [(decision.name, decision.module) for decision in decisions]
@@ -65,7 +71,8 @@ def _dtypes(decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.
     used: dict[str, set[str]] = {name: set() for name in names}
     for decision in decisions:
         if next(decision.module.parameters(recurse=False), None) is not None:
-            used[_unit_of(decision.name, names)].add(decision.compute)
+            cast = {decision.compute, *of_ops} if isinstance(decision.module, _WEIGHTS_CAST) else {"float32"}
+            used[_unit_of(decision.name, names)] |= cast
     return {
         name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None
         for name, dtypes in used.items()

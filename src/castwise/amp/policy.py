@@ -162,18 +162,18 @@ class Policy:
         """Yield what FSDP2 is to shard, inner modules first and the model last, each with its matching policy:
 
         ```python
-        for module, mp_policy in policy.fsdp(model, [Block]):
+        for module, mp_policy in policy.fsdp(model, [nn.LayerNorm, Block]):
             fully_shard(module, mp_policy=mp_policy)
         ```
 
-        The parameters of a unit are gathered in the dtype that its modules compute in, if it is the same for all that
-        own some, and otherwise in their own dtype. A unit gathered in a low precision has all of its weights in it: ops
-        that autocast runs in fp32 get rounded ones. Inputs stay as they are, since the region casts; the outputs of the
-        model are cast to `output`.
+        The parameters of a unit are gathered in a low precision if all of them are used in that one: the unit's modules
+        that have some are linear layers and convolutions which compute in it. Otherwise, as beside a norm or an
+        embedding, whose weights autocast does not cast, they are gathered in their own dtype: make norms units of their
+        own. Inputs stay as they are, since the region casts; the outputs of the model are cast to `output`.
 
         Args:
             model: As for `bind`, whose errors are raised.
-            units: Keys, as in `modules`, of what is to be sharded as a unit of its own, such as the type of a block.
+            units: Keys, as in `modules`, of what is to be sharded as a unit of its own, such as types of modules.
             reduce_dtype: In which gradients are reduced over the ranks.
         """
         from castwise.amp import fsdp_units

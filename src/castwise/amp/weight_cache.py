@@ -28,7 +28,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from castwise._torch_private import are_functorch_transforms_active, holders_of, is_fsdp_flattened, version
+from castwise._torch_private import (
+    are_functorch_transforms_active,
+    holders_of,
+    is_fsdp_flattened,
+    is_gathered_by_fsdp,
+    version,
+)
 from castwise.amp.schedules import integer
 
 # Ops that autocast runs in low precision on every type of device, under all their names.
@@ -247,8 +253,10 @@ class WeightCache:
         return False
 
     def _find(self, weight: torch.Tensor) -> bool:
-        """Look for a weight in the model, and note where it is."""
+        """Look for a weight that can be cached in the model, and note where it is."""
         model, key = self._model(), id(weight)
+        if is_gathered_by_fsdp(weight):
+            return False
         for module in () if model is None else model.modules():
             for name, param in module._parameters.items():
                 if param is weight:

@@ -1,0 +1,51 @@
+"""Ready policies: `castwise.autocast("cuda", policy=castwise.policies.fp16_stable.bind(model))`.
+
+Start from one with `dataclasses.replace(policies.fp16_stable, modules={...})`.
+
+* `bf16`, `fp16`: what `torch.autocast` does with that dtype.
+* `fp16_stable`: besides, normalisation, softmax, losses and the last layer run in fp32. What overflows fp16 (above
+  65,504) or loses its small values there is sums of squares, exponentials and logits (Micikevicius et al. 2018,
+  "Mixed precision training", section 3.3). On CUDA autocast runs most of these ops in fp32 already, on CPUs few.
+* `bf16_stable`: the same with bf16, and routers of mixtures of experts in fp32 (Fedus et al. 2021, "Switch
+  Transformers", section 2.4): bf16 has the range, but only 8 bits of precision for what decides between near values.
+
+The last layer is the last that was registered of those with a matrix for a weight; `Policy.explain` shows which.
+"""
+
+from castwise.amp.policy import Policy
+
+__all__ = ["bf16", "bf16_stable", "fp16", "fp16_stable"]
+
+_NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
+_EXPONENTIALS = ("log_softmax", "logsumexp", "softmax", "softmin")
+_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
+_MODULES = {"maybe:type:*Norm*": "float32", "maybe:last:*": "float32"}
+_OPS = dict.fromkeys((*_NORMS, *_EXPONENTIALS, *_LOSSES), "float32")
+
+bf16 = Policy(compute="bfloat16")
+fp16 = Policy(compute="float16")
+fp16_stable = Policy(compute="float16", modules=_MODULES, ops=_OPS)
+bf16_stable = Policy(
+    compute="bfloat16", modules={**_MODULES, "maybe:*router": "float32", "maybe:type:*Router*": "float32"}, ops=_OPS
+)
