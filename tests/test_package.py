@@ -90,6 +90,7 @@ def test_the_face() -> None:
         "custom_fwd",
         "is_autocast_available",
         "policies",
+        "trace",
     ]
     assert all(hasattr(castwise, name) for name in castwise.__all__)
 

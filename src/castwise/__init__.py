@@ -5,6 +5,7 @@ from typing import Any
 from castwise import amp, cpu, cuda, policies
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
 from castwise.amp.policy import Policy
+from castwise.amp.tracing import trace
 from castwise.amp.weight_cache import WeightCache
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "custom_fwd",
     "is_autocast_available",
     "policies",
+    "trace",
 ]
 
 

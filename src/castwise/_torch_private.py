@@ -19,9 +19,12 @@ from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C._dynamo import eval_frame
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
+    "TO_COPY",
+    "TorchDispatchMode",
     "after_tracing",
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
@@ -45,10 +48,13 @@ __all__ = [
     "run_while_tracing",
     "stored_values",
     "tree_flatten",
+    "tree_leaves",
     "tree_unflatten",
     "version",
 ]
 
+
+TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` comes down to
 
 _Run = TypeVar("_Run", bound=Callable[..., None])
 

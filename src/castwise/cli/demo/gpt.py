@@ -95,6 +95,13 @@ class GPT(nn.Module):
         return logits
 
 
+def example() -> tuple[GPT, Tensor]:
+    """Return a model of the size "tiny" and tokens for it; `castwise trace` looks at it if nothing else is given."""
+    size = SIZES["tiny"]
+    torch.manual_seed(0)
+    return GPT(size), torch.randint(BYTES, (size.batch, size.context))
+
+
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte, a scalar, of logits (batch, context, 256) and bytes (batch, context)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

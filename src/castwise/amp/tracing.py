@@ -1,0 +1,376 @@
+"""`trace`: one forward and backward of a model, op by op, with every cast and which of them are redundant.
+
+A `TorchDispatchMode` sees ops after autocast has cast for them; it costs some 30 us an op, so nobody trains under it.
+In the backward, the module of an op is that of the forward's op whose gradient it takes part in: autograd numbers the
+nodes of its graph in the order in which the forward made them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from castwise._torch_private import (
+    TO_COPY,
+    TorchDispatchMode,
+    graph_node_running,
+    graph_nodes_made,
+    tree_leaves,
+    version,
+)
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.explanation import aligned
+from castwise.amp.policy import Policy
+from castwise.amp.weight_cache import WeightCache
+
+AGAIN = "cast before"
+BACK = "back again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Calls of one op with the same dtypes.
+
+    Args:
+        op: Name, as in `aten.mm`.
+        inputs: Dtypes of its floating-point tensor arguments, in their order, each once.
+        output: Dtypes of its floating-point results, likewise.
+        forward: How often it ran in the forward.
+        backward: How often it ran in the backward.
+    """
+
+    op: str
+    inputs: str
+    output: str
+    forward: int
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """Casts of one kind in one module.
+
+    Args:
+        module: Qualified name of the module whose forward cast, or has the gradient that was cast; "" for the model.
+        phase: "forward" or "backward".
+        of: Qualified name of the parameter that was cast, or "activation", or "gradient".
+        source: Dtype before.
+        target: Dtype after.
+        redundant: "cast before" if the same values had been cast to the same dtype already, "back again" if they
+            had come from the target's dtype by a cast with nothing computed between, else "".
+        count: How many.
+        nbytes: Bytes read and written by all of them.
+    """
+
+    module: str
+    phase: str
+    of: str
+    source: str
+    target: str
+    redundant: str
+    count: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What `trace` has seen; as a string, a table.
+
+    Args:
+        ops: By op and dtypes.
+        casts: By module and kind, in the order in which they first happened.
+    """
+
+    ops: tuple[Op, ...]
+    casts: tuple[Cast, ...]
+
+    def of_weights(self) -> tuple[int, int]:
+        """Return count and bytes of the casts of parameters, which a `WeightCache` keeps while they do not change."""
+        return self._total(lambda cast: cast.phase == "forward" and cast.of not in {"activation", "gradient"})
+
+    def redundant(self) -> tuple[int, int]:
+        """Return count and bytes of the redundant casts."""
+        return self._total(lambda cast: cast.redundant != "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists and dicts, fit for JSON."""
+        totals = {"all": self._total(lambda cast: True), "weights": self.of_weights(), "redundant": self.redundant()}
+        return {
+            "ops": [dataclasses.asdict(op) for op in self.ops],
+            "casts": [dataclasses.asdict(cast) for cast in self.casts],
+            "totals": {name: {"casts": count, "nbytes": nbytes} for name, (count, nbytes) in totals.items()},
+        }
+
+    def __str__(self) -> str:
+        ops = [(row.op, row.inputs, row.output, str(row.forward), str(row.backward)) for row in self.ops]
+        casts = [
+            (
+                *(row.module or "(root)", row.phase, row.of, f"{row.source} to {row.target}"),
+                *(str(row.count), f"{row.nbytes:,}", row.redundant),
+            )
+            for row in self.casts
+        ]
+        return "\n".join(
+            [
+                aligned([("op", "inputs", "output", "forward", "backward"), *ops], right={3, 4}),
+                "",
+                aligned(
+                    [("module", "phase", "cast of", "dtypes", "count", "bytes", "redundant"), *casts], right={4, 5}
+                ),
+                "",
+                self.summary(),
+            ]
+        )
+
+    def summary(self) -> str:
+        """Return the totals as three lines."""
+        (count, nbytes), of_weights, redundant = self._total(lambda cast: True), self.of_weights(), self.redundant()
+        return "\n".join(
+            [
+                f"{count} casts, {nbytes:,} bytes",
+                f"{of_weights[0]} of weights, {of_weights[1]:,} bytes: a WeightCache keeps these",
+                f"{redundant[0]} redundant, {redundant[1]:,} bytes",
+            ]
+        )
+
+    def _total(self, which: Callable[[Cast], bool]) -> tuple[int, int]:
+        rows = [cast for cast in self.casts if which(cast)]
+        return sum(cast.count for cast in rows), sum(cast.nbytes for cast in rows)
+
+
+def trace(
+    model: nn.Module,
+    *inputs: Any,
+    policy: Policy | BoundPolicy | None = None,
+    weight_cache: WeightCache | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+) -> Trace:
+    """Run one forward and backward of a model and say which ops ran in which dtypes, and what was cast.
+
+    Gradients, buffers and the state of random number generators are put back.
+
+    Args:
+        model: The model.
+        inputs: Positional arguments of its forward.
+        policy: Holds in the forward; without one, the forward runs in the region that the caller is in, if any.
+        weight_cache: For that policy's region.
+        kwargs: Keyword arguments of the forward.
+        loss_fn: Of the model's output, which gives the loss; by default the sum of all floating-point tensors in it.
+            Runs in the region, too. Without anything that needs a gradient there is no backward.
+
+    Raises:
+        TypeError: `model` is not a module, or `weight_cache` comes without a policy.
+        ValueError: As of `Policy.bind`.
+
+    Example:
+        >>> import castwise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> seen = castwise.trace(model, torch.ones(3, 4), policy=castwise.policies.bf16)
+        >>> print(seen.summary())
+        9 casts, 768 bytes
+        4 of weights, 348 bytes: a WeightCache keeps these
+        0 redundant, 0 bytes
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if policy is None and weight_cache is not None:
+        raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
+    region = _region(model, policy, weight_cache)
+    watch = _Watch(model)
+    with _put_back(model), _attributed(model, watch):
+        with watch, region:
+            output = model(*inputs, **(kwargs or {}))
+            loss = _sum(output) if loss_fn is None else loss_fn(output)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            watch.phase = "backward"
+            with watch:
+                loss.backward()  # type: ignore[no-untyped-call]
+    return watch.result()
+
+
+def _region(model: nn.Module, policy: Policy | BoundPolicy | None, weight_cache: WeightCache | None) -> Any:
+    if policy is None:
+        return nullcontext()
+    device = next((param.device.type for param in model.parameters()), "cpu")
+    bound = policy.bind(model) if isinstance(policy, Policy) else policy
+    return autocast(device, policy=bound, weight_cache=weight_cache)
+
+
+def _sum(output: Any) -> torch.Tensor | None:
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return sum((leaf.sum() for leaf in floats[1:]), floats[0].sum()) if floats else None
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    gradients = [(param, param.grad) for param in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for param, _ in gradients:
+        param.grad = None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for param, gradient in gradients:
+            param.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+@contextmanager
+def _attributed(model: nn.Module, watch: _Watch) -> Iterator[None]:
+    """Tell the watch which module runs."""
+    handles = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True),
+            module.register_forward_hook(lambda *_: watch.leave(), always_call=True),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Origin(NamedTuple):
+    """Where values come from that a cast has written."""
+
+    source: str
+    kept: torch.Tensor  # so that no other memory gets the address
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts ops and casts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.phase = "forward"
+        self._modules: list[str] = []
+        # From which of autograd's numbers on which module ran.
+        self._numbers: list[int] = []
+        self._running: list[str] = []
+        self._ops: Counter[tuple[str, str, str, str]] = Counter()
+        self._casts: dict[tuple[str, ...], list[int]] = {}
+        self._weights = {_place(param): name for name, param in model.named_parameters()}
+        self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
+        self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
+
+    def enter(self, name: str) -> None:
+        self._modules.append(name)
+        self._note_module()
+
+    def leave(self) -> None:
+        self._modules.pop()
+        self._note_module()
+
+    def _note_module(self) -> None:
+        if self.phase == "forward":
+            self._numbers.append(graph_nodes_made())
+            self._running.append(self._modules[-1] if self._modules else "")
+
+    def _module(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = graph_node_running()
+        position = -1 if node is None else bisect.bisect_right(self._numbers, node) - 1
+        return self._running[position] if position >= 0 else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        source = _source(func, args)
+        of = None if source is None else self._of(source)
+        result = func(*args, **kwargs)
+        if source is not None and of is not None and _is_cast(source, result):
+            self._note_cast(source, result, of)
+            return result
+        inputs, outputs = _dtypes([*args, *kwargs.values()]), _dtypes(result)
+        if inputs or outputs:
+            name = str(func.overloadpacket)
+            self._ops[name, inputs, outputs, self.phase] += 1
+        self._forget_origins(func, args)
+        return result
+
+    def _forget_origins(self, func: Any, args: Any) -> None:
+        """Note that something was computed in memory that a cast has written."""
+        if not func._schema.is_mutable:
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        self._origins.pop(_memory(leaf), None)
+
+    def _of(self, source: torch.Tensor) -> str:
+        if (name := self._weights.get(_place(source))) is not None:
+            return name
+        return "activation" if self.phase == "forward" or self._modules else "gradient"
+
+    def _note_cast(self, source: torch.Tensor, result: torch.Tensor, of: str) -> None:
+        key = (*_place(source), version(source), source.dtype, result.dtype)
+        origin = self._origins.get(_memory(source))
+        if key in self._cast:
+            redundant = AGAIN
+        elif origin is not None and origin.source == _name(result.dtype):
+            redundant = BACK
+        else:
+            redundant = ""
+        self._cast[key] = source
+        self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
+        kind = (self._module(), self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
+        total = self._casts.setdefault(kind, [0, 0])
+        total[0] += 1
+        total[1] += source.nbytes + result.nbytes
+
+    def result(self) -> Trace:
+        phases: dict[tuple[str, str, str], dict[str, int]] = {}
+        for (op, inputs, output, phase), count in self._ops.items():
+            phases.setdefault((op, inputs, output), {})[phase] = count
+        ops = [Op(*kind, counts.get("forward", 0), counts.get("backward", 0)) for kind, counts in phases.items()]
+        casts = [Cast(*kind, *total) for kind, total in self._casts.items()]  # type: ignore[arg-type]
+        return Trace(tuple(sorted(ops, key=lambda op: (op.op, op.inputs, op.output))), tuple(casts))
+
+
+def _source(func: Any, args: Any) -> torch.Tensor | None:
+    """Return what an op casts, if it is one that may."""
+    if func is TO_COPY:
+        source = args[0]
+    elif func is torch.ops.aten.copy_.default:
+        source = args[1]
+    else:
+        return None
+    return source if isinstance(source, torch.Tensor) else None
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return _memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _is_cast(source: torch.Tensor, result: torch.Tensor) -> bool:
+    return source.is_floating_point() and result.is_floating_point() and source.dtype != result.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(value: Any) -> str:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))

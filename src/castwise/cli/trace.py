@@ -1,0 +1,143 @@
+"""`castwise trace`: the casts of one forward and backward of a model that a function makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import castwise
+from castwise import Policy, WeightCache, policies
+from castwise._suggestions import listed, nearest
+from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.tracing import Trace
+from castwise.cli.errors import UserError
+
+
+def trace(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="Function without arguments that returns a model, or a tuple of a model and its inputs.",
+        ),
+    ] = "castwise.cli.demo.gpt:example",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="SHAPE[:DTYPE]", help="A random input, such as 8x128 or 8x128:int64; repeatable."
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help=f"A file, or one of {', '.join(policies.__all__)}.")
+    ] = "bf16",
+    weight_cache: Annotated[
+        bool, typer.Option("--weight-cache", help="Run under a WeightCache that has been filled by a forward before.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run one forward and backward of a model, and print its ops, their dtypes, and every cast.
+
+    Exits with 0, or with 2 if something was asked that cannot be done.
+    """
+    try:
+        net, given = _model(model, inputs)
+        wanted = _policy(policy, net)
+        cache = WeightCache(net) if weight_cache else None
+        for _ in range(2 if weight_cache else 1):
+            seen = castwise.trace(net, *given, policy=wanted, weight_cache=cache)
+    except (UserError, OSError) as error:
+        typer.echo(f"castwise trace: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(seen.as_dict(), indent=2))
+    else:
+        _print(seen)
+
+
+def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    place, _, name = spelled.partition(":")
+    if not place or not name:
+        raise UserError(f"--model must be MODULE:FACTORY, got {spelled!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the folder one is in, as for python -m
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
+            raise  # it is there, but misses something
+        raise UserError(f"there is no module {place!r}") from None
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
+        raise UserError(f"{place!r} has no function {name!r}{near}")
+    made = factory()
+    net, *given = made if isinstance(made, tuple) else (made,)
+    if not isinstance(net, nn.Module):
+        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+    if inputs:
+        given = [_input(text) for text in inputs]
+    elif not given:
+        raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
+    return net, tuple(given)
+
+
+def _input(spelled: str) -> torch.Tensor:
+    shape, _, dtype_name = spelled.partition(":")
+    try:
+        sizes = [int(size) for size in shape.split("x")]
+        if min(sizes) < 0:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--input must be a shape such as 8x128, or 8x128:int64, got {spelled!r}") from None
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"--input: {dtype_name!r} is not a dtype of torch")
+    return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
+
+
+def _policy(spelled: str, net: nn.Module) -> BoundPolicy:
+    if spelled in policies.__all__:
+        ready: Policy = getattr(policies, spelled)
+        return ready.bind(net)
+    path = Path(spelled)
+    if path.suffix not in {".toml", ".json"}:
+        raise UserError(
+            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
+            f"{nearest(spelled, policies.__all__)}"
+        )
+    try:
+        return Policy.from_file(path).bind(net)
+    except ValueError as error:
+        text = str(error)
+        raise UserError(text if spelled in text else f"{path}: {text}") from None
+
+
+def _print(seen: Trace) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    ops = Table("op", "inputs", "output", box=box.SIMPLE_HEAD, padding=0)
+    for column in ("forward", "backward"):
+        ops.add_column(column, justify="right")
+    for op in seen.ops:
+        ops.add_row(op.op, op.inputs, op.output, str(op.forward), str(op.backward))
+    casts = Table("module", "phase", "cast of", "dtypes", box=box.SIMPLE_HEAD, padding=0)
+    for column in ("count", "bytes"):
+        casts.add_column(column, justify="right")
+    casts.add_column("redundant")
+    for cast in seen.casts:
+        casts.add_row(
+            *(cast.module or "(root)", cast.phase, cast.of, f"{cast.source} to {cast.target}"),
+            *(str(cast.count), f"{cast.nbytes:,}", cast.redundant),
+        )
+    console.print(ops)
+    console.print(casts)
+    console.print(seen.summary(), highlight=False)

@@ -1,0 +1,200 @@
+"""`trace`: which ops ran in which dtype, and what was cast."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+from castwise import Policy, WeightCache, policies
+from castwise.amp.tracing import Cast, Trace
+from castwise.cli.demo.gpt import example
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def casts(seen: Trace) -> list[tuple[Any, ...]]:
+    return [(c.module, c.phase, c.of, c.source, c.target, c.redundant, c.count, c.nbytes) for c in seen.casts]
+
+
+def test_every_cast_of_a_forward_and_backward_is_counted() -> None:
+    seen = castwise.trace(mlp(), torch.ones(3, 4), policy=policies.bf16)
+    down, up = ("float32", "bfloat16"), ("bfloat16", "float32")
+    assert casts(seen) == [
+        ("0", "forward", "0.bias", *down, "", 1, 8 * 6),
+        ("0", "forward", "0.weight", *down, "", 1, 32 * 6),
+        ("0", "forward", "activation", *down, "", 1, 12 * 6),
+        ("2", "forward", "2.bias", *down, "", 1, 2 * 6),
+        ("2", "forward", "2.weight", *down, "", 1, 16 * 6),
+        ("2", "backward", "gradient", *up, "", 2, 18 * 6),
+        ("0", "backward", "gradient", *up, "", 2, 40 * 6),
+    ]
+    by_name = {(op.op, op.inputs): op for op in seen.ops}
+    assert (by_name["aten.addmm", "bfloat16"].forward, by_name["aten.mm", "bfloat16"].backward) == (2, 3)
+    assert by_name["aten.relu", "bfloat16"].output == "bfloat16"
+
+
+def test_without_a_policy_the_region_around_holds() -> None:
+    assert castwise.trace(mlp(), torch.ones(3, 4)).casts == ()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = castwise.trace(mlp(), torch.ones(3, 4))
+    assert around.of_weights() == castwise.trace(mlp(), torch.ones(3, 4), policy=policies.bf16).of_weights()
+
+
+def test_what_a_weight_cache_removes_is_shown_on_the_gpt_of_the_demo() -> None:
+    model, tokens = example()
+    cache = WeightCache(model)
+    plain = castwise.trace(model, tokens, policy=policies.bf16)
+    filling, filled = (castwise.trace(model, tokens, policy=policies.bf16, weight_cache=cache) for _ in range(2))
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    nbytes = sum(6 * param.numel() for module in linear for param in module.parameters())
+    assert plain.of_weights() == filling.of_weights() == (2 * len(linear), nbytes)
+    assert filled.of_weights() == (0, 0)
+    others = [cast for cast in plain.casts if cast.of in {"activation", "gradient"}]
+    assert list(filled.casts) == others
+
+
+def test_a_tensor_that_is_cast_twice_is_redundant() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x) + self.second(x)
+            x.add_(1)
+            return y + self.first(x)  # type: ignore[no-any-return]
+
+    seen = castwise.trace(Twice().requires_grad_(False), torch.ones(3, 4), policy=policies.bf16)
+    assert [cast[:3] + cast[5:7] for cast in casts(seen)] == [
+        ("first", "forward", "first.weight", "", 1),
+        ("first", "forward", "activation", "", 2),  # written between: other values
+        ("second", "forward", "second.weight", "", 1),
+        ("second", "forward", "activation", "cast before", 1),
+        ("first", "forward", "first.weight", "cast before", 1),
+    ]
+    assert seen.redundant() == (2, 12 * 6 + 16 * 6)
+
+
+@pytest.mark.parametrize(
+    ("between", "redundant"),
+    [
+        (lambda low: low, "back again"),
+        (lambda low: low.view(-1, 2).t(), "back again"),
+        (lambda low: low * 2, ""),
+        (lambda low: low.relu_(), ""),
+    ],
+)
+def test_a_cast_back_with_nothing_between_is_redundant(between: Any, redundant: str) -> None:
+    class There(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return between(x.bfloat16()).float()  # type: ignore[no-any-return]
+
+    seen = castwise.trace(There(), torch.ones(3, 4))
+    assert [(cast.source, cast.redundant) for cast in seen.casts] == [("float32", ""), ("bfloat16", redundant)]
+
+
+def test_modules_are_named_in_the_backward_and_when_a_forward_is_run_again() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(checkpoint(self.a, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+    seen = castwise.trace(Checkpointed(), torch.ones(3, 4, requires_grad=True), policy=policies.bf16)
+    again = [cast for cast in seen.casts if cast.phase == "backward" and cast.of != "gradient"]
+    assert {(cast.module, cast.of) for cast in again} == {("a", "a.weight"), ("a", "activation")}
+    assert {cast.module for cast in seen.casts if cast.of == "gradient"} == {"a", "b"}
+
+
+def test_module_rules_and_a_loss_are_seen() -> None:
+    policy = Policy(compute="bfloat16", modules={"2": "float32"})
+    seen = castwise.trace(mlp(), torch.ones(3, 4), policy=policy, loss_fn=lambda y: y.square().mean())
+    assert Cast("2", "forward", "activation", "bfloat16", "float32", "", 1, 24 * 6) in seen.casts
+    assert any(op.op == "aten.pow" and op.inputs == "float32" for op in seen.ops)
+
+
+def test_nothing_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model(torch.randn(3, 4)).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
+    random = torch.get_rng_state()
+    castwise.trace(model, torch.randn(3, 4), policy=policies.bf16)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    for param, (gradient, values) in zip(model.parameters(), gradients, strict=True):
+        assert param.grad is gradient
+        assert torch.equal(gradient, values)
+    assert torch.equal(torch.get_rng_state(), random) is False  # torch.randn above, and nothing after it
+    torch.set_rng_state(random)
+    torch.randn(3, 4)
+    after = torch.get_rng_state()
+    torch.set_rng_state(random)
+    castwise.trace(model, torch.randn(3, 4), policy=policies.bf16)
+    assert torch.equal(torch.get_rng_state(), after)
+    with pytest.raises(RuntimeError):
+        castwise.trace(model, torch.randn(3, 5), policy=policies.bf16)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert [param.grad for param in model.parameters()] == [gradient for gradient, _ in gradients]
+
+
+def test_a_trace_is_a_table_and_a_dict() -> None:
+    seen = castwise.trace(mlp(), torch.ones(3, 4), policy=policies.bf16)
+    table = str(seen).splitlines()
+    assert table[0].split() == ["op", "inputs", "output", "forward", "backward"]
+    assert table[-3:] == [
+        "9 casts, 768 bytes",
+        "4 of weights, 348 bytes: a WeightCache keeps these",
+        "0 redundant, 0 bytes",
+    ]
+    as_dict = json.loads(json.dumps(seen.as_dict()))
+    assert as_dict["totals"]["weights"] == {"casts": 4, "nbytes": 348}
+    assert as_dict["casts"][0] == {
+        "module": "0",
+        "phase": "forward",
+        "of": "0.bias",
+        "source": "float32",
+        "target": "bfloat16",
+        "redundant": "",
+        "count": 1,
+        "nbytes": 48,
+    }
+
+
+def test_outputs_of_any_kind_and_none_that_need_a_gradient() -> None:
+    class Outputs(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"x": [x, 3], "i": torch.tensor(1)}
+
+    seen = castwise.trace(Outputs(), torch.ones(3, 4), policy=policies.bf16)
+    assert sum(op.backward for op in seen.ops) == 0
+    seen = castwise.trace(Outputs(), torch.ones(3, 4, requires_grad=True), policy=policies.bf16)
+    assert sum(op.backward for op in seen.ops) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: castwise.trace(3), TypeError, r"model must be a torch\.nn\.Module, got int"),
+        (lambda: castwise.trace(mlp(), weight_cache=WeightCache(mlp())), TypeError, "weight_cache needs a policy"),
+        (
+            lambda: castwise.trace(mlp(), policy="bf16"),
+            TypeError,
+            "policy must be a bound castwise.Policy or None, got str",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

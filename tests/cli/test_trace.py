@@ -1,0 +1,89 @@
+"""`castwise trace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from castwise import Policy, policies
+from castwise.cli import app
+
+FACTORY = """
+import torch
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
+def both():
+    return model(), torch.ones(3, 4)
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "traced_by_test.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    return tmp_path
+
+
+def run(*options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["trace", *options])
+    return result.exit_code, result.output
+
+
+def test_the_gpt_of_the_demo_is_traced_with_and_without_a_cache() -> None:
+    code, plain = run()
+    assert code == 0
+    assert "18 of weights, 9,859,584 bytes: a WeightCache keeps these" in plain
+    assert "blocks.1.mlp.0.weight" in plain
+    code, cached = run("--weight-cache")
+    assert "0 of weights, 0 bytes" in cached
+    assert "blocks.1.mlp.0.weight" not in cached
+
+
+def test_models_and_policies_of_ones_own(here: Path) -> None:
+    Policy(compute="bfloat16", modules={"1": "float32"}).to_file(here / "mine.toml")
+    for options in (["traced_by_test:both"], ["traced_by_test:model", "--input", "3x4:float32"]):
+        code, printed = run("--model", *options, "--policy", "mine.toml", "--json")
+        assert code == 0
+        seen = json.loads(printed)
+        assert {cast["of"] for cast in seen["casts"] if cast["module"] == "1" and cast["phase"] == "forward"} == {
+            "activation"
+        }
+
+
+@pytest.mark.parametrize("name", policies.__all__)
+def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
+    assert run("--model", "traced_by_test:both", "--policy", name)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--model", "torch"], "--model must be MODULE:FACTORY, got 'torch'"),
+        (["--model", "nowhere:f"], "there is no module 'nowhere'"),
+        (["--model", "traced_by_test:bot"], "'traced_by_test' has no function 'bot'; did you mean 'both'?"),
+        (["--model", "traced_by_test:wrong"], "traced_by_test:wrong returned int, not a torch.nn.Module"),
+        (["--model", "traced_by_test:model"], "returned a model without inputs for it: add --input"),
+        (["--model", "traced_by_test:model", "--input", "3x"], "--input must be a shape such as 8x128"),
+        (["--model", "traced_by_test:model", "--input", "3x4:foat"], "'foat' is not a dtype of torch"),
+        (
+            ["--policy", "bf15"],
+            "or one of 'bf16', 'bf16_stable', 'fp16', 'fp16_stable', got 'bf15'; did you mean 'bf16'",
+        ),
+        (["--policy", "none.toml"], "No such file or directory: 'none.toml'"),
+        (["--policy", "bad.json"], "bad.json: modules['nothing'] matches no module"),
+        (["--policy", "worse.json"], "worse.json: Expecting value"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(options: list[str], text: str, here: Path) -> None:
+    Policy(compute="bfloat16", modules={"nothing": "float32"}).to_file(here / "bad.json")
+    (here / "worse.json").write_text("x")
+    code, printed = run(*options)
+    assert code == 2
+    assert text in printed
+    assert printed.count("\n") == 1
