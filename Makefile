@@ -23,6 +23,7 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/scale_out.py
 	$(BIN)/python benchmarks/weight_cache.py
+	$(BIN)/python benchmarks/policy_overhead.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -49,10 +49,8 @@ class BoundPolicy:
 
     def __init__(self, policy: Policy, model: nn.Module) -> None:
         self.policy = policy
-        self.casts = op_rules.casts(policy)
-        self.writes = op_rules.writes() if policy.in_place == "cast" else {}
-        self.inplace_flags = op_rules.inplace_flags(self.casts)
-        self.has_op_rules = bool(self.casts or self.writes)
+        self.op_rules = op_rules.rules_of(policy)
+        self.inplace_flags = op_rules.inplace_flags(self.op_rules)
         self.dtype = _LOW_PRECISION.get(policy.compute)
         names = {policy.compute, *policy.modules.values(), *policy.ops.values()}
         self.dtypes = [dtype for name, dtype in _LOW_PRECISION.items() if name in names]
@@ -66,7 +64,9 @@ class BoundPolicy:
             module = decision.module
             rule = decision.value if decision.value not in {None, "inherit"} else None
             output = self.output if decision.name == "" else None
-            if id(module) in hooked or not (rule or output or self.has_op_rules):
+            # Where checkpointing runs a forward again, hooks are what puts op rules in force.
+            may_call = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
+            if id(module) in hooked or not (rule or output or may_call):
                 continue
             hooked.add(id(module))
             hook = _ModuleRule(self, rule, output)
@@ -97,7 +97,7 @@ class BoundPolicy:
         outer = THREAD.state, THREAD.modules
         THREAD.state = state = State(self, device, enabled, dtype, cache, True, True)
         THREAD.modules = None
-        mode = op_rules.OpRules(self) if self.has_op_rules else None
+        mode = op_rules.OpRules(self) if self.op_rules else None
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
         return outer, mode, state, None if is_dynamo_compiling() else graph_nodes_made()
@@ -191,7 +191,7 @@ class _ModuleRule:
             if not rules & ({str(dtype).removeprefix("torch.")} if enabled else {"float32", "exclude"}):
                 return None, None
             state = state._replace(enabled=enabled, dtype=dtype if enabled else state.dtype, ops=enabled)
-        return state, op_rules.OpRules(self._policy) if self._policy.has_op_rules else None
+        return state, op_rules.OpRules(self._policy) if self._policy.op_rules else None
 
 
 # By model and policy; with each the modules that there were.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
     """Return the effective dtypes of a model's modules as a table, and those of ops and outputs below it."""
     decisions = decide(policy, model)
-    op_rules.casts(policy)
+    op_rules.rules_of(policy)
     header = ["module", "type", "parameters", "computes in", "decided by"]
     rows = [
         [

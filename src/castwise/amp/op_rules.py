@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
 
 from castwise._suggestions import nearest
@@ -41,6 +42,34 @@ _SOURCES = {
     "put_": (2, "source"),
     "__setitem__": (2, "value"),
 }
+
+
+# The one op that the forward of a module calls, if any.
+_OPS_OF_MODULES: dict[type[nn.Module], str | None] = {
+    **dict.fromkeys((nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity)),
+    **{
+        getattr(nn, f"Conv{way}{n}d"): f"conv{way and '_transpose'}{n}d" for way in ("", "Transpose") for n in (1, 2, 3)
+    },
+    nn.Linear: "linear",
+    nn.Embedding: "embedding",
+    nn.Dropout: "dropout",
+    nn.LayerNorm: "layer_norm",
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+}
+
+
+class Rule(NamedTuple):
+    """What is done to the calls of a function.
+
+    Args:
+        dtype: To what its arguments are cast.
+        source: Where the source of a write in place is, position and name, which is cast to its destination.
+    """
+
+    dtype: torch.dtype | None
+    source: tuple[int, str] | None
 
 
 @functools.cache
@@ -82,8 +111,8 @@ def canonical(name: str) -> str:
     return f"{namespace}_{rest}" if namespace in _NAMESPACES and rest else bare
 
 
-def casts(policy: Policy) -> dict[_Function, torch.dtype]:
-    """Return the dtype that a policy's rules give to the arguments of functions.
+def rules_of(policy: Policy) -> dict[_Function, Rule]:
+    """Return by function what a policy says of its calls.
 
     Raises:
         ValueError: An op is unknown, or has two names whose rules differ.
@@ -97,17 +126,23 @@ def casts(policy: Policy) -> dict[_Function, torch.dtype]:
         other = spelling.setdefault(op, name)
         if policy.ops[other] != dtype:
             raise ValueError(f"ops[{name!r}] = {dtype!r} contradicts ops[{other!r}] = {policy.ops[other]!r}")
-    return {function: getattr(torch, policy.ops[name]) for op, name in spelling.items() for function in known[op]}
-
-
-def writes() -> dict[_Function, tuple[int, str]]:
-    """Return where functions that write in place have their source."""
-    return {
-        getattr(owner, name): source
-        for name, source in _SOURCES.items()
-        for owner in (torch, torch.Tensor)
-        if hasattr(owner, name)
+    rules = {
+        function: Rule(getattr(torch, policy.ops[name]), None)
+        for op, name in spelling.items()
+        for function in known[op]
     }
+    if policy.in_place == "cast":
+        for name, source in _SOURCES.items():
+            for owner in (torch, torch.Tensor):
+                if hasattr(owner, name):
+                    rules[getattr(owner, name)] = Rule(None, source)
+    return rules
+
+
+def calls_no_rule(module: nn.Module, rules: Mapping[_Function, Rule]) -> bool:
+    """Say of some modules of torch that their own forward calls nothing there is a rule for; False if unknown."""
+    op = _OPS_OF_MODULES.get(type(module), "")
+    return op is None or (op != "" and not any(function in rules for function in op_names()[op]))
 
 
 def inplace_flags(functions: Iterable[_Function]) -> dict[_Function, int]:
@@ -128,17 +163,17 @@ class OpRules(TorchFunctionMode):
 
     def __init__(self, policy: BoundPolicy) -> None:
         TorchFunctionMode.__init__(self)
-        self._policy, self._casts, self._writes = policy, policy.casts, policy.writes
-        self._inplace = policy.inplace_flags
+        self._policy, self._rules, self._inplace = policy, policy.op_rules, policy.inplace_flags
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = self._rules.get(func)
+        if rule is None:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        dtype, source = self._casts.get(func), self._writes.get(func)
-        if dtype is None and source is None:
-            return func(*args, **kwargs)
         state = THREAD.state
         if state is None or state.policy is not self._policy or not state.is_native():
             return func(*args, **kwargs)
+        dtype, source = rule
         if source is not None and state.writes:
             args, kwargs = _with_source_cast(args, kwargs, *source)
         if dtype is None or not state.ops or kwargs.get("out") is not None or self._writes_in_place(func, args, kwargs):
