@@ -84,7 +84,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     Matrix products and convolutions run in `dtype`, ops that need range or precision in fp32, the rest in the
     dtype of their inputs: the lists are torch's own. The region should hold the forward and the loss; the
-    backward runs outside, in the dtypes that the forward chose. Entering and leaving does not sync with the device.
+    backward runs outside, in the dtypes that the forward chose, also of what `torch.compile` compiles in the region
+    (unless `torch._functorch.config.backward_pass_autocast` says else). Entering and leaving does not sync with the
+    device.
 
     The state is thread-local: a new thread starts outside of any region. Regions nest, in any mixture of devices,
     dtypes, `enabled=False`, and with themselves.
