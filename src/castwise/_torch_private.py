@@ -28,6 +28,7 @@ __all__ = [
     "after_tracing",
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
+    "compile_anew",
     "compile_backwards_as",
     "compile_backwards_without_autocast",
     "device_types_of",
@@ -36,6 +37,7 @@ __all__ = [
     "graph_nodes_made",
     "holders_of",
     "is_autocast_available",
+    "is_backward_running",
     "is_fsdp_flattened",
     "is_gathered_by_fsdp",
     "is_torch_function_mode_enabled",
@@ -46,6 +48,7 @@ __all__ = [
     "record_enter_autocast",
     "record_exit_autocast",
     "run_while_tracing",
+    "schema_of",
     "stored_values",
     "tree_flatten",
     "tree_leaves",
@@ -95,6 +98,12 @@ def _skip(function: Callable[..., Any], callees: eval_frame._FrameAction) -> Non
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
+def compile_anew(function: Callable[..., Any]) -> None:
+    """Have Dynamo forget what it has compiled of a function."""
+    if "torch._dynamo" in sys.modules and hasattr(function, "__code__"):
+        eval_frame.reset_code(function.__code__)
+
+
 def after_tracing(function: Callable[[], None]) -> None:
     """Let Dynamo, which is tracing, call a function when it ends or gives up; the last one comes first."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -103,41 +112,33 @@ def after_tracing(function: Callable[[], None]) -> None:
 
 
 class _BackwardsSetting:
-    """How this thread compiles backwards: a setting of `torch._functorch.config`.
+    """How this thread compiles backwards: a setting of `torch._functorch.config`."""
 
-    It is what getattr and setattr on that module come down to, in a fifth of the time.
-    """
-
-    _NAME = "backward_pass_autocast"
+    NAME = "backward_pass_autocast"
 
     def __init__(self) -> None:
         from torch._functorch import config
         from torch.utils._config_module import _UNSET_SENTINEL
 
-        self._settings: Any = config
+        self.settings: Any = config
         self.defaults = (_UNSET_SENTINEL, "same_as_forward")
-        self.value: Any = getattr(self._settings._config.get(self._NAME), "user_override", None)
+        self.value: Any = getattr(self.settings._config.get(self.NAME), "user_override", None)
         # Before torch 2.13 a setting is not of a thread, and none is changed.
         self.is_of_thread = isinstance(self.value, ContextVar)
         if self.is_of_thread:
-            self._is_hash_outdated, self._outdated = config._hash_dirty_var, config._get_dict_dirty_keys_var  # type: ignore[attr-defined]
-
-    def set(self, value: object) -> None:
-        self.value.set(value)
-        if not self._is_hash_outdated.get():
-            self._is_hash_outdated.set(True)
-        if self._outdated.get() is not None:
-            self._settings._mark_get_dict_dirty(self._NAME)
+            self.is_hash_outdated: Any = self.settings._hash_dirty_var
+            self.outdated: Any = self.settings._get_dict_dirty_keys_var
 
 
-_backwards: _BackwardsSetting | None = None  # found by the first region: whoever enters none shall not wait for it
+_backwards: Any = None  # found by the first region: whoever enters none shall not wait for it
 
 
+@only_inlined
 def compile_backwards_without_autocast() -> object:
     """Have what this thread compiles run its backwards outside of autocast; return what undoes it, or None.
 
-    The default, "same_as_forward", traces them in the state in which the forward is called. What the user has set
-    otherwise is left.
+    The default, "same_as_forward", traces them in the state in which the forward is called; it cannot be told from the
+    same set by the user. What else the user has set is left.
     """
     global _backwards
     if _backwards is None:
@@ -147,14 +148,19 @@ def compile_backwards_without_autocast() -> object:
     before: object = _backwards.value.get()
     if before not in _backwards.defaults:
         return None
-    _backwards.set("off")
+    compile_backwards_as("off")
     return before
 
 
+@only_inlined
 def compile_backwards_as(setting: object) -> None:
     """Undo `compile_backwards_without_autocast`, which has returned the setting."""
-    if _backwards is not None:
-        _backwards.set(setting)
+    known = _backwards
+    known.value.set(setting)  # this and what follows is setattr on the module, which takes five times as long
+    if not known.is_hash_outdated.get():
+        known.is_hash_outdated.set(True)
+    if known.outdated.get() is not None:
+        known.settings._mark_get_dict_dirty(known.NAME)
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
@@ -162,14 +168,22 @@ def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@only_inlined
 def graph_nodes_made() -> int:
     """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
     return torch._C._autograd._get_sequence_nr()
 
 
+@only_inlined
+def is_backward_running() -> bool:
+    """Say whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@only_inlined
 def graph_node_running() -> int | None:
     """Return which of the nodes that a thread has made a backward runs right now; None outside of a backward."""
-    if torch._C._current_graph_task_id() == -1:
+    if not is_backward_running():
         return None
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
@@ -186,9 +200,15 @@ def holders_of(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+@only_inlined
 def version(tensor: torch.Tensor) -> int:
     """Return a tensor's count of writes; tensors of inference mode keep none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def schema_of(op: Any, overload: str | None = None) -> Any:
+    """Return what is known of an op's arguments and results; of an overload packet, what is of one overload."""
+    return (op if overload is None else getattr(op, overload))._schema
 
 
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
@@ -219,6 +239,7 @@ def is_gathered_by_fsdp(param: torch.Tensor) -> bool:
     return False
 
 
+@only_inlined
 def _exporting_mode() -> Any:
     """Return the mode with which `torch.export` records what is not an op, or None outside of an export."""
     # The module is loaded by whoever exports; importing it here would slow down everybody else.
@@ -232,6 +253,7 @@ def _exporting_mode() -> Any:
     return None
 
 
+@only_inlined
 def _record(name: str, args: tuple[object, ...]) -> None:
     mode = _exporting_mode()
     if mode is not None:

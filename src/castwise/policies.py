@@ -9,7 +9,8 @@ Start from one with `dataclasses.replace(policies.fp16_stable, modules={...})`.
 * `bf16_stable`: the same with bf16, and routers of mixtures of experts in fp32 (Fedus et al. 2021, "Switch
   Transformers", section 2.4): bf16 has the range, but only 8 bits of precision for what decides between near values.
 
-The last layer is the last that was registered of those with a matrix for a weight; `Policy.explain` shows which.
+The last layer is the linear layer that was registered last; `Policy.explain` shows which. What functions of torch do
+inside themselves, such as the softmax of `torch.nn.MultiheadAttention`, is as autocast has it.
 """
 
 from castwise.amp.policy import Policy
@@ -40,7 +41,12 @@ _LOSSES = (
     "soft_margin_loss",
     "triplet_margin_loss",
 )
-_MODULES = {"maybe:type:*Norm*": "float32", "maybe:last:*": "float32"}
+_MODULES = {
+    **dict.fromkeys(
+        ("maybe:type:_NormBase", "maybe:type:GroupNorm", "maybe:type:*LayerNorm", "maybe:type:*RMSNorm"), "float32"
+    ),
+    "maybe:last:Linear": "float32",
+}
 _OPS = dict.fromkeys((*_NORMS, *_EXPONENTIALS, *_LOSSES), "float32")
 
 bf16 = Policy(compute="bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -142,6 +143,36 @@ def test_arguments_of_fp32_modules_are_cast_wherever_they_are() -> None:
     assert given["t"].dtype is BF16
 
 
+def test_what_a_module_writes_to_its_arguments_reaches_the_caller() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor, aux: Any, names: Any, cache: torch.Tensor) -> torch.Tensor:
+            aux[0].append(x.sum())
+            aux[0][0] = aux[0][1]
+            names["new"] = x
+            del names["old"]
+            with torch.no_grad():
+                cache[0] = x[0]
+            return x
+
+    model = nn.ModuleList([Writes(), Writes()])
+    given = x().bfloat16()
+    results = []
+    for rule in ("inherit", "float32"):
+        first, second, cache = given * 2, given * 3, torch.zeros(2, 4, dtype=BF16)
+        aux, names = [[first, second]], {"old": first, "kept": second}
+        inner = aux[0]
+        with region(model, modules={"1": rule}):
+            model[1](given, aux, names, cache)
+        assert aux[0] is inner
+        assert len(inner) == 3
+        assert inner[0] is inner[1] is second
+        assert list(names) == ["kept", "new"]
+        assert names["kept"] is second
+        results.append(cache)
+    assert torch.equal(*results)
+    assert results[0][0].any()
+
+
 def test_excluded_modules_have_no_rules_of_the_policy_and_fp32_ones_no_op_rules() -> None:
     class Writes(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.dtype, bool]:
@@ -159,6 +190,12 @@ def test_excluded_modules_have_no_rules_of_the_policy_and_fp32_ones_no_op_rules(
     assert got == {"fp32": (FP32, True), "excluded": (FP32, False), "low": (BF16, True), "other": (BF16, True)}
 
 
+@dataclasses.dataclass
+class Named:
+    y: Any
+    number: int = 3
+
+
 def test_outputs_are_cast_also_of_decorated_functions() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -166,12 +203,13 @@ def test_outputs_are_cast_also_of_decorated_functions() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> Any:
-            return {"y": self.linear(x), "n": [1, x.double()]}
+            return {"y": self.linear(x), "n": [1, x.double()], "c": Named((self.linear(x),))}
 
     model = Pair()
     bound = Policy(compute="bfloat16", output="float32").bind(model)
     with castwise.autocast("cpu", policy=bound):
         out = model(x())
+        assert out["c"].y[0].dtype is FP32
         assert (out["y"].dtype, out["n"][1].dtype, model.linear(x()).dtype) == (FP32, torch.float64, BF16)
     out["y"].sum().backward()
     assert model.linear.weight.grad is not None
@@ -254,6 +292,34 @@ def test_threads_have_each_their_own_policy() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_module_that_calls_itself_where_the_policy_is_suspended() -> None:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            if depth:
+                with torch.autocast("cpu", enabled=False):
+                    self(x.float(), depth - 1)
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    model = nn.ModuleDict({"tree": Tree()})
+    model["copy"] = copy.deepcopy(model["tree"])
+    with torch.no_grad(), region(model, modules={"tree": "float16"}):
+        assert model["tree"](x(), 2).dtype is FP16
+        assert state() == "bfloat16"
+
+
+def test_a_region_without_a_policy_suspends_one_that_leaves_autocast_off() -> None:
+    model = Model()
+    with region(model, compute="float32", modules={"b": "bfloat16"}):
+        with castwise.autocast("cpu", enabled=False):
+            model(x())
+        model(x())
+    assert [seen[0] for seen in model.b.seen] == ["off", "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -438,6 +504,52 @@ def test_a_forward_that_is_run_again_follows_the_policy(run: str, fields: dict[s
         assert torch.equal(again, once)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_that_is_run_again_follows_its_own_policy_of_two(reentrant: bool) -> None:
+    gradients = []
+    for again in (True, False):
+        model = Checkpointed(RUNS["reentrant" if reentrant else "not reentrant"] if again else PLAIN["reentrant"])
+        bound = [
+            Policy(compute="bfloat16", modules={"block.1": "float32", "block.3": rule}).bind(model)
+            for rule in ("float16", "float32")
+        ]
+        outs = []
+        for one in bound:
+            with castwise.autocast("cpu", policy=one):
+                outs.append(model(x().requires_grad_()))
+        for out in outs:
+            out.float().square().sum().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for mine, other in zip(*gradients, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_that_is_run_again_where_the_policy_was_suspended(reentrant: bool) -> None:
+    class Suspends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.again = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(self.first(x))
+            with torch.autocast("cpu", enabled=False):
+                return checkpoint(self.b, y, use_reentrant=reentrant) if self.again else self.b(y)  # type: ignore
+
+    gradients = []
+    for again in (True, False):
+        model = Suspends()
+        model.again = again
+        with region(model, modules={"a": "float32", "b": "bfloat16"}):
+            out = model(x().requires_grad_())
+        out.sum().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for mine, other in zip(*gradients, strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_a_forward_without_the_policy_that_is_run_again_has_none() -> None:
     gradients = []
     for bind in (True, False):
@@ -452,6 +564,111 @@ def test_a_forward_without_the_policy_that_is_run_again_has_none() -> None:
         gradients.append([param.grad for param in model.parameters()])
     for mine, other in zip(*gradients, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_a_backward_may_be_called_inside_of_the_region(inside: bool, reentrant: bool) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Softmax())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=reentrant) if self.again else self.block(x)  # type: ignore
+
+    gradients = []
+    for again in (True, False):
+        inner = Inner()
+        inner.again = again
+        model = nn.Sequential(nn.Linear(4, 4), inner)
+        with torch.no_grad():
+            model[0].weight.fill_(0.3)
+            model[0].bias.fill_(0.1)
+        rules = {"modules": {"1": "float16", "1.block.1": "float32"}, "ops": {"softmax": "float32"}}
+        with region(model, **rules):
+            loss = model(x().requires_grad_()).float().square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for mine, other in zip(*gradients, strict=True):
+        # A backward inside is itself run under autocast, where linear layers' gradients are cast once more.
+        torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("run", ["plain", "context_fn"])
+def test_a_function_that_is_run_again_needs_contexts_for_its_own_ops(run: str) -> None:
+    def core(x: torch.Tensor) -> torch.Tensor:
+        return (x * 5).bfloat16().softmax(-1) ** 2
+
+    bound = Policy(compute="bfloat16", ops={"softmax": "float32"}).bind(model := nn.Linear(4, 4))
+    options = {"context_fn": bound.checkpoint_contexts} if run == "context_fn" else {}
+    with castwise.autocast("cpu", policy=bound):
+        out = checkpoint(core, model(x()), use_reentrant=False, **options)
+        model.zero_grad()
+        core(model(x())).sum().backward()
+    expected = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    if run == "plain":
+        with pytest.raises(torch.utils.checkpoint.CheckpointError):
+            out.sum().backward()
+        return
+    out.sum().backward()
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient is not None
+        assert torch.equal(param.grad, gradient)
+
+
+def test_a_region_of_another_thread_is_not_taken_for_that_of_a_forward() -> None:
+    def gradients(other: bool, again: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        bound = Policy(compute="bfloat16", modules={"2": "float32"}).bind(model)
+        results: list[Any] = []
+
+        def with_policy() -> None:
+            for _ in range(5):
+                with castwise.autocast("cpu", policy=bound):
+                    model(x())
+
+        def without() -> None:
+            with torch.autocast("cpu", dtype=BF16):
+                given = x().requires_grad_()
+                y = checkpoint(model, given, use_reentrant=True) if again else model(given)
+            y.float().square().sum().backward()
+            results.extend(param.grad for param in model.parameters())
+
+        for work in [with_policy, without] if other else [without]:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return results
+
+    for mine, other in zip(gradients(True, True), gradients(False, True), strict=True):
+        assert mine is not None
+        assert other is not None
+        assert torch.equal(mine, other)
+
+
+def test_an_interrupted_backward_leaves_no_policy_behind() -> None:
+    model = Checkpointed(RUNS["not reentrant"])
+    bound = Policy(compute="bfloat16", modules={"block": "float32"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = model(x())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.block[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        out.float().sum().backward()
+    hook.remove()
+    with torch.autocast("cpu", dtype=BF16):
+        assert model.block[0](x()).dtype is BF16
+        assert model(x()).dtype is BF16
 
 
 @pytest.mark.parametrize("library", [torch, castwise])
@@ -518,6 +735,52 @@ def test_binding_again_gives_the_same_until_modules_change() -> None:
     assert [len(spy.linear._forward_pre_hooks) for spy in (model.a, model.b, model.c)] == [1, 1, 1]
     with castwise.autocast("cpu", policy=again):
         assert model.b.linear(x()).dtype is FP16
+
+
+def test_a_module_in_the_place_of_another_is_noticed_whatever_its_id() -> None:
+    policy = Policy(compute="bfloat16", modules={"1": "float32"})
+    for _ in range(20):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = policy.bind(model)
+        del model[1]
+        model.append(nn.Linear(4, 4))
+        with castwise.autocast("cpu", policy=policy.bind(model)):
+            assert model(x()).dtype is FP32
+        with pytest.raises(RuntimeError, match="the policy was unbound, or bound anew after the model had changed"):
+            castwise.autocast("cpu", policy=before)
+
+
+def test_a_region_of_a_policy_that_is_not_bound_any_more_is_not_entered() -> None:
+    one = region(model := Model(), modules={"b": "float16"})
+    assert one._policy is not None
+    one._policy.unbind()
+    with pytest.raises(RuntimeError, match="bind it again"), one:
+        pass
+    assert state() == "off"
+    assert model(x()).dtype is FP32
+
+
+def test_lists_of_modules_hand_their_rule_on() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Spy(), Spy()]), "head": Spy()})
+    with region(model, modules={"blocks": "float32", "blocks.1.linear": "float16"}):
+        for module in (*model["blocks"], model["head"]):
+            module(x())
+    assert [module.seen[0][0] for module in (*model["blocks"], model["head"])] == ["off", "off", "bfloat16"]
+    assert model["blocks"][1].seen[0][3] is FP32
+
+
+def test_rules_that_could_not_hold_are_refused() -> None:
+    attention = nn.MultiheadAttention(4, 1)
+    with pytest.raises(ValueError, match=r"'out_proj', whose forward torch\.nn\.MultiheadAttention never calls"):
+        Policy(compute="bfloat16", modules={"out_proj": "float32"}).bind(attention)
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), x()))
+    with pytest.raises(ValueError, match="'1' is a ScriptModule, which takes no hooks"):
+        Policy(compute="bfloat16", modules={"1": "float32"}).bind(scripted)
+    Policy(compute="bfloat16", modules={"0": "float32"}, ops={"softmax": "float32"}).bind(scripted)
+    parallel = nn.DataParallel(nn.Linear(4, 4))
+    parallel.device_ids = [0, 1]
+    with pytest.raises(ValueError, match="DataParallel runs copies of the model in threads of its own"):
+        Policy(compute="bfloat16").bind(parallel)
 
 
 def test_a_bound_model_is_freed() -> None:

@@ -56,6 +56,8 @@ CALLS: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
     ],
     "matmul": [lambda t: t @ t.T, lambda t: torch.matmul(t, t.T), lambda t: t.matmul(t.T)],
     "mul": [lambda t: t * t, lambda t: t.mul(t), lambda t: torch.mul(t, t), lambda t: 2.0 * t],
+    "floor_divide": [lambda t: t // 3, lambda t: torch.floor_divide(t, 3)],
+    "threshold": [lambda t: F.threshold(t, 0.1, 0.0), nn.Threshold(0.1, 0.0)],
     "div": [lambda t: t / 3, lambda t: 3 / t, lambda t: torch.div(t, 3)],
     "cat": [lambda t: torch.cat([t, t]), lambda t: torch.cat((t, t), dim=1)],
     "layer_norm": [nn.LayerNorm(4), lambda t: F.layer_norm(t, (4,))],
@@ -142,6 +144,39 @@ def test_variants_that_write_are_left() -> None:
     assert (kept.dtype, out.dtype) == (FP32, FP32)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("buffers", [FP32, BF16])
+def test_running_statistics_are_written(dtype: torch.dtype, buffers: torch.dtype) -> None:
+    norm = nn.BatchNorm1d(4).to(buffers)
+    given = x(8, 4) + 3
+    if buffers is BF16 and dtype is not BF16:
+        given = given.bfloat16()
+    with region(ops={"batch_norm": dtype}):
+        if buffers is BF16 and dtype is not BF16:  # torch takes no weights in bf16 beside another input
+            with pytest.raises(RuntimeError, match="expect"):
+                norm(given)
+            return
+        norm(given)
+    assert norm.running_mean is not None
+    assert norm.running_mean.abs().sum() > 0.5
+
+
+def test_an_embedding_with_a_max_norm_scales_its_weight() -> None:
+    embedding = nn.Embedding(4, 4, max_norm=0.1)
+    with region(ops={"embedding": "bfloat16"}):
+        embedding(torch.arange(4))
+        assert nn.functional.embedding(torch.arange(2), x(4, 4)).dtype is BF16
+    assert (embedding.weight.norm(dim=1) < 0.2).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["setitem", "view", "getitem", "t", "detach", "to", "float", "register_hook", "retain_grad", "item", "size"]
+)
+def test_what_computes_nothing_new_has_no_rules(name: str) -> None:
+    with pytest.raises(ValueError, match="is not an op that this torch has"):
+        Policy(compute="bfloat16", ops={name: "float32"}).bind(nn.Linear(1, 1))
+
+
 def test_ops_and_tensors_that_are_not_named_are_left() -> None:
     double, number, other = x().double(), torch.arange(4), torch.empty(2, device="meta")
     with region(ops={"mul": "float16", "softmax": "float16"}):
@@ -168,6 +203,7 @@ def test_autocast_is_as_it_was_after_an_op_that_raises() -> None:
 INDEX = torch.tensor([1, 0])
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "index_put_": lambda to, source: to.index_put_((INDEX,), source),
+    "torch.index_put_(input=)": lambda to, source: torch.index_put_(input=to, indices=(INDEX,), values=source),
     "torch.index_put_": lambda to, source: torch.index_put_(to, (INDEX,), values=source),
     "index_copy_": lambda to, source: to.index_copy_(0, INDEX, source),
     "index_add_": lambda to, source: to.index_add_(0, INDEX, source, alpha=2),

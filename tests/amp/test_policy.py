@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 import string
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +161,14 @@ def test_whatever_a_file_holds_gives_a_policy_or_an_error_that_names_it(
         ("p.json", "{}", "the field 'compute' is missing"),
         ("p.json", '{"compute": "bfloat16", "output": 3}', "output must be one of"),
         ("p.json", "[" * 100_000, "p.json: "),
+        ("p.json", '{"compute": "bfloat16", "compute": "float16"}', "a name is there twice: 'compute', 'compute'"),
+        ("p.json", '{"compute": "bfloat16", "modules": {"a": "float32", "a": "float16"}}', "a name is there twice"),
+        ("p.toml", "compute = '\xff'", "p.toml: "),
         ("p.yaml", "", "a policy's file must end in .toml or .json, got"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(name: str, text: str, error: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(error)) as caught:
         Policy.from_file(tmp_path / name)
     assert name in str(caught.value)
@@ -183,3 +187,29 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         policy(output="float32").to_file(path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_threads_may_write_one_file(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            for _ in range(50):
+                policy().to_file(tmp_path / "policy.toml")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.toml"]
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "policy.json")
+    policy().to_file(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert Policy.from_file(tmp_path / "policy.json") == policy()

@@ -115,6 +115,83 @@ def test_compiled_and_eager_code_agree(fields: dict[str, Any], inside: bool, bac
         torch.testing.assert_close(got, expected, **TOLERANCE[backend])
 
 
+POSITIONS: dict[str, Callable[[Any, str], Any]] = {
+    "function": lambda net, backend: torch.compile(lambda x: net(x), backend=backend),
+    "torch.compile(model)": lambda net, backend: torch.compile(net, backend=backend),
+    "model.compile()": lambda net, backend: [net.compile(backend=backend), net][1],
+    "block.compile()": lambda net, backend: [net.blocks[0].compile(backend=backend), net][1],
+    "torch.compile(model, fullgraph=True)": lambda net, backend: torch.compile(
+        net, backend=backend, fullgraph=not net.blocks[0].breaks
+    ),
+    "compiled inner block": lambda net, backend: [
+        setattr(net.blocks[0], "mlp", torch.compile(net.blocks[0].mlp, backend=backend)),
+        net,
+    ][1],
+}
+
+
+class Breaks(nn.Module):
+    """Has a graph break between its two layers, if wanted."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.mlp, self.last = breaks, nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.mlp(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return y, self.last(y)
+
+
+class Outer(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([Breaks(breaks), Breaks(breaks)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        seen = [self.first(x)]
+        for block in self.blocks:
+            seen += block(seen[-1])
+        return [*seen, self.head(seen[-1])]
+
+
+PLACES: list[dict[str, Any]] = [
+    {"modules": {"": "float32"}},
+    {"modules": {"blocks.0": "float32"}},
+    {"modules": {"blocks.0": "float16", "blocks.0.mlp": "float32"}},
+    {"modules": {"blocks": "float32"}, "ops": {"gelu": "float16"}, "output": "float32"},
+]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "graph breaks"])
+@pytest.mark.parametrize("fields", PLACES, ids=["model", "block", "low in low", "list and op"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_rules_hold_wherever_the_model_is_compiled(
+    position: str, backend: str, fields: dict[str, Any], breaks: bool
+) -> None:
+    results = []
+    for compiled in (True, False):
+        model, given = Outer(breaks), x()
+        run = POSITIONS[position](model, backend) if compiled else model
+        with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+            run(given)  # what is compiled before the policy is bound is not used under it
+        bound = Policy(compute="bfloat16", **fields).bind(model)
+        for _ in range(2):
+            with castwise.autocast("cpu", policy=bound):
+                out = run(given)
+        with torch.autocast("cpu", dtype=BF16):
+            plain = run(given)
+        sum(part.float().square().sum() for part in out).backward()
+        results.append([*out, *plain, given.grad, *(param.grad for param in model.parameters())])
+    for mine, other in zip(*results, strict=True):
+        assert mine.dtype == other.dtype
+        torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
+
+
 def test_code_is_compiled_again_for_another_policy_and_for_none() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model.requires_grad_(False)  # torch would keep one cast of a weight for regions of two dtypes

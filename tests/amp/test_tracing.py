@@ -198,3 +198,59 @@ def test_outputs_of_any_kind_and_none_that_need_a_gradient() -> None:
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_what_a_model_changes_otherwise_is_put_back_too() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    model, given = Counts(), torch.ones(3, 4, requires_grad=True)
+    castwise.trace(model, given, policy=Policy(compute="bfloat16", modules={"linear": "float32"}))
+    assert model.calls == 0
+    assert given.grad is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_backward_is_traced_outside_of_the_callers_region() -> None:
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return grad * 2
+
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Double.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        castwise.trace(Doubles(), torch.ones(3, 4, requires_grad=True))
+    assert seen == [False]
+
+
+def test_a_transposed_weight_is_that_weight_and_a_part_is_not_the_whole() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Embedding(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+            kept[0] = x * 2
+            return x @ self.token.weight.T + kept.float()[0]
+
+    seen = castwise.trace(Tied(), torch.ones(3, 4), policy=policies.bf16)
+    assert seen.of_weights()[0] == 1
+    assert seen.redundant() == (0, 0)

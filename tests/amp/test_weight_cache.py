@@ -516,18 +516,47 @@ PROGRAM = st.lists(
 )
 
 
+class Twice(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self[2](self[1](self[0](x)))
+        return x
+
+
+class Functional(nn.Sequential):
+    """Weights, views of them and transposed ones, in ops that are no modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(torch.addmm(self[0].bias, x.to(self[0].bias.dtype), self[0].weight.t()))
+        return nn.functional.linear(x, self[2].weight[:, :8], bias=self[2].bias) @ self[2].weight
+
+
+MODELS: list[type[nn.Sequential]] = [nn.Sequential, Twice, Functional]
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"modules": {"2": "float32"}},
+    {"modules": {"0": "float16", "2": "exclude"}},
+    {"modules": {"": "float32", "2": "bfloat16"}, "output": "float32"},
+    {"ops": {"linear": "float16", "gelu": "float32"}},
+]
+
+
 class Program:
     """A model, perhaps with a cache, and graphs that wait for their backward."""
 
-    def __init__(self, cached: bool, budget_bytes: int | None) -> None:
-        self.model = mlp()
-        self.cache = WeightCache(self.model, budget_bytes=budget_bytes) if cached else None
+    def __init__(
+        self, cached: bool, kind: type[nn.Sequential] = nn.Sequential, fields: Any = None, budget: int | None = None
+    ) -> None:
+        self.model = kind(*mlp())
+        self.fields = fields or {}
+        self.cache = WeightCache(self.model, budget_bytes=budget) if cached else None
         self.losses: list[torch.Tensor] = []
 
     def take(self, call: str, *arguments: Any) -> Any:
         if call == "forward":
             mode, dtype = arguments
-            with MODES[mode](), region(self.cache, dtype):
+            policy = castwise.Policy(compute=str(dtype).removeprefix("torch."), **self.fields).bind(self.model)
+            with MODES[mode](), castwise.autocast("cpu", policy=policy, weight_cache=self.cache):
                 y = self.model(X)
             if y.requires_grad:
                 self.losses.append(y.float().square().sum())
@@ -551,9 +580,11 @@ class Program:
         return None
 
 
-@given(PROGRAM, st.sampled_from([None, 0, 50, 80]))
-def test_random_programs_are_those_without_a_cache(program: list[Any], budget_bytes: int | None) -> None:
-    ours, theirs = Program(True, budget_bytes), Program(False, None)
+@given(PROGRAM, st.sampled_from(MODELS), st.sampled_from(POLICIES), st.sampled_from([None, 0, 50, 80]))
+def test_random_programs_are_those_without_a_cache(
+    program: list[Any], kind: type[nn.Sequential], fields: dict[str, Any], budget: int | None
+) -> None:
+    ours, theirs = Program(True, kind, fields, budget), Program(False, kind, fields)
     for call in program:
         got, expected = ours.take(*call), theirs.take(*call)
         assert type(got) is type(expected)
@@ -563,3 +594,31 @@ def test_random_programs_are_those_without_a_cache(program: list[Any], budget_by
             return  # some gradients may have been added, in any order
         same([*ours.model.parameters()], [*theirs.model.parameters()])
         same(gradients(ours.model), gradients(theirs.model))
+
+
+# -- each way to see a change is needed -------------------------------------------------------------------------------
+
+
+def sees(change: Callable[[nn.Sequential], Any]) -> Callable[[], None]:
+    return lambda: test_a_changed_weight_is_cast_again(change, torch.no_grad)
+
+
+MUTANTS: dict[str, tuple[str, Any, Callable[[], None]]] = {
+    "versions": ("version", lambda _: 0, sees(in_place)),
+    "steps of optimizers": ("WeightCache._stepped", lambda *_: None, sees(CHANGES["fused AdamW"])),
+    "addresses": ("_Stamp", lambda version, address, steps: (version, steps), sees(other_memory)),
+    "who holds a copy": ("holders_of", lambda _: 0, test_a_frozen_weight_that_changes_before_the_backward),
+    "layouts": ("_Copy.is_like", lambda *_: True, test_a_weight_of_another_shape_or_layout),
+    "invalidate": ("WeightCache.invalidate", lambda _: None, test_writes_through_data_are_seen_when_told_or_verified),
+    "verify": ("WeightCache._compare", lambda *_: None, test_writes_through_data_are_seen_when_told_or_verified),
+}
+
+
+@pytest.mark.parametrize(("name", "broken", "test"), MUTANTS.values(), ids=MUTANTS)
+def test_without_it_a_test_fails(
+    name: str, broken: Any, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test()
+    monkeypatch.setattr(f"castwise.amp.weight_cache.{name}", broken)
+    with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
+        test()

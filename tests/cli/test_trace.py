@@ -75,7 +75,7 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
             ["--policy", "bf15"],
             "or one of 'bf16', 'bf16_stable', 'fp16', 'fp16_stable', got 'bf15'; did you mean 'bf16'",
         ),
-        (["--policy", "none.toml"], "No such file or directory: 'none.toml'"),
+        (["--policy", "none.toml"], "cannot read none.toml: No such file or directory"),
         (["--policy", "bad.json"], "bad.json: modules['nothing'] matches no module"),
         (["--policy", "worse.json"], "worse.json: Expecting value"),
     ],

@@ -12,6 +12,7 @@ import torch
 from castwise import _torch_private
 
 
+@_torch_private.only_inlined
 def enter(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
     """Set the autocast state of a region."""
     _switch(device_type, enabled, dtype, cache_enabled)
@@ -19,17 +20,20 @@ def enter(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bo
         _torch_private.record_enter_autocast((device_type, dtype, enabled, cache_enabled))
 
 
+@_torch_private.only_inlined
 def leave(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool, forget_casts: bool = True) -> None:
-    """Set the autocast state that held outside of a region, and forget cached casts if it is the outermost."""
+    """Set the autocast state that held outside of a region; forget cached casts, if told, where it is the outermost."""
     _switch(device_type, enabled, dtype, cache_enabled)
-    # Tracing may stop at any point, so a traced region never counts as a level of nesting.
-    torch.autocast_increment_nesting()
-    if torch.autocast_decrement_nesting() == 0 and forget_casts:
-        torch.clear_autocast_cache()
+    if forget_casts:
+        # Tracing may stop at any point, so a traced region never counts as a level of nesting.
+        torch.autocast_increment_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
     if _torch_private.is_torch_function_mode_enabled():
         _torch_private.record_exit_autocast(())
 
 
+@_torch_private.only_inlined
 def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
     torch.set_autocast_enabled(device_type, enabled)
     torch.set_autocast_dtype(device_type, dtype)

@@ -51,6 +51,7 @@ from castwise.amp.casting import cast_floats
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, is_autocast_available
+from castwise.amp.in_force import THREAD, resume, suspend
 from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
 
@@ -98,8 +99,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         enabled: False makes the region run everything as it would outside.
         cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None takes the thread's setting.
         weight_cache: Keep casts of a model's weights beyond the region, until the weights change; see `WeightCache`.
-        policy: Says the dtypes of modules and ops, and takes the place of `dtype`; see `Policy`. A region within that
-            sets another dtype, or disables autocast, suspends it.
+        policy: Says the dtypes of modules and ops, and takes the place of `dtype`; see `Policy`. A region within
+            suspends it; one of torch's own does if it changes the dtype or whether autocast is enabled.
 
     Raises:
         ValueError: `device_type` is not a string, or `dtype` is given with a policy.
@@ -150,14 +151,15 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         self._caches = cache_enabled
         self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
         self._policy = None
-        if policy is not None and self._enabled and all(_can_autocast(device_type, low) for low in policy.dtypes):
-            self._policy = policy
-            self._enabled = policy.dtype is not None
+        if policy is not None and self._enabled:
+            can_autocast = all(_can_autocast(device_type, low) for low in policy.low_precisions)
+            self._policy = policy if can_autocast else None
+            self._enabled = can_autocast and policy.dtype is not None
         if weight_cache is not None and not isinstance(weight_cache, WeightCache):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._weight_cache = weight_cache
-        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, what undoes the
-        # policy, how backwards are compiled outside, and the same of an earlier entry still active.
+        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, what the policy
+        # undoes, how backwards are compiled outside, and the same of an earlier entry still active.
         self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any, Any, Any]] = {}
 
     @property
@@ -180,6 +182,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         device = self.device
         thread = 0 if is_dynamo_compiling() else get_ident()
         policy = self._policy
+        if policy is not None:
+            policy.check_is_bound()
         substitution = None
         if self._weight_cache is not None and (self._enabled or policy is not None) and thread != 0:
             substitution = self._weight_cache.mode(device)
@@ -189,7 +193,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
             substitution,
-            None if policy is None else policy.enter(device, self._enabled, self.fast_dtype, self._caches),
+            self._put_in_force(),
             compile_backwards_without_autocast() if thread != 0 else None,
             self._outer.get(thread),
         )
@@ -217,6 +221,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         enabled, dtype, cache_enabled, substitution, in_force, backwards, before = outer
         if self._policy is not None:
             self._policy.leave(in_force)
+        elif in_force is not None:
+            resume(in_force)
         if substitution is not None:
             substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         if before is not None:
@@ -234,6 +240,13 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if is_torch_function_mode_enabled():
             record_exit_autocast(())
         return False
+
+    @only_inlined
+    def _put_in_force(self) -> Any:
+        """Put the region's policy in force in this thread, or none; return what undoes it."""
+        if self._policy is not None:
+            return self._policy.enter(self.device, self._enabled, self.fast_dtype, self._caches)
+        return None if THREAD.state is None else suspend()
 
     def _leave_elsewhere(self) -> bool:
         """Leave in a thread that did not enter, as a generator does that is closed there: nothing to put back."""
@@ -254,12 +267,13 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
 
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype a region casts to by its policy, None if by itself it casts to none."""
+    """Return the dtype that a policy's region casts to; None if autocast is off in it but for rules."""
     if not isinstance(policy, BoundPolicy):
         hint = ": write policy=policy.bind(model)" if isinstance(policy, Policy) else ""
         raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")
     if dtype is not None:
         raise ValueError(f"a policy says the dtype ({policy.policy.compute}): leave out dtype={dtype}")
+    policy.check_is_bound()
     return policy.dtype
 
 

@@ -12,7 +12,11 @@ from castwise.amp.module_rules import Decision, decide, matches, spelled
 from castwise.amp.op_rules import canonical
 
 # Modules whose weights autocast casts, and the ops that do it; others use theirs in the dtype they have.
-_WEIGHTS_CAST = (nn.Linear, nn.modules.conv._ConvNd, nn.PReLU)
+_WEIGHTS_CAST = (
+    nn.Linear,
+    *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)),
+    nn.PReLU,
+)
 _OPS_WITH_WEIGHTS = {"linear", "prelu", *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3))}
 
 if TYPE_CHECKING:
@@ -67,7 +71,9 @@ def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> 
     if isinstance(units, str):
         raise TypeError(f"units must be several keys, as in [{units!r}]")
     named = [(decision.name, decision.module) for decision in decisions]
-    names = {name for key in units for name in matches(spelled(key), named, "units")} | {""}
+    first = {id(module): name for name, module in reversed(named)}  # of its names, which fully_shard takes once
+    modules = dict(named)
+    names = {first[id(modules[name])] for key in units for name in matches(spelled(key), named, "units")} | {""}
     used: dict[str, set[str]] = {name: set() for name in names}
     for decision in decisions:
         if next(decision.module.parameters(recurse=False), None) is not None:

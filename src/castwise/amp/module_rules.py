@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from castwise._suggestions import nearest
@@ -30,6 +31,7 @@ class Decision(NamedTuple):
         name: Qualified name without wrappers; "" for the model itself.
         module: The module, or what a wrapper wraps.
         value: A dtype, "inherit" or "exclude", as the rule says; None if no rule names the module.
+        in_force: The same, or what the rule of a container says that has no forward of its own, such as a ModuleList.
         compute: The dtype that the module computes in, its own or that of the modules around it.
         key: The rule that decided `compute`; None is the policy's default.
         around: Name of the module that this rule names, if it is one around.
@@ -38,6 +40,7 @@ class Decision(NamedTuple):
     name: str
     module: nn.Module
     value: str | None
+    in_force: str | None
     compute: str
     key: str | None
     around: str | None
@@ -69,6 +72,7 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
             deciding[name] = key
     _check_none_is_overruled(policy, named, deciding)
     _agree_on_shared_modules(policy, named, deciding)
+    _check_forwards_are_called(model, named, deciding)
     decisions: dict[str, Decision] = {}
     for name, module in named:
         value = policy.modules[deciding[name]] if name in deciding else None
@@ -79,7 +83,8 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
             around = None if outer is None else outer.name if outer.around is None and outer.key else outer.around
         else:
             compute, key, around = ("float32" if value == "exclude" else value), deciding[name], None
-        decisions[name] = Decision(name, module, value, compute, key, around)
+        in_force = outer.in_force if value is None and outer is not None and not _has_forward(outer.module) else value
+        decisions[name] = Decision(name, module, value, in_force, compute, key, around)
     return list(decisions.values())
 
 
@@ -180,6 +185,29 @@ def _check_none_is_overruled(policy: Policy, named: list[tuple[str, nn.Module]],
                 f"modules[{key!r}] = {value!r} contradicts modules[{contrary[0]!r}] = {policy.modules[contrary[0]]!r}, "
                 "which decides wherever it matches: a name decides over a pattern, a pattern over a type, and a later "
                 "rule over an earlier one"
+            )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
+
+
+def _check_forwards_are_called(
+    model: nn.Module, named: list[tuple[str, nn.Module]], deciding: Mapping[str, str]
+) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ValueError(
+                "DataParallel runs copies of the model in threads of its own, where no policy is in force: use "
+                "DistributedDataParallel"
+            )
+    modules = dict(named)
+    for name, key in deciding.items():
+        outer = modules.get(name.rpartition(".")[0])
+        if isinstance(outer, nn.MultiheadAttention) and name.endswith("out_proj") and _rank(key) > 0:
+            raise ValueError(
+                f"modules[{key!r}] names {name!r}, whose forward torch.nn.MultiheadAttention never calls: name the "
+                "attention itself"
             )
 
 

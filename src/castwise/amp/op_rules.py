@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
 
 from castwise._suggestions import nearest
-from castwise.amp.casting import cast_arguments, cast_floats, native_state
+from castwise._torch_private import only_inlined, schema_of
+from castwise.amp.casting import cast_arguments, cast_floats, in_native_state
 from castwise.amp.in_force import THREAD
 from castwise.amp.weight_cache import LOW_PRECISION_OPS
 
@@ -27,8 +29,21 @@ if TYPE_CHECKING:
 _Function = Callable[..., Any]
 
 _NAMESPACES = ("linalg", "special", "fft")
-_REFLECTED = {"rmatmul": "matmul", "radd": "add", "rmul": "mul", "rsub": "sub", "rdiv": "div", "rpow": "pow"}
-_OPERATORS = {**_REFLECTED, "truediv": "div", "rtruediv": "div"}
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    **{f"r{name}": name for name in ("matmul", "add", "mul", "sub", "pow")},
+    "rdiv": "div",
+    "rtruediv": "div",
+    "rfloordiv": "floor_divide",
+    "rmod": "remainder",
+}
+_IN_PLACE_OPERATORS = re.compile(r"__i(add|sub|mul|matmul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+# Functions that write to arguments without a name that ends in "_".
+_WRITING = re.compile(
+    r"__(set|del)(item)?__|(native|cudnn|miopen|quantized)_batch_norm|batch_norm_.*|fused_moving_avg.*"
+)
 # Where ops that write in place have their source: the position, counted with the tensor itself, and the name.
 _SOURCES = {
     "index_put_": (2, "values"),
@@ -66,10 +81,14 @@ class Rule(NamedTuple):
     Args:
         dtype: To what its arguments are cast.
         source: Where the source of a write in place is, position and name, which is cast to its destination.
+        flags: Parameters, each with its position, that make it write to its arguments; then nothing is cast.
+        has_statistics: Whether it has running statistics; then its input alone is cast.
     """
 
-    dtype: torch.dtype | None
-    source: tuple[int, str] | None
+    dtype: torch.dtype | None = None
+    source: tuple[int, str] | None = None
+    flags: tuple[tuple[str, int], ...] = ()
+    has_statistics: bool = False
 
 
 @functools.cache
@@ -79,21 +98,34 @@ def op_names() -> dict[str, list[_Function]]:
     for functions in get_overridable_functions().values():
         for function in functions:
             name = _op_of(function)
-            if name is not None and function not in names.setdefault(name, []):
+            if name is not None and _computes(name, function) and function not in names.setdefault(name, []):
                 names[name].append(function)
     for name, functions in names.items():  # torch.special has ops of its own, and other names of ops
         names[name] = functions + [twin for twin in names.get(f"special_{name}", ()) if twin not in functions]
     return names
 
 
+def _computes(name: str, function: _Function) -> bool:
+    """Say whether a function makes new tensors; views and questions have nothing to compute in any precision."""
+    if getattr(function, "__module__", None) in {"torch.nn.functional", "torch.functional"}:
+        return True
+    op = getattr(torch.ops.aten, name, None)
+    return op is not None and any(
+        returned and all(value.alias_info is None and "Tensor" in str(value.type) for value in returned)
+        for returned in (schema_of(op, overload).returns for overload in op.overloads())
+    )
+
+
 def _op_of(function: _Function) -> str | None:
     full = resolve_name(function)
     name = getattr(function, "__name__", "")
-    if full is None or not name or name == "__get__":
+    if full is None or not name or name == "__get__" or _WRITING.fullmatch(name) or _IN_PLACE_OPERATORS.fullmatch(name):
         return None
     if name.startswith("__"):
         bare = name.strip("_")
-        return None if bare.startswith("i") and bare[1:] in dir(torch) else _OPERATORS.get(bare, bare)
+        return _OPERATORS.get(bare, bare)
+    if name == "_threshold":  # torch.nn.functional.threshold
+        return "threshold"
     if name.startswith("_") or name.endswith("_"):
         return None
     namespace = full.removeprefix("torch.").partition(".")[0]
@@ -101,7 +133,7 @@ def _op_of(function: _Function) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """Return an op's one name for any of its spellings; it is not said that there is such an op."""
+    """Return an op's one name for any of its spellings, without a check that there is such an op."""
     bare = name.replace("::", ".").removeprefix("torch.").removeprefix("ops.")
     if bare.startswith("aten."):
         return bare.split(".")[1]
@@ -127,7 +159,9 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
         if policy.ops[other] != dtype:
             raise ValueError(f"ops[{name!r}] = {dtype!r} contradicts ops[{other!r}] = {policy.ops[other]!r}")
     rules = {
-        function: Rule(getattr(torch, policy.ops[name]), None)
+        function: Rule(
+            getattr(torch, policy.ops[name]), None, _flags_of(function), op in {"batch_norm", "instance_norm"}
+        )
         for op, name in spelling.items()
         for function in known[op]
     }
@@ -135,70 +169,84 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
         for name, source in _SOURCES.items():
             for owner in (torch, torch.Tensor):
                 if hasattr(owner, name):
-                    rules[getattr(owner, name)] = Rule(None, source)
+                    rules[getattr(owner, name)] = Rule(source=source)
     return rules
 
 
 def calls_no_rule(module: nn.Module, rules: Mapping[_Function, Rule]) -> bool:
     """Say of some modules of torch that their own forward calls nothing there is a rule for; False if unknown."""
     op = _OPS_OF_MODULES.get(type(module), "")
+    if getattr(module, "padding_mode", "zeros") != "zeros" or getattr(module, "max_norm", None) is not None:
+        return False  # calls another op
     return op is None or (op != "" and not any(function in rules for function in op_names()[op]))
 
 
-def inplace_flags(functions: Iterable[_Function]) -> dict[_Function, int]:
-    """Return the position of the parameter `inplace` of functions that have it."""
-    positions = {}
-    for function in functions:
-        try:
-            names = list(inspect.signature(function).parameters)
-        except ValueError:  # written in C++
-            continue
-        if "inplace" in names:
-            positions[function] = names.index("inplace")
-    return positions
+@functools.cache
+def _flags_of(function: _Function) -> tuple[tuple[str, int], ...]:
+    """Return the parameters that make a function write to its arguments, each with its position."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # written in C++
+        return ()
+    # An embedding with a max_norm scales rows of its weight.
+    return tuple((name, names.index(name)) for name in ("inplace", "max_norm") if name in names)
 
 
-class OpRules(TorchFunctionMode):
+class OpRuleMode(TorchFunctionMode):
     """Applies a policy's rules for ops while it is in force."""
 
-    def __init__(self, policy: BoundPolicy) -> None:
+    def __init__(self, bound: BoundPolicy) -> None:
         TorchFunctionMode.__init__(self)
-        self._policy, self._rules, self._inplace = policy, policy.op_rules, policy.inplace_flags
+        self._bound, self._rules = bound, bound.op_rules
 
+    @only_inlined
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._rules.get(func)
         if rule is None:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         state = THREAD.state
-        if state is None or state.policy is not self._policy or not state.is_native():
+        if state is None or state.bound is not self._bound or not state.is_native():
             return func(*args, **kwargs)
-        dtype, source = rule
-        if source is not None and state.writes:
-            args, kwargs = _with_source_cast(args, kwargs, *source)
-        if dtype is None or not state.ops or kwargs.get("out") is not None or self._writes_in_place(func, args, kwargs):
+        if rule.source is not None and state.writes:
+            args, kwargs = _with_source_cast(args, kwargs, *rule.source)
+        dtype = rule.dtype
+        if dtype is None or not state.ops or kwargs.get("out") is not None or _writes_to_arguments(rule, args, kwargs):
             return func(*args, **kwargs)
         if dtype is not torch.float32 and func in LOW_PRECISION_OPS:  # autocast casts, and keeps what it has cast
             if state.enabled and dtype is state.dtype:
                 return func(*args, **kwargs)
-            native = native_state(state.device, True, dtype, False)
+            native = in_native_state(state.device, True, dtype, False)
         else:
-            args, kwargs = cast_arguments(args, kwargs, state.device, dtype)
-            native = native_state(state.device, False, state.dtype, state.cache)
+            native = in_native_state(state.device, False, state.dtype, state.cache)
+            args, kwargs = _cast(rule, args, kwargs, state.device, dtype)
         with native:
             result = func(*args, **kwargs)
         return result if state.enabled else cast_floats(result, state.device, torch.float32)
 
-    def _writes_in_place(self, func: _Function, args: Any, kwargs: Any) -> bool:
-        if "inplace" in kwargs:
-            return bool(kwargs["inplace"])
-        position = self._inplace.get(func)
-        return position is not None and len(args) > position and bool(args[position])
+
+@only_inlined
+def _cast(rule: Rule, args: Any, kwargs: Any, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    if not rule.has_statistics:
+        return cast_arguments(args, kwargs, device, dtype)
+    # A normalisation writes to its running statistics. It takes them, and its weights, in fp32 beside any input.
+    if args:
+        return (cast_floats(args[0], device, dtype), *args[1:]), kwargs
+    return args, {**kwargs, "input": cast_floats(kwargs.get("input"), device, dtype)}
 
 
+@only_inlined
+def _writes_to_arguments(rule: Rule, args: Any, kwargs: Any) -> bool:
+    return any(
+        bool(kwargs[name] if name in kwargs else args[position] if len(args) > position else None)
+        for name, position in rule.flags
+    )
+
+
+@only_inlined
 def _with_source_cast(args: Any, kwargs: Any, position: int, name: str) -> tuple[Any, Any]:
     """Cast the source of a write in place to the dtype of what is written to, if both are floating-point."""
-    destination = args[0] if args else None
+    destination = args[0] if args else kwargs.get("input", kwargs.get("self"))
     source = args[position] if len(args) > position else kwargs.get(name)
     if not isinstance(destination, torch.Tensor) or not isinstance(source, torch.Tensor):
         return args, kwargs

@@ -30,11 +30,12 @@ _MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
 _IN_PLACE = ("raise", "cast")
 
 
-class Rules(Mapping[str, str]):
+class FrozenRules(Mapping[str, str]):
     """An immutable, hashable mapping whose order counts: of two patterns for one module the later one decides."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
         self._dict = dict(pairs)
+        self._hash = hash(tuple(self._dict.items()))
 
     def __getitem__(self, name: str) -> str:
         return self._dict[name]
@@ -46,10 +47,13 @@ class Rules(Mapping[str, str]):
         return len(self._dict)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rules) and list(self.items()) == list(other.items())
+        return isinstance(other, FrozenRules) and list(self.items()) == list(other.items())
 
     def __hash__(self) -> int:
-        return hash(tuple(self.items()))
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return FrozenRules, (tuple(self.items()),)  # another process has other hashes
 
     def __repr__(self) -> str:
         return repr(self._dict)
@@ -62,11 +66,12 @@ class Policy:
     Dtypes are given by name, `"float16"`, `"bfloat16"` or `"float32"`, or as a `torch.dtype`. What no rule names runs
     as in `torch.autocast` with the dtype `compute`, natively.
 
-    A module rule holds while the forward of the module runs, also when it is run again by activation checkpointing;
-    modules inside follow it unless a rule names them. It says one of
+    A module rule holds while the forward of the module runs, also when activation checkpointing runs it again; modules
+    inside follow it unless a rule names them. It says one of
 
-    * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype;
-    * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted) are cast to fp32;
+    * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
+    * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
+      dataclasses are looked into) are cast to fp32. What the module writes to them reaches the caller;
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
     * `"inherit"`: as around the module, to take it out of a wider pattern.
 
@@ -74,24 +79,29 @@ class Policy:
 
     A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
     regular expression for all of the name, a module type, or `"type:"` and a glob of type names (`"type:*Norm*"`, of
-    the type or one it derives from). `"last:"` and such a glob is the last module of those that was registered and has
-    a weight of two or more dimensions. Names are those of the model without wrappers (DDP, FSDP, `torch.compile`,
-    checkpointing). A name decides over a pattern, a pattern over a type, and a later rule over an earlier one.
-    `"maybe:"` before a key lets it match nothing.
+    the type or one it derives from). `"last:"` and such a glob, as in `"last:Linear"`, is the last module of those that
+    was registered and has a weight of two or more dimensions. Names are those of the model without wrappers (DDP, FSDP,
+    `torch.compile`, checkpointing). A name decides over a pattern, a pattern over a type or a `"last:"`, and a later
+    rule over an earlier one. `"maybe:"` before a key lets it match nothing.
 
     An op rule runs an op on arguments cast to a dtype, with autocast off. It holds for calls that the model's code
     makes (`x.softmax(-1)`, `torch.softmax`, `F.softmax` alike) where `"float32"` and `"exclude"` do not hold, but not
-    for variants that write in place or to `out=`, nor for what functions of torch do inside themselves.
+    for variants that write in place or to `out=`, nor for what functions of torch do inside themselves. A function that
+    is checkpointed, rather than a module, needs `BoundPolicy.checkpoint_contexts` for its own ops.
+
+    A policy is in force in the thread that has entered the region. Code that `torch.compile` has compiled of a function
+    (rather than of a module) before a policy was bound to the model it calls does not know of the policy: bind first.
+    A forward that ends by `KeyboardInterrupt` leaves its module's rule in force until the region ends.
 
     Args:
-        compute: Of the region; `"float32"` leaves autocast off where no rule says otherwise.
+        compute: Dtype of the region; `"float32"` leaves autocast off where no rule says otherwise.
         modules: Dtypes by module.
         ops: Dtypes by op: `"softmax"`, `"torch.nn.functional.softmax"`, `"aten.softmax"`, `"linalg.norm"`, ...
         output: To what floating-point results (fp64 excepted) of the bound model, and of functions that the region
-            decorates, are cast; None leaves them.
+            decorates, are cast; None, the default, leaves them.
         in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
             `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
-            it is cast to the destination's. `"raise"` leaves the error to torch.
+            it is cast to the destination's. `"raise"`, the default, leaves the error to torch.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -114,34 +124,36 @@ class Policy:
     """
 
     compute: str
-    modules: Mapping[Any, Any] = dataclasses.field(default_factory=Rules)
-    ops: Mapping[str, Any] = dataclasses.field(default_factory=Rules)
+    modules: Mapping[Any, Any] = dataclasses.field(default_factory=FrozenRules)
+    ops: Mapping[str, Any] = dataclasses.field(default_factory=FrozenRules)
     output: str | None = None
     in_place: str = "raise"
 
     def __post_init__(self) -> None:
-        def is_set(name: str, value: object) -> None:
+        def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        is_set("compute", _dtype("compute", self.compute, _COMPUTE))
-        is_set("modules", _rules("modules", self.modules, _MODULE_RULES))
-        is_set("ops", _rules("ops", self.ops, _COMPUTE))
+        put("compute", _dtype("compute", self.compute, _COMPUTE))
+        put("modules", _rules("modules", self.modules, _MODULE_RULES))
+        put("ops", _rules("ops", self.ops, _COMPUTE))
         if self.output is not None:
-            is_set("output", _dtype("output", self.output, _COMPUTE))
+            put("output", _dtype("output", self.output, _COMPUTE))
         if self.in_place not in _IN_PLACE:
             raise ValueError(f"in_place must be one of {listed(_IN_PLACE)}, got {self.in_place!r}")
 
     def bind(self, model: nn.Module) -> BoundPolicy:
         """Look up all names in a model; bind anew after modules were added to it or replaced.
 
-        To bind the same model again gives the same object. The model gets forward hooks, which do nothing outside of
-        the policy's regions; deep copies of it follow the policy, too.
+        To bind the same model again gives the same object, after a look at all names of modules: bind before a loop
+        rather than in it. The model gets forward hooks, which do nothing outside of the policy's regions; deep copies
+        of it follow the policy, too. `BoundPolicy.unbind` takes them off, as `torch.jit.script` needs it.
 
         Raises:
             TypeError: `model` is not a `torch.nn.Module`.
             ValueError: A key matches no module, an op is unknown, rules contradict each other (two spellings of an op,
-                two names of one module, a rule that others overrule everywhere), or FSDP gathers the weights of a
-                module in another dtype than it computes in.
+                two names of one module, a rule that others overrule everywhere), FSDP gathers the weights of a
+                module in another dtype than it computes in, or a rule could not hold (`nn.DataParallel`, a
+                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`).
         """
         return bind(self, model)
 
@@ -190,9 +202,10 @@ class Policy:
             ModuleNotFoundError: Python 3.10 reads TOML only with the package `tomli`.
         """
         path = Path(path)
-        kind, text = _kind(path), path.read_text(encoding="utf-8")
+        kind, content = _kind(path), path.read_bytes()
         try:
-            fields = json.loads(text) if kind == ".json" else _toml().loads(text)
+            text = content.decode("utf-8")
+            fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
             known = [field.name for field in dataclasses.fields(cls)]
@@ -212,9 +225,9 @@ class Policy:
             OSError: The file cannot be written.
             ValueError: The name ends otherwise.
         """
-        path = Path(path)
+        path = Path(os.path.realpath(path))
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
             unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(path)
@@ -223,7 +236,7 @@ class Policy:
 
     def _fields(self) -> dict[str, Any]:
         return {
-            field.name: dict(value) if isinstance(value, Rules) else value
+            field.name: dict(value) if isinstance(value, FrozenRules) else value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) is not None
         }
@@ -249,7 +262,7 @@ def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
     return name
 
 
-def _rules(where: str, given: object, allowed: tuple[str, ...]) -> Rules:
+def _rules(where: str, given: object, allowed: tuple[str, ...]) -> FrozenRules:
     if not isinstance(given, Mapping):
         raise TypeError(f"{where} must be a mapping, got {type(given).__name__}")
     rules: dict[str, str] = {}
@@ -260,13 +273,20 @@ def _rules(where: str, given: object, allowed: tuple[str, ...]) -> Rules:
         if name in rules:
             raise ValueError(f"{where} has two rules for {name!r}")
         rules[name] = _dtype(f"{where}[{name!r}]", value, allowed)
-    return Rules(rules.items())
+    return FrozenRules(rules.items())
 
 
 def _kind(path: Path) -> str:
     if path.suffix not in {".toml", ".json"}:
         raise ValueError(f"a policy's file must end in .toml or .json, got {str(path)!r}")
     return path.suffix
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"a name is there twice: {listed(name for name, _ in pairs)}")
+    return fields
 
 
 def _toml() -> Any:
@@ -279,5 +299,5 @@ def _toml() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """Write a TOML string: JSON's, but for characters that JSON leaves as they are or writes as two."""
+    """Write a TOML string: JSON's, except that TOML knows no surrogates and wants U+007F escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -22,11 +22,12 @@ from castwise._torch_private import (
     TorchDispatchMode,
     graph_node_running,
     graph_nodes_made,
+    schema_of,
     tree_leaves,
     version,
 )
 from castwise.amp.autocast_mode import autocast
-from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.bound_policy import BoundPolicy, is_bound_to
 from castwise.amp.explanation import aligned
 from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
@@ -156,7 +157,8 @@ def trace(
 ) -> Trace:
     """Run one forward and backward of a model and say which ops ran in which dtypes, and what was cast.
 
-    Gradients, buffers and the state of random number generators are put back.
+    Gradients, also those of `inputs`, buffers, hooks and the state of random number generators are put back; what
+    hooks of the model do is not. All tensors that are cast stay in memory until the end.
 
     Args:
         model: The model.
@@ -165,7 +167,8 @@ def trace(
         weight_cache: For that policy's region.
         kwargs: Keyword arguments of the forward.
         loss_fn: Of the model's output, which gives the loss; by default the sum of all floating-point tensors in it.
-            Runs in the region, too. Without anything that needs a gradient there is no backward.
+            Runs in the region, too. Without anything that needs a gradient there is no backward, and none runs in a
+            region.
 
     Raises:
         TypeError: `model` is not a module, or `weight_cache` comes without a policy.
@@ -184,25 +187,32 @@ def trace(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if policy is None and weight_cache is not None:
         raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
-    region = _region(model, policy, weight_cache)
+    device = next((param.device.type for param in model.parameters()), "cpu")
+    kwargs = kwargs or {}
     watch = _Watch(model)
-    with _put_back(model), _attributed(model, watch):
-        with watch, region:
-            output = model(*inputs, **(kwargs or {}))
+    with _bound(policy, model) as bound, _put_back(model, [*inputs, *kwargs.values()]), _attributed(model, watch):
+        with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
+            output = model(*inputs, **kwargs)
             loss = _sum(output) if loss_fn is None else loss_fn(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             watch.phase = "backward"
-            with watch:
+            with watch, autocast(device, enabled=False):
                 loss.backward()  # type: ignore[no-untyped-call]
     return watch.result()
 
 
-def _region(model: nn.Module, policy: Policy | BoundPolicy | None, weight_cache: WeightCache | None) -> Any:
-    if policy is None:
-        return nullcontext()
-    device = next((param.device.type for param in model.parameters()), "cpu")
-    bound = policy.bind(model) if isinstance(policy, Policy) else policy
-    return autocast(device, policy=bound, weight_cache=weight_cache)
+@contextmanager
+def _bound(policy: Policy | BoundPolicy | None, model: nn.Module) -> Iterator[BoundPolicy | None]:
+    if not isinstance(policy, Policy):
+        yield policy
+        return
+    was_bound = is_bound_to(policy, model) is not None
+    bound = policy.bind(model)
+    try:
+        yield bound
+    finally:
+        if not was_bound:
+            bound.unbind()
 
 
 def _sum(output: Any) -> torch.Tensor | None:
@@ -211,20 +221,27 @@ def _sum(output: Any) -> torch.Tensor | None:
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    gradients = [(param, param.grad) for param in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    for param, _ in gradients:
-        param.grad = None
+def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    gradients = [(tensor, tensor.grad) for tensor in (*model.parameters(), *given)]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    devices = {param.device.index or 0 for param in model.parameters() if param.device.type == "cuda"}
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
-        for param, gradient in gradients:
-            param.grad = gradient
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
@@ -263,7 +280,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: list[str] = []
         self._ops: Counter[tuple[str, str, str, str]] = Counter()
         self._casts: dict[tuple[str, ...], list[int]] = {}
-        self._weights = {_place(param): name for name, param in model.named_parameters()}
+        self._weights: dict[Any, str] = {}
+        for name, param in model.named_parameters():
+            self._weights[_place(param)] = name
+            self._weights.setdefault(_memory(param), name)
         self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
         self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
 
@@ -299,22 +319,24 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if inputs or outputs:
             name = str(func.overloadpacket)
             self._ops[name, inputs, outputs, self.phase] += 1
-        self._forget_origins(func, args)
+        self._forget_origins(func, args, kwargs)
         return result
 
-    def _forget_origins(self, func: Any, args: Any) -> None:
+    def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note that something was computed in memory that a cast has written."""
-        if not func._schema.is_mutable:
+        schema = schema_of(func)
+        if not schema.is_mutable:
             return
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in tree_leaves(value):
+                for leaf in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
                     if isinstance(leaf, torch.Tensor):
                         self._origins.pop(_memory(leaf), None)
 
     def _of(self, source: torch.Tensor) -> str:
-        if (name := self._weights.get(_place(source))) is not None:
-            return name
+        for place in (_place(source), _memory(source)):  # a view of a weight is that weight
+            if (name := self._weights.get(place)) is not None:
+                return name
         return "activation" if self.phase == "forward" or self._modules else "gradient"
 
     def _note_cast(self, source: torch.Tensor, result: torch.Tensor, of: str) -> None:
@@ -327,7 +349,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             redundant = ""
         self._cast[key] = source
-        self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
+        if result.nbytes == _bytes_of_memory(result):
+            self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
+        else:  # a part of something
+            self._origins.pop(_memory(result), None)
         kind = (self._module(), self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
         total = self._casts.setdefault(kind, [0, 0])
         total[0] += 1
@@ -353,12 +378,21 @@ def _source(func: Any, args: Any) -> torch.Tensor | None:
     return source if isinstance(source, torch.Tensor) else None
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor lies in one piece of memory; sparse ones and DTensors hold others that do."""
+    return tensor.layout is torch.strided and type(tensor) in {torch.Tensor, nn.Parameter}
+
+
 def _memory(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage().data_ptr() if _has_memory(tensor) else id(tensor)
+
+
+def _bytes_of_memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if _has_memory(tensor) else tensor.nbytes
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
+    if not _has_memory(tensor):
         return (id(tensor),)
     return _memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 

@@ -13,11 +13,11 @@ import typer
 
 import castwise
 from castwise.cli.demo import command as demo_command
-from castwise.cli.trace import trace
+from castwise.cli.trace import trace as trace_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(demo_command.demo)
-app.command()(trace)
+app.command()(trace_command)
 
 
 def _print_version(wanted: bool) -> None:

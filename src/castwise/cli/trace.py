@@ -34,7 +34,9 @@ def trace(
     inputs: Annotated[
         list[str] | None,
         typer.Option(
-            "--input", metavar="SHAPE[:DTYPE]", help="A random input, such as 8x128 or 8x128:int64; repeatable."
+            "--input",
+            metavar="SHAPE[:DTYPE]",
+            help="An input, such as 8x128 or 8x128:int64, random or, for integers, of zeros; repeatable.",
         ),
     ] = None,
     policy: Annotated[
@@ -55,7 +57,7 @@ def trace(
         cache = WeightCache(net) if weight_cache else None
         for _ in range(2 if weight_cache else 1):
             seen = castwise.trace(net, *given, policy=wanted, weight_cache=cache)
-    except (UserError, OSError) as error:
+    except UserError as error:
         typer.echo(f"castwise trace: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
@@ -117,6 +119,8 @@ def _policy(spelled: str, net: nn.Module) -> BoundPolicy:
         )
     try:
         return Policy.from_file(path).bind(net)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         text = str(error)
         raise UserError(text if spelled in text else f"{path}: {text}") from None
