@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class _Forward(NamedTuple):
 
     start: int
     stop: int
-    thread: int
+    thread: object
     device: str
     native: tuple[bool, torch.dtype | None]  # enabled, and if so the dtype
     state: State | None  # None where the policy was suspended
@@ -166,7 +165,7 @@ class BoundPolicy:
     def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
         """Note in which state the nodes of the graph were made that there are since `start`."""
         if start is not None and start != (stop := graph_nodes_made()):
-            self._forwards.append(_Forward(start, stop, get_ident(), device, _compared(native), state))
+            self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
     def state_of_forward(self) -> State | None:
@@ -174,10 +173,10 @@ class BoundPolicy:
         node = graph_node_running()
         if node is None:
             return None
-        thread, found = get_ident(), None
+        thread, found = THREAD.token, None
         for forward in reversed(self._forwards.copy()):
             # On a CPU a backward runs where it is called, elsewhere in a thread of its device.
-            if forward.thread != thread and forward.device == "cpu":
+            if forward.thread is not thread and forward.device == "cpu":
                 continue
             if forward.stop <= node:
                 break

@@ -47,6 +47,7 @@ class State(NamedTuple):
 class _Thread(threading.local):
     # Set for each instance: torch.compile guards on attributes of a thread-local object, but not on those of its class.
     def __init__(self) -> None:
+        self.token = object()  # of this thread alone: idents are given again to later threads
         self.state: State | None = None
         self.modules: Any = None  # what the hooks of modules that run have to put back, the innermost first, linked
 
