@@ -8,6 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,103 @@ def test_what_a_module_writes_to_its_arguments_reaches_the_caller() -> None:
         results.append(cache)
     assert torch.equal(*results)
     assert results[0][0].any()
+
+
+@dataclasses.dataclass
+class Cache:
+    key: Any
+    used: int = 0
+    keys: list[Any] = dataclasses.field(default_factory=list)
+    position: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.scaled = self.key * 2
+
+
+class Applies(nn.Module):
+    """Does something to its arguments."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, *args: Any) -> Any:
+        return self.change(*args)
+
+
+def use(cache: Cache) -> None:
+    cache.used += 1
+    cache.key = cache.key * 2
+    cache.keys.append(cache.key)
+    cache.position = cache.scaled.shape[0]
+    cache.new = cache.scaled  # type: ignore[attr-defined]
+
+
+def test_a_module_may_write_to_a_dataclass() -> None:
+    given = x().bfloat16()
+    cache = Cache(given)
+    scaled, keys = cache.scaled, cache.keys
+    cache.position = 7
+    model = nn.Sequential(Applies(use))
+    with region(model, modules={"0": "float32"}):
+        model[0](cache)
+    assert (cache.used, cache.position, cache.keys is keys, len(keys)) == (1, 2, True, 1)
+    assert keys[0] is cache.key
+    assert cache.scaled is cache.new is scaled  # type: ignore[attr-defined]
+    assert torch.equal(cache.key, given.float() * 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_module_may_write_to_tensors_that_are_given_twice_or_need_a_gradient(mode: Any) -> None:
+    def add(first: torch.Tensor, second: torch.Tensor, items: list[Any], same: list[Any], param: torch.Tensor) -> bool:
+        first.add_(1)
+        second.add_(1)
+        items.append(first)
+        same.append(second)
+        with torch.no_grad():
+            param.add_(1)
+        return first is second
+
+    buffer, items, param = torch.zeros(4, dtype=BF16), [torch.zeros(1, dtype=BF16)], nn.Parameter(torch.zeros(2).half())
+    model = nn.Sequential(Applies(add))
+    with mode(), region(model, modules={"0": "float32"}):
+        assert model[0](buffer, buffer, items, items, param)
+    assert buffer.tolist() == [2.0] * 4
+    assert len(items) == 3
+    assert items[1] is items[2] is buffer
+    assert param.tolist() == [1.0, 1.0]
+
+
+class NeedsArguments(OrderedDict[str, Any]):
+    def __init__(self, must: int, other: int) -> None:
+        super().__init__()
+        self.must, self.other = must, other
+
+
+class Attributes(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Pair(tuple[Any, Any]):
+    def __new__(cls, one: Any, other: Any) -> Pair:
+        return tuple.__new__(cls, (one, other))
+
+
+def test_containers_of_all_kinds_pass() -> None:
+    special, counts = NeedsArguments(1, 2), defaultdict(list, a=[x().bfloat16()])
+    special["x"] = x().bfloat16()
+    seen: list[Any] = []
+    given = Attributes(y=x().bfloat16())
+    model = nn.Sequential(Applies(lambda *args: seen.extend([*args, args[1]["b"]])))
+    with region(model, modules={"0": "float32"}):
+        model[0](special, counts, Pair(x().bfloat16(), 3), torch.Size([2]), x().bfloat16().max(0), given)
+    assert seen[5].y.dtype is seen[5]["y"].dtype is FP32
+    assert (type(seen[0]), seen[0].must, seen[0]["x"].dtype) == (NeedsArguments, 1, FP32)
+    assert (seen[1]["a"][0].dtype, seen[1]["b"]) == (FP32, [])
+    assert counts["b"] is seen[6]
+    assert (type(seen[2]), type(seen[3]), seen[4].values.dtype) == (Pair, torch.Size, FP32)
 
 
 def test_excluded_modules_have_no_rules_of_the_policy_and_fp32_ones_no_op_rules() -> None:

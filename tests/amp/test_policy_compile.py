@@ -192,6 +192,37 @@ def test_rules_hold_wherever_the_model_is_compiled(
         torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
 
 
+class Writes(nn.Module):
+    """Has a module in fp32 that writes to what it is given, or not."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 16)
+        self.block = nn.Sequential(nn.ReLU(inplace=writes), nn.LayerNorm(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        y = self.block(h)
+        return h.float() + y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("backend", TOLERANCE)
+def test_what_a_module_writes_reaches_its_caller_in_compiled_code(backend: str, writes: bool) -> None:
+    results = []
+    for compiled in (True, False):
+        model, given = Writes(writes), x()
+        bound = Policy(compute="bfloat16", modules={"block": "float32"}).bind(model)
+        run = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        with castwise.autocast("cpu", policy=bound):
+            out = run(given)
+        out.sum().backward()
+        results.append([out, given.grad, *(param.grad for param in model.parameters())])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, **TOLERANCE[backend])
+
+
 def test_code_is_compiled_again_for_another_policy_and_for_none() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model.requires_grad_(False)  # torch would keep one cast of a weight for regions of two dtypes

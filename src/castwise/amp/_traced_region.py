@@ -40,13 +40,19 @@ def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
     torch.set_autocast_cache_enabled(cache_enabled)
 
 
+def take_back(tensor: torch.Tensor, cast: torch.Tensor) -> None:
+    """Write to a tensor what has been written to its cast; a new cast has been written to by nobody."""
+    if _torch_private.version(cast):
+        tensor.copy_(cast)
+
+
 @_torch_private.run_while_tracing
 def prepare(device_type: str) -> None:
-    """Tell Dynamo about `enter` and `leave`, and what to put back if it stops before it meets the `leave`.
+    """Tell Dynamo about these functions, and what to put back if it stops before it meets the `leave`.
 
     The first cannot be done earlier: somebody has to have imported Dynamo.
     """
-    for function in (enter, leave):
+    for function in (enter, leave, take_back):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
         torch.fx.node.has_side_effect(function)
     outer = (

@@ -29,8 +29,7 @@ from castwise._torch_private import (
 )
 from castwise.amp import op_rules
 from castwise.amp.casting import (
-    Lent,
-    cast_arguments,
+    Casts,
     cast_floats,
     native_state_of,
     restore_native_state,
@@ -234,7 +233,7 @@ class _Entered(NamedTuple):
     start: int | None
     state: State | None  # None where the policy is suspended, and nothing is done
     mode: Any
-    lent: Lent | None
+    casts: Casts | None
     link: Any
 
 
@@ -253,7 +252,7 @@ class _ModuleHook:
     @only_inlined
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward: set the native state that the rule says, and cast the arguments if it says so."""
-        bound, rule, mode, lent = self._bound, self._rule, None, None
+        bound, rule, mode, casts = self._bound, self._rule, None, None
         compiling = is_dynamo_compiling()
         before = outer = THREAD.state
         if not compiling and bound is not None:
@@ -275,9 +274,10 @@ class _ModuleHook:
             return None
         state = outer if rule is None else self._state_inside(outer)
         if not state.enabled and rule is not None:
-            lent = Lent()
-            args, kwargs = cast_arguments(args, kwargs, device, torch.float32, lent)
-        THREAD.modules = _Entered(self, before, outer, native, start, state, mode, lent, THREAD.modules)
+            casts = Casts(device, torch.float32)
+            args = tuple([casts.cast(arg) for arg in args])
+            kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
+        THREAD.modules = _Entered(self, before, outer, native, start, state, mode, casts, THREAD.modules)
         THREAD.state = state
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -303,7 +303,7 @@ class _ModuleHook:
         entered = THREAD.modules
         if entered is None or entered.hook is not self:
             return None
-        _, THREAD.state, outer, native, start, state, mode, lent, THREAD.modules = entered
+        _, THREAD.state, outer, native, start, state, mode, casts, THREAD.modules = entered
         rule = self._rule
         if start is not None and (rule is not None or state is None):
             set_inside = native[:2] if state is None else (state.enabled, state.dtype)
@@ -314,8 +314,8 @@ class _ModuleHook:
             mode.__exit__(None, None, None)
         if rule is not None:
             restore_native_state(outer.device, *native)
-        if lent is not None:
-            lent.give_back()
+        if casts is not None:
+            casts.give_back()
         output = self._output
         if output is None and not outer.enabled and rule in _LOW_PRECISION:
             output = torch.float32  # what runs without autocast could not use anything else

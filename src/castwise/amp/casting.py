@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -18,29 +19,97 @@ from castwise._torch_private import only_inlined, version
 from castwise.amp import _traced_region
 
 
-class Lent:
-    """What a call was given in the place of mutable arguments, to give back to the caller what it has done to them."""
+class Casts:
+    """Casts of floating-point tensors of a device, except fp64 ones, wherever they are in some values.
 
-    def __init__(self) -> None:
-        self.lists: list[tuple[Any, Any, list[Any], list[Any]]] = []
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    Tuples, lists, dicts and dataclasses are looked into. What has nothing to cast in it stays the same object, and what
+    is there twice is cast once. `give_back` is for arguments of a call: it brings to the caller's objects what the call
+    has done to those in their place.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type, self._dtype = device_type, dtype
+        # Objects, and what was given in their place; of containers also what was in that.
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._containers: list[tuple[Any, Any, list[Any]]] = []
+
+    @only_inlined
+    def cast(self, value: Any) -> Any:
+        """Return a value with its tensors cast."""
+        if isinstance(value, torch.Tensor):
+            return self._cast_tensor(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if not isinstance(value, (tuple, list, dict)) and not _has_fields(value):
+            return value
+        for original, given, _ in self._containers:
+            if original is value:
+                return given
+        before = _contents(value)
+        items = [self.cast(item) for item in before]
+        if _are(before, items):
+            return value
+        given = _with_contents(value, items)
+        self._containers.append((value, given, items))
+        return given
+
+    @only_inlined
+    def _cast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (
+            tensor.dtype is self._dtype
+            or tensor.dtype is torch.float64
+            or not tensor.is_floating_point()
+            or tensor.device.type != self._device_type
+        ):
+            return tensor
+        for original, cast, _ in self._tensors:
+            if original is tensor:
+                return cast
+        compiling = is_dynamo_compiling()
+        if not compiling and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what inference mode makes counts no writes
+                cast = tensor.to(self._dtype)
+        else:
+            cast = tensor.to(self._dtype)
+        self._tensors.append((tensor, cast, 0 if compiling else version(cast)))
+        return cast
 
     @only_inlined
     def give_back(self) -> None:
-        """Write to the caller's lists, dicts and tensors what has been written to those in their place."""
-        for original, lent, before, items in self.lists:
-            now = list(lent.values()) if isinstance(lent, dict) else list(lent)
-            keys = list(lent) if isinstance(lent, dict) else None
-            if (keys is not None and keys != list(original)) or not _are(now, items):
-                given = [_replaced(item, items, before) for item in now]
-                if keys is None:
-                    original[:] = given
-                else:
-                    original.clear()
-                    original.update(zip(keys, given, strict=True))
-        for tensor, cast, count in self.tensors:
-            if version(cast) != count:
-                tensor.copy_(cast)
+        """Write to the caller's tensors, lists, dicts and dataclasses what was written to those in their place."""
+        compiling = is_dynamo_compiling()
+        for tensor, cast, count in self._tensors:
+            if compiling:
+                _traced_region.take_back(tensor, cast)
+            elif version(cast) != count:
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not (tensor.is_leaf and tensor.requires_grad)):
+                    tensor.copy_(cast)
+        for original, given, items in self._containers:
+            if not isinstance(original, tuple) and (
+                _names(given) != _names(original) or not _are(_contents(given), items)
+            ):
+                _fill(original, _names(given), [self._original(item) for item in _contents(given)])
+
+    @only_inlined
+    def _original(self, item: Any) -> Any:
+        for tensor, cast, _ in self._tensors:
+            if cast is item:
+                return tensor
+        for original, given, _ in self._containers:
+            if given is item:
+                return original
+        return item
+
+
+@only_inlined
+def cast_floats(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Cast what is in one value."""
+    return Casts(device_type, dtype).cast(value)
+
+
+@only_inlined
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 @only_inlined
@@ -49,68 +118,70 @@ def _are(some: list[Any], others: list[Any]) -> bool:
 
 
 @only_inlined
-def _replaced(item: Any, items: list[Any], by: list[Any]) -> Any:
-    for one, other in zip(items, by, strict=True):
-        if one is item:
-            return other
-    return item
+def _names(value: Any) -> Any:
+    """Return the keys of a dict and the attributes of a dataclass; None for what has but an order."""
+    keys = list(value) if isinstance(value, dict) else []
+    attributes = _attributes(value) if _has_fields(value) else []
+    return None if isinstance(value, (tuple, list)) else (keys, attributes)
 
 
 @only_inlined
-def cast_floats(value: Any, device_type: str, dtype: torch.dtype, lent: Lent | None = None) -> Any:
-    """Cast the floating-point tensors of a device in a value, except fp64.
+def _attributes(value: Any) -> list[str]:
+    if hasattr(value, "__dict__"):
+        return list(value.__dict__)
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
-    Tuples, lists, dicts and dataclasses are looked into; what has nothing to cast in it stays the same object.
-    """
-    if isinstance(value, torch.Tensor):
-        if (
-            value.dtype is dtype
-            or value.dtype is torch.float64
-            or not value.is_floating_point()
-            or value.device.type != device_type
-        ):
-            return value
-        cast = value.to(dtype)
-        if lent is not None and not is_dynamo_compiling():
-            lent.tensors.append((value, cast, version(cast)))
-        return cast
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        cast_fields = {name: cast_floats(item, device_type, dtype, lent) for name, item in fields.items()}
-        return value if _are(list(fields.values()), list(cast_fields.values())) else _with_fields(value, cast_fields)
-    if not isinstance(value, (tuple, list, dict)):
-        return value
-    before = list(value.values()) if isinstance(value, dict) else list(value)
-    items = [cast_floats(item, device_type, dtype, lent) for item in before]
-    if _are(before, items):
-        return value
+
+@only_inlined
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    values = list(dict.values(value)) if isinstance(value, dict) else []
+    return values + ([getattr(value, name) for name in _attributes(value)] if _has_fields(value) else [])
+
+
+@only_inlined
+def _with_contents(value: Any, items: list[Any]) -> Any:
+    """Return a container like another one, with other items; the same if nobody knows how to make one."""
     if isinstance(value, tuple):
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    result = copy.copy(value)
-    if isinstance(result, dict):
-        result.update(zip(list(value), items, strict=True))
+        if hasattr(value, "_make"):
+            return value._make(items)
+        try:
+            return type(value)(items)
+        except TypeError:
+            return value
+    if type(value) is list:
+        return items[:]
+    if type(value) is dict:
+        return dict(zip(value, items, strict=True))
+    if isinstance(value, dict):
+        given: Any = type(value).__new__(type(value))
+        if getattr(value, "__dict__", None) is value:  # a dict whose items are attributes, too
+            given.__dict__ = given
+        elif hasattr(value, "__dict__"):
+            given.__dict__.update(value.__dict__)
+        if hasattr(value, "default_factory"):
+            given.default_factory = value.default_factory
     else:
-        result[:] = items
-    if lent is not None:
-        lent.lists.append((value, result, before, items))
-    return result
-
-
-def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
-    return dataclasses.replace(value, **fields)
+        given = copy.copy(value)
+    _fill(given, _names(value), items)
+    return given
 
 
 @only_inlined
-def cast_arguments(
-    args: Any, kwargs: Any, device_type: str, dtype: torch.dtype, lent: Lent | None = None
-) -> tuple[Any, Any]:
-    """Cast the arguments of a call."""
-    return (
-        tuple([cast_floats(arg, device_type, dtype, lent) for arg in args]),
-        {name: cast_floats(arg, device_type, dtype, lent) for name, arg in kwargs.items()},
-    )
+def _fill(container: Any, names: Any, items: list[Any]) -> None:
+    """Put items into a list, dict or dataclass in the place of all that is there."""
+    if names is None:
+        container[:] = items
+        return
+    keys, attributes = names
+    if isinstance(container, dict):
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        for key, item in zip(keys, items[: len(keys)], strict=True):
+            kind.__setitem__(container, key, item)
+    for name, item in zip(attributes, items[len(keys) :], strict=True):
+        object.__setattr__(container, name, item)
 
 
 @only_inlined

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions, resolv
 
 from castwise._suggestions import nearest
 from castwise._torch_private import only_inlined, schema_of
-from castwise.amp.casting import cast_arguments, cast_floats, in_native_state
+from castwise.amp.casting import Casts, cast_floats, in_native_state
 from castwise.amp.in_force import THREAD
 from castwise.amp.weight_cache import LOW_PRECISION_OPS
 
@@ -227,12 +227,13 @@ class OpRuleMode(TorchFunctionMode):
 
 @only_inlined
 def _cast(rule: Rule, args: Any, kwargs: Any, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    casts = Casts(device, dtype)
     if not rule.has_statistics:
-        return cast_arguments(args, kwargs, device, dtype)
+        return tuple([casts.cast(arg) for arg in args]), {name: casts.cast(arg) for name, arg in kwargs.items()}
     # A normalisation writes to its running statistics. It takes them, and its weights, in fp32 beside any input.
     if args:
-        return (cast_floats(args[0], device, dtype), *args[1:]), kwargs
-    return args, {**kwargs, "input": cast_floats(kwargs.get("input"), device, dtype)}
+        return (casts.cast(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "input": casts.cast(kwargs.get("input"))}
 
 
 @only_inlined

@@ -71,7 +71,8 @@ class Policy:
 
     * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
     * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
-      dataclasses are looked into) are cast to fp32. What the module writes to them reaches the caller;
+      dataclasses are looked into) are cast to fp32. What the module writes to them during its forward, other than
+      through `.data` or a view passed beside its base, reaches the caller;
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
     * `"inherit"`: as around the module, to take it out of a wider pattern.
 
@@ -87,7 +88,11 @@ class Policy:
     An op rule runs an op on arguments cast to a dtype, with autocast off. It holds for calls that the model's code
     makes (`x.softmax(-1)`, `torch.softmax`, `F.softmax` alike) where `"float32"` and `"exclude"` do not hold, but not
     for variants that write in place or to `out=`, nor for what functions of torch do inside themselves. A function that
-    is checkpointed, rather than a module, needs `BoundPolicy.checkpoint_contexts` for its own ops.
+    is checkpointed, rather than a module, needs `use_reentrant=False` and `BoundPolicy.checkpoint_contexts` for its own
+    ops: without the latter torch raises, and a reentrant checkpoint runs them again without rules.
+
+    A checkpoint around modules with rules breaks the graph of compiled code, unless
+    `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
 
     A policy is in force in the thread that has entered the region. Code that `torch.compile` has compiled of a function
     (rather than of a module) before a policy was bound to the model it calls does not know of the policy: bind first.
