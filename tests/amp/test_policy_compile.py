@@ -166,9 +166,8 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["", "graph breaks"])
+@pytest.mark.parametrize(("backend", "breaks"), [("aot_eager", False), ("aot_eager", True), ("eager", True)])
 @pytest.mark.parametrize("fields", PLACES, ids=["model", "block", "low in low", "list and op"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_rules_hold_wherever_the_model_is_compiled(
     position: str, backend: str, fields: dict[str, Any], breaks: bool

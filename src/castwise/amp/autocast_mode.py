@@ -193,7 +193,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
             substitution,
-            self._put_in_force(),
+            None if policy is None and THREAD.state is None else self._put_in_force(),
             compile_backwards_without_autocast() if thread != 0 else None,
             self._outer.get(thread),
         )
@@ -246,7 +246,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         """Put the region's policy in force in this thread, or none; return what undoes it."""
         if self._policy is not None:
             return self._policy.enter(self.device, self._enabled, self.fast_dtype, self._caches)
-        return None if THREAD.state is None else suspend()
+        return suspend()
 
     def _leave_elsewhere(self) -> bool:
         """Leave in a thread that did not enter, as a generator does that is closed there: nothing to put back."""
