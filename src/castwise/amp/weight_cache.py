@@ -140,7 +140,9 @@ class WeightCache:
 
     Copies take half of the bytes of the weights they are of, and are freed with them. Only plain dense fp32 parameters
     are cached, in linear layers, convolutions and matrix products; `report()` says which are not, and why. In code that
-    is compiled or transformed by `torch.func` the cache steps aside. Threads may share it.
+    is compiled or transformed by `torch.func` the cache steps aside. (With `torch._inductor.config.freezing` inductor
+    hoists the casts of inference itself, for weights that do not change any more; otherwise compiled code casts in
+    every call.) Threads may share it.
 
     Args:
         model: Whose parameters are cached, also ones that it gets later.
