@@ -61,17 +61,6 @@ def cases(autocast: Any, device: str) -> dict[str, tuple[Callable[[], Any], int]
     }
 
 
-def seconds(call: Callable[[], Any], repetitions: int, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repetitions):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repetitions
-
-
 def import_seconds(library: str) -> float:
     # An installed package has its bytecode; without this a checkout might be compiled again at every import.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -92,7 +81,8 @@ def measure(device: str, rounds: int, import_rounds: int) -> dict[str, Any]:
         times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
         for index in range(rounds + 3):
             for library in random.sample(list(LIBRARIES), 2):
-                taken = seconds(*calls[library][name], device)
+                call, repetitions = calls[library][name]
+                taken = recording.seconds(call, device, repetitions)
                 if index >= 3:
                     times[library].append(taken)
         results[name] = summary(times)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,21 +91,12 @@ def cases(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
-    start = time.perf_counter()
-    for _ in range(20):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / 20
-
-
 def measure(device: str, rounds: int) -> dict[str, Any]:
     calls = cases(device)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 3):
         for name in random.sample(list(calls), len(calls)):
-            taken = seconds(calls[name], device)
+            taken = recording.seconds(calls[name], device, 20)
             if index >= 3:
                 times[name].append(taken)
     base = times["torch.autocast"]

@@ -8,6 +8,8 @@ import os
 import platform
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,18 @@ def title(about: dict[str, Any]) -> str:
         f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
         f"Python {about['python']}, {about['date']}, `{about['command']}`:"
     )
+
+
+def seconds(call: Callable[[], object], device: str, repetitions: int = 1) -> float:
+    """Return how long a call takes, the mean of some repetitions, with all that it has started on the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repetitions
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:

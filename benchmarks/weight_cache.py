@@ -12,7 +12,6 @@ import argparse
 import copy
 import random
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,14 +66,6 @@ def train(model: nn.Module, x: torch.Tensor, region: Region, micro_batches: int)
     return torch.cat([param.detach().flatten()[:100] for param in model.parameters()])
 
 
-def seconds(function: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(case: dict[str, Any], device: str, rounds: int) -> dict[str, Any]:
     """Run a case under each rival in random order; "converted" is the model in bf16, without any region."""
     x, run, is_training = case["x"].to(device), case["run"], case["training"]
@@ -95,7 +86,7 @@ def measure(case: dict[str, Any], device: str, rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name in random.sample(list(functions), len(functions)):
-            times[name].append(seconds(functions[name], device))
+            times[name].append(recording.seconds(functions[name], device))
     weights = sum(param.nbytes for param in models["castwise"].parameters())
     return {
         "seconds": {name: statistics.median(of_name) for name, of_name in times.items()},

@@ -20,7 +20,7 @@ from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TO_COPY",
@@ -50,9 +50,7 @@ __all__ = [
     "run_while_tracing",
     "schema_of",
     "stored_values",
-    "tree_flatten",
     "tree_leaves",
-    "tree_unflatten",
     "version",
 ]
 

@@ -5,9 +5,9 @@ Start from one with `dataclasses.replace(policies.fp16_stable, modules={...})`.
 * `bf16`, `fp16`: what `torch.autocast` does with that dtype.
 * `fp16_stable`: besides, normalisation, softmax, losses and the last layer run in fp32. What overflows fp16 (above
   65,504) or loses its small values there is sums of squares, exponentials and logits (Micikevicius et al. 2018,
-  "Mixed precision training", section 3.3). On CUDA autocast runs most of these ops in fp32 already, on CPUs few.
+  "Mixed precision training"). On CUDA autocast runs most of these ops in fp32 already, on CPUs few.
 * `bf16_stable`: the same with bf16, and routers of mixtures of experts in fp32 (Fedus et al. 2021, "Switch
-  Transformers", section 2.4): bf16 has the range, but only 8 bits of precision for what decides between near values.
+  Transformers"): bf16 has the range, but only 8 bits of precision for what decides between near values.
 
 The last layer is the linear layer that was registered last; `Policy.explain` shows which. What functions of torch do
 inside themselves, such as the softmax of `torch.nn.MultiheadAttention`, is as autocast has it.

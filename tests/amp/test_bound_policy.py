@@ -60,6 +60,12 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (2, 4)), generator=torch.Generator().manual_seed(1))
 
 
+def same(some: list[Any], others: list[Any]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def region(model: nn.Module, **fields: Any) -> castwise.autocast:
     return castwise.autocast("cpu", policy=Policy(**{"compute": "bfloat16", **fields}).bind(model))
 
@@ -501,9 +507,7 @@ def test_a_policy_that_says_what_torch_does_is_torch_to_the_bit(modules: Any, re
             with torch.no_grad():
                 for param in net.parameters():
                     param -= 0.1 * param.grad
-        for mine, other in zip(*results, strict=True):
-            assert mine.dtype == other.dtype
-            assert torch.equal(mine, other)
+        same(*results)
 
 
 def test_two_dtypes_of_one_weight() -> None:
@@ -598,8 +602,7 @@ def test_a_forward_that_is_run_again_follows_the_policy(run: str, fields: dict[s
                 model(inputs)
             out.float().square().sum().backward()
         gradients.append([param.grad for param in model.parameters()])
-    for again, once in zip(*gradients, strict=True):
-        assert torch.equal(again, once)
+    same(*gradients)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -618,8 +621,7 @@ def test_a_forward_that_is_run_again_follows_its_own_policy_of_two(reentrant: bo
         for out in outs:
             out.float().square().sum().backward()
         gradients.append([param.grad for param in model.parameters()])
-    for mine, other in zip(*gradients, strict=True):
-        assert torch.equal(mine, other)
+    same(*gradients)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -644,8 +646,7 @@ def test_a_forward_that_is_run_again_where_the_policy_was_suspended(reentrant: b
             out = model(x().requires_grad_())
         out.sum().backward()
         gradients.append([param.grad for param in model.parameters()])
-    for mine, other in zip(*gradients, strict=True):
-        assert torch.equal(mine, other)
+    same(*gradients)
 
 
 def test_a_forward_without_the_policy_that_is_run_again_has_none() -> None:
@@ -660,8 +661,7 @@ def test_a_forward_without_the_policy_that_is_run_again_has_none() -> None:
                 model(x())
         plain.float().sum().backward()
         gradients.append([param.grad for param in model.parameters()])
-    for mine, other in zip(*gradients, strict=True):
-        assert torch.equal(mine, other)
+    same(*gradients)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -692,9 +692,7 @@ def test_a_backward_may_be_called_inside_of_the_region(inside: bool, reentrant: 
         if not inside:
             loss.backward()
         gradients.append([param.grad for param in model.parameters()])
-    for mine, other in zip(*gradients, strict=True):
-        # A backward inside is itself run under autocast, where linear layers' gradients are cast once more.
-        torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
+    same(*gradients)
 
 
 @pytest.mark.parametrize("run", ["plain", "context_fn"])
@@ -816,9 +814,7 @@ def test_a_weight_cache_changes_nothing(fields: dict[str, Any]) -> None:
             results.append([model(x()), *model.parameters()])
         if cache is not None and "fp32" not in str(fields.get("compute")):
             assert cache.report().refreshes > 0
-    for mine, other in zip(*results, strict=True):
-        assert mine.dtype == other.dtype
-        assert torch.equal(mine, other)
+    same(*results)
 
 
 def test_binding_again_gives_the_same_until_modules_change() -> None:

@@ -95,7 +95,7 @@ def test_a_name_decides_over_a_pattern_over_a_type_and_a_later_rule_over_an_earl
     assert {d.name: d.compute for d in decide(later, Model())}["blocks.0.norm"] == "bfloat16"
 
 
-def test_the_issue_tracker_s_example_binds() -> None:
+def test_rules_that_overlap_in_part_bind() -> None:
     policy = Policy(
         compute="float16",
         modules={"*.norm": "float32", "head": "float32", "blocks.0.*": "bfloat16"},
@@ -116,7 +116,7 @@ def test_the_issue_tracker_s_example_binds() -> None:
         ),
         ({nn.Conv2d: "float32"}, "modules['type:torch.nn.modules.conv.Conv2d'] matches no module of the model"),
         ({"last:Conv*": "float32"}, "modules['last:Conv*'] matches no module"),
-        ({"re:[": "float32"}, "modules['re:['] is not a regular expression: "),
+        ({"re:[": "float32"}, "'re:[' is not a regular expression: "),
         ({"he*": "float16", "head": "float32"}, "modules['he*'] = 'float16' contradicts modules['head'] = 'float32'"),
         ({"*.norm": "float32", "blocks.*": "float16"}, "modules['*.norm'] = 'float32' contradicts modules['blocks.*']"),
     ],

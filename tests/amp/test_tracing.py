@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, WeightCache, policies
-from castwise.amp.tracing import Cast, Trace
+from castwise.amp.trace_account import Cast, Trace
 from castwise.cli.demo.gpt import example
 
 

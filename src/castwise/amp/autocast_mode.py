@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar, overload
 
@@ -39,18 +39,16 @@ from castwise._torch_private import (
     is_torch_function_mode_enabled,
     jit_internal,
     only_inlined,
-    privateuse1_backend_name,
     record_enter_autocast,
     record_exit_autocast,
     run_while_tracing,
 )
-from castwise._warnings import warn
 from castwise.amp import _traced_region
 from castwise.amp.bound_policy import BoundPolicy
 from castwise.amp.casting import cast_floats
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
-from castwise.amp.devices import amp_definitely_not_available, is_autocast_available
+from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
 from castwise.amp.in_force import THREAD, resume, suspend
 from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
@@ -58,8 +56,6 @@ from castwise.amp.weight_cache import WeightCache
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
@@ -133,7 +129,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
             return
         _check_device_type(device_type)
-        if not _has_autocast(device_type):
+        if not has_autocast(device_type):
             raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
         self.device = device_type
         if policy is not None:
@@ -149,10 +145,10 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         elif cache_enabled is not True and cache_enabled is not False:
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self._caches = cache_enabled
-        self._enabled = enabled and _can_autocast(device_type, self.fast_dtype)
+        self._enabled = enabled and can_autocast_to(device_type, self.fast_dtype)
         self._policy = None
         if policy is not None and self._enabled:
-            can_autocast = all(_can_autocast(device_type, low) for low in policy.low_precisions)
+            can_autocast = all(can_autocast_to(device_type, low) for low in policy.low_precisions)
             self._policy = policy if can_autocast else None
             self._enabled = can_autocast and policy.dtype is not None
         if weight_cache is not None and not isinstance(weight_cache, WeightCache):
@@ -280,44 +276,6 @@ def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | N
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
-
-
-def _has_autocast(device_type: str) -> bool:
-    try:
-        return is_autocast_available(device_type)
-    except RuntimeError:  # torch cannot even read it as a device
-        return False
-
-
-def _can_autocast(device_type: str, dtype: torch.dtype) -> bool:
-    """Warn and return False where torch would disable the region; raise where torch would."""
-    if device_type == "cuda":
-        if amp_definitely_not_available():
-            warn("CUDA is not available (nor torch_xla installed). Disabling autocast.", UserWarning, 3)
-            return False
-        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
-        return True
-    supported = _supported_dtypes(device_type)
-    if dtype not in supported:
-        names = ", ".join(map(str, supported))
-        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning, 3)
-        return False
-    return True
-
-
-def _supported_dtypes(device_type: str) -> Iterable[torch.dtype]:
-    if device_type != privateuse1_backend_name():
-        return _LOW_PRECISION
-    backend = getattr(torch, device_type, None)
-    supported = getattr(backend, "get_amp_supported_dtype", None)
-    if supported is None:
-        raise RuntimeError(
-            f"backend {device_type!r} does not say what it can autocast to: register its module with "
-            "torch._register_device_module, with a function get_amp_supported_dtype() -> list of torch.dtype"
-        )
-    dtypes: Iterable[torch.dtype] = supported()
-    return dtypes
 
 
 @overload

@@ -140,13 +140,18 @@ class BoundPolicy:
         return nullcontext(), _Again(state if state is not None and state.bound is self else None)
 
     @only_inlined
+    def mode(self) -> op_rules.OpRuleMode | None:
+        """Return what applies the rules for ops, if there are any."""
+        return op_rules.OpRuleMode(self) if self.op_rules else None
+
+    @only_inlined
     def enter(self, device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> Any:
         """Put the policy in force in this thread, and return what `leave` takes."""
         _drop_what_an_interrupted_backward_left()
         outer = THREAD.state, THREAD.modules
         THREAD.state = state = State(self, device, enabled, dtype, cache)
         THREAD.modules = None
-        mode = op_rules.OpRuleMode(self) if self.op_rules else None
+        mode = self.mode()
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
         return outer, mode, state, None if is_dynamo_compiling() else graph_nodes_made()
@@ -204,8 +209,8 @@ class _Again:
         self._mode = None
         if self._state is not None:
             THREAD.state, THREAD.modules = self._state._replace(again=True), None
-            if self._state.bound.op_rules:
-                self._mode = op_rules.OpRuleMode(self._state.bound)
+            self._mode = self._state.bound.mode()
+            if self._mode is not None:
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     @only_inlined
@@ -254,17 +259,15 @@ class _ModuleHook:
         """Before the forward: set the native state that the rule says, and cast the arguments if it says so."""
         bound, rule, mode, casts = self._bound, self._rule, None, None
         compiling = is_dynamo_compiling()
+        if bound is None:
+            return None
+        _drop_what_an_interrupted_backward_left()
         before = outer = THREAD.state
-        if not compiling and bound is not None:
-            if is_backward_running():
-                if outer is None or not outer.again:
-                    again = bound.state_of_forward()
-                    if again is not None:
-                        outer, mode = again, op_rules.OpRuleMode(bound) if bound.op_rules else None
-            elif outer is not None and outer.again:
-                _drop_what_an_interrupted_backward_left()
-                before = outer = None
-        if outer is None or bound is None or outer.bound is not bound:
+        if not compiling and (outer is None or not outer.again) and is_backward_running():
+            again = bound.state_of_forward()
+            if again is not None:
+                outer, mode = again, bound.mode()
+        if outer is None or outer.bound is not bound:
             return None
         device = outer.device
         native = native_state_of(device)

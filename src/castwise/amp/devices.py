@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch
 
 from castwise import _torch_private
+from castwise._warnings import warn
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class MultiDeviceReplicator:
@@ -45,6 +49,45 @@ def amp_definitely_not_available() -> bool:
 def _has_torch_xla() -> bool:
     # A failed search walks sys.path (~0.1 ms), and regions are entered often: ask once.
     return find_spec("torch_xla") is not None
+
+
+def has_autocast(device_type: str) -> bool:
+    """Say whether torch can autocast on what may be no type of device at all."""
+    try:
+        return is_autocast_available(device_type)
+    except RuntimeError:  # torch cannot even read it as a device
+        return False
+
+
+def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
+    """Say whether a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
+    if device_type == "cuda":
+        if amp_definitely_not_available():
+            warn("CUDA is not available (nor torch_xla installed). Disabling autocast.", UserWarning, 3)
+            return False
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
+        return True
+    supported = _supported_dtypes(device_type)
+    if dtype not in supported:
+        names = ", ".join(map(str, supported))
+        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning, 3)
+        return False
+    return True
+
+
+def _supported_dtypes(device_type: str) -> Iterable[torch.dtype]:
+    if device_type != _torch_private.privateuse1_backend_name():
+        return _LOW_PRECISION
+    backend = getattr(torch, device_type, None)
+    supported = getattr(backend, "get_amp_supported_dtype", None)
+    if supported is None:
+        raise RuntimeError(
+            f"backend {device_type!r} does not say what it can autocast to: register its module with "
+            "torch._register_device_module, with a function get_amp_supported_dtype() -> list of torch.dtype"
+        )
+    dtypes: Iterable[torch.dtype] = supported()
+    return dtypes
 
 
 def device_type(device: object) -> str:

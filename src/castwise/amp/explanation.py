@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from castwise.amp import fsdp_units, op_rules
 from castwise.amp.module_rules import Decision, decide
+from castwise.amp.text_table import aligned
 
 if TYPE_CHECKING:
     from castwise.amp.policy import Policy
@@ -48,16 +49,3 @@ def _reason(decision: Decision) -> str:
     if decision.key is None:
         return "compute"
     return decision.key if decision.around is None else f"{decision.key} (of {decision.around or '(root)'})"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Return rows with their columns under each other, the columns `right` flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = set(right)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if position in right else cell.ljust(width)
-            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

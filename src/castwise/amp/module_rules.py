@@ -92,7 +92,7 @@ def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules"
     """Return the names of the modules that a key matches.
 
     Raises:
-        ValueError: It matches none and does not begin with "maybe:", or its regular expression is not one.
+        ValueError: It matches none and does not begin with "maybe:", or its "re:" is no regular expression.
     """
     bare = key.removeprefix(_MAYBE)
     kind = next((kind for kind in _KINDS if bare.startswith(kind)), "")
@@ -115,7 +115,7 @@ def _by_expression(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"modules['re:{pattern}'] is not a regular expression: {error}") from error
+        raise ValueError(f"'re:{pattern}' is not a regular expression: {error}") from error
     return [name for name, _ in named if expression.fullmatch(name)]
 
 

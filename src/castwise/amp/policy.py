@@ -24,8 +24,7 @@ from castwise.amp.module_rules import spelled
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-LOW_PRECISION = ("float16", "bfloat16")
-_COMPUTE = (*LOW_PRECISION, "float32")
+_COMPUTE = ("float16", "bfloat16", "float32")
 _MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
 _IN_PLACE = ("raise", "cast")
 

@@ -1,6 +1,7 @@
 """`trace`: one forward and backward of a model, op by op, with every cast and which of them are redundant.
 
-A `TorchDispatchMode` sees ops after autocast has cast for them; it costs some 30 us an op, so nobody trains under it.
+A `TorchDispatchMode` sees ops after autocast has cast for them; it costs several times what a small op
+does, so nobody trains under it.
 In the backward, the module of an op is that of the forward's op whose gradient it takes part in: autograd numbers the
 nodes of its graph in the order in which the forward made them.
 """
@@ -8,7 +9,6 @@ nodes of its graph in the order in which the forward made them.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -28,123 +28,9 @@ from castwise._torch_private import (
 )
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.bound_policy import BoundPolicy, is_bound_to
-from castwise.amp.explanation import aligned
 from castwise.amp.policy import Policy
+from castwise.amp.trace_account import AGAIN, BACK, Cast, Op, Trace
 from castwise.amp.weight_cache import WeightCache
-
-AGAIN = "cast before"
-BACK = "back again"
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """Calls of one op with the same dtypes.
-
-    Args:
-        op: Name, as in `aten.mm`.
-        inputs: Dtypes of its floating-point tensor arguments, in their order, each once.
-        output: Dtypes of its floating-point results, likewise.
-        forward: How often it ran in the forward.
-        backward: How often it ran in the backward.
-    """
-
-    op: str
-    inputs: str
-    output: str
-    forward: int
-    backward: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """Casts of one kind in one module.
-
-    Args:
-        module: Qualified name of the module whose forward cast, or has the gradient that was cast; "" for the model.
-        phase: "forward" or "backward".
-        of: Qualified name of the parameter that was cast, or "activation", or "gradient".
-        source: Dtype before.
-        target: Dtype after.
-        redundant: "cast before" if the same values had been cast to the same dtype already, "back again" if they
-            had come from the target's dtype by a cast with nothing computed between, else "".
-        count: How many.
-        nbytes: Bytes read and written by all of them.
-    """
-
-    module: str
-    phase: str
-    of: str
-    source: str
-    target: str
-    redundant: str
-    count: int
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """What `trace` has seen; as a string, a table.
-
-    Args:
-        ops: By op and dtypes.
-        casts: By module and kind, in the order in which they first happened.
-    """
-
-    ops: tuple[Op, ...]
-    casts: tuple[Cast, ...]
-
-    def of_weights(self) -> tuple[int, int]:
-        """Return count and bytes of the casts of parameters, which a `WeightCache` keeps while they do not change."""
-        return self._total(lambda cast: cast.phase == "forward" and cast.of not in {"activation", "gradient"})
-
-    def redundant(self) -> tuple[int, int]:
-        """Return count and bytes of the redundant casts."""
-        return self._total(lambda cast: cast.redundant != "")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists and dicts, fit for JSON."""
-        totals = {"all": self._total(lambda cast: True), "weights": self.of_weights(), "redundant": self.redundant()}
-        return {
-            "ops": [dataclasses.asdict(op) for op in self.ops],
-            "casts": [dataclasses.asdict(cast) for cast in self.casts],
-            "totals": {name: {"casts": count, "nbytes": nbytes} for name, (count, nbytes) in totals.items()},
-        }
-
-    def __str__(self) -> str:
-        ops = [(row.op, row.inputs, row.output, str(row.forward), str(row.backward)) for row in self.ops]
-        casts = [
-            (
-                *(row.module or "(root)", row.phase, row.of, f"{row.source} to {row.target}"),
-                *(str(row.count), f"{row.nbytes:,}", row.redundant),
-            )
-            for row in self.casts
-        ]
-        return "\n".join(
-            [
-                aligned([("op", "inputs", "output", "forward", "backward"), *ops], right={3, 4}),
-                "",
-                aligned(
-                    [("module", "phase", "cast of", "dtypes", "count", "bytes", "redundant"), *casts], right={4, 5}
-                ),
-                "",
-                self.summary(),
-            ]
-        )
-
-    def summary(self) -> str:
-        """Return the totals as three lines."""
-        (count, nbytes), of_weights, redundant = self._total(lambda cast: True), self.of_weights(), self.redundant()
-        return "\n".join(
-            [
-                f"{count} casts, {nbytes:,} bytes",
-                f"{of_weights[0]} of weights, {of_weights[1]:,} bytes: a WeightCache keeps these",
-                f"{redundant[0]} redundant, {redundant[1]:,} bytes",
-            ]
-        )
-
-    def _total(self, which: Callable[[Cast], bool]) -> tuple[int, int]:
-        rows = [cast for cast in self.casts if which(cast)]
-        return sum(cast.count for cast in rows), sum(cast.nbytes for cast in rows)
 
 
 def trace(

@@ -19,7 +19,7 @@ import castwise
 from castwise import Policy, WeightCache, policies
 from castwise._suggestions import listed, nearest
 from castwise.amp.bound_policy import BoundPolicy
-from castwise.amp.tracing import Trace
+from castwise.amp.trace_account import CAST_NUMBERS, OP_NUMBERS, Trace
 from castwise.cli.errors import UserError
 
 
@@ -128,20 +128,11 @@ def _policy(spelled: str, net: nn.Module) -> BoundPolicy:
 
 def _print(seen: Trace) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    ops = Table("op", "inputs", "output", box=box.SIMPLE_HEAD, padding=0)
-    for column in ("forward", "backward"):
-        ops.add_column(column, justify="right")
-    for op in seen.ops:
-        ops.add_row(op.op, op.inputs, op.output, str(op.forward), str(op.backward))
-    casts = Table("module", "phase", "cast of", "dtypes", box=box.SIMPLE_HEAD, padding=0)
-    for column in ("count", "bytes"):
-        casts.add_column(column, justify="right")
-    casts.add_column("redundant")
-    for cast in seen.casts:
-        casts.add_row(
-            *(cast.module or "(root)", cast.phase, cast.of, f"{cast.source} to {cast.target}"),
-            *(str(cast.count), f"{cast.nbytes:,}", cast.redundant),
-        )
-    console.print(ops)
-    console.print(casts)
+    for rows, numbers in ((seen.op_rows(), OP_NUMBERS), (seen.cast_rows(), CAST_NUMBERS)):
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
+        for position, column in enumerate(rows[0]):
+            table.add_column(column, justify="right" if position in numbers else "left")
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
     console.print(seen.summary(), highlight=False)
