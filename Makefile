@@ -10,8 +10,9 @@ export GOMP_SPINCOUNT ?= 10000
 demo: .venv/.ready
 	$(BIN)/castwise demo
 
+# A process a core, of one thread each: most tests are too small for more.
 test: .venv/.ready lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

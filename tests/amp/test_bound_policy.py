@@ -870,6 +870,9 @@ def test_rules_that_could_not_hold_are_refused() -> None:
     scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), x()))
     with pytest.raises(ValueError, match="'1' is a ScriptModule, which takes no hooks"):
         Policy(compute="bfloat16", modules={"1": "float32"}).bind(scripted)
+    with pytest.raises(ValueError, match="takes no hooks"):
+        Policy(compute="bfloat16", modules={"*": "float32"}).bind(scripted)
+    assert not scripted[0]._forward_pre_hooks
     Policy(compute="bfloat16", modules={"0": "float32"}, ops={"softmax": "float32"}).bind(scripted)
     parallel = nn.DataParallel(nn.Linear(4, 4))
     parallel.device_ids = [0, 1]

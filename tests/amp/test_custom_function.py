@@ -454,7 +454,7 @@ VALUES: list[Any] = [
     1.5,
     torch.Size([1, 2]),
     torch.ones(2, 2).max(0),
-    object(),
+    ...,
 ]
 
 

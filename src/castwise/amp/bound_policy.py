@@ -75,26 +75,28 @@ class BoundPolicy:
         _check_what_fsdp_gathers(decisions)
         self.is_bound = True
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
-        self._hooks: list[Any] = []
-        hooked: set[int] = set()
+        to_hook: dict[nn.Module, _ModuleHook] = {}
         for decision in decisions:
             module = decision.module
             rule = None if decision.in_force in {None, "inherit"} else decision.in_force
             output = self.output if decision.name == "" else None
             # Where checkpointing runs a forward again, hooks are what puts op rules in force.
             may_call = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
-            if id(module) in hooked or not (rule or output or may_call):
+            if module in to_hook or not (rule or output or may_call):
                 continue
-            hooked.add(id(module))
-            if isinstance(module, torch.jit.ScriptModule):
-                if rule or output:
-                    raise ValueError(f"{decision.name!r} is a ScriptModule, which takes no hooks: give it no rule")
-                continue
-            hook = _ModuleHook(self, rule, output)
+            if not isinstance(module, torch.jit.ScriptModule):
+                to_hook[module] = _ModuleHook(self, rule, output)
+            elif rule or output:
+                raise ValueError(f"{decision.name!r} is a ScriptModule, which takes no hooks: give it no rule")
+        self._hooks: list[Any] = []
+        for module, hook in to_hook.items():
+            compile_anew(type(module).forward)  # the guards of what is compiled do not look at whether there are hooks
             self._hooks += [
                 module.register_forward_pre_hook(hook.enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(hook.leave, always_call=True),
             ]
+        if self._hooks:
+            compile_anew(type(model).forward)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -338,9 +340,6 @@ def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
     if bound is not None:
         return bound
     new = BoundPolicy(policy, model)
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            compile_anew(type(module).forward)  # its guards do not look at whether there are hooks
     modules = [(name, weakref.ref(module), type(module)) for name, module in _named(model)]
     of_model = _BOUND.setdefault(model, {})
     if policy in of_model:
