@@ -415,8 +415,8 @@ def test_checkpoints_go_both_ways_between_torchs_scaler_and_ours(source: Any, ta
         first.scale(torch.ones(()))
         second.scale(torch.ones(()))
     second.load_state_dict(saved(first))
-    assert second.state_dict() == STATE
-    assert saved(second) == STATE
+    assert second.state_dict().items() >= STATE.items()
+    assert saved(second).items() >= STATE.items()
     scaled = second.scale(torch.ones(()))
     assert scaled.item() == 8.0
 
@@ -469,11 +469,11 @@ def test_a_copy_has_every_number_and_shares_nothing(duplicate: Callable[[Any], A
     scaler = Named("cpu")
     scaler.name = "mine"
     scaler.scale(torch.ones(()))
-    scaler.load_state_dict(STATE)
+    scaler.load_state_dict({**STATE, "steps_taken": 7, "steps_skipped": 2, "skips_in_a_row": 1})
     twin = duplicate(scaler)
     assert type(twin) is Named
     assert twin.name == "mine"
-    assert twin.state_dict() == STATE
+    assert twin.state_dict() == {**STATE, "steps_taken": 7, "steps_skipped": 2, "skips_in_a_row": 1}
     twin.scale(torch.ones(()))
     twin.update(2.0)
     assert scaler.get_scale() == 8.0
@@ -762,7 +762,8 @@ def test_gradients_made_in_inference_mode_are_unscaled() -> None:
 def test_numbers_of_numpy_become_plain_ones_in_a_checkpoint() -> None:
     numpy = pytest.importorskip("numpy")
     scaler = GradScaler("cpu", numpy.float32(4.0), numpy.float64(3.0), numpy.float32(0.25), numpy.int64(7))
-    assert saved(scaler) == STATE | {"scale": 4.0, "growth_interval": 7, "_growth_tracker": 0}
+    assert saved(scaler).items() >= {**STATE, "scale": 4.0, "growth_interval": 7, "_growth_tracker": 0}.items()
+    assert {type(number) for number in saved(scaler).values()} == {int, float}
     with pytest.raises(ValueError, match="init_scale must be a finite number > 0"):
         GradScaler("cpu", 10**400)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from castwise.amp.checkpoint import KEYS
 from castwise.amp.grad_scaler import GradScaler
 
 CLASSES = sorted(
@@ -58,7 +59,7 @@ def train(
         scales.append(scaler.get_scale())
     state = [optimizer.state[param] for param in params]
     flat = [bits(value) for entry in state for value in entry.values()]
-    return [*(bits(param.detach()) for param in params), *flat, scaler.state_dict()], scales
+    return [*(bits(param.detach()) for param in params), *flat, {key: scaler.state_dict()[key] for key in KEYS}], scales
 
 
 def bits(value: Any) -> Any:

@@ -10,7 +10,8 @@ import numpy
 import pytest
 import torch
 
-from castwise.amp.schedules import MAX_SCALE, MIN_SCALE, Dynamic
+from castwise.amp.checks import MAX_SCALE, MIN_SCALE
+from castwise.amp.schedules import Dynamic, Met
 
 REFUSED = [
     ("init_scale", 0.0, ValueError, "init_scale must be a finite number > 0, within [2**-126, 2**126], got 0.0"),
@@ -44,7 +45,7 @@ def test_numbers_that_cannot_work_are_refused(name: str, value: Any, error: type
 def test_numbers_of_other_types_that_work_are_accepted() -> None:
     schedule = Dynamic(numpy.float32(4.0), 3, numpy.float64(0.25), numpy.int64(7))
     scale, tracker = torch.tensor(4.0), torch.tensor(6, dtype=torch.int32)
-    schedule.advance_(scale, tracker, torch.tensor(0.0))
+    schedule.advance_(scale, {"growth_tracker": tracker}, Met(torch.tensor(0.0)))
     assert scale.item() == 12.0
 
 
@@ -54,7 +55,7 @@ def test_numbers_of_other_types_that_work_are_accepted() -> None:
 )
 def test_the_rule_of_the_docstring(tracker: int, found_inf: float, scale_after: float, tracker_after: int) -> None:
     scale, growth_tracker = torch.tensor(8.0), torch.tensor(tracker, dtype=torch.int32)
-    Dynamic(8.0, 3.0, 0.25, 3).advance_(scale, growth_tracker, torch.tensor(found_inf))
+    Dynamic(8.0, 3.0, 0.25, 3).advance_(scale, {"growth_tracker": growth_tracker}, Met(torch.tensor(found_inf)))
     assert (scale.item(), growth_tracker.item()) == (scale_after, tracker_after)
 
 
@@ -63,7 +64,7 @@ def test_the_scale_stays_where_it_and_its_reciprocal_are_finite_normal_numbers(f
     scale, growth_tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
     tiny = torch.finfo(torch.float32).tiny
     for _ in range(300):
-        Dynamic(growth_interval=1).advance_(scale, growth_tracker, torch.tensor(found_inf))
+        Dynamic(growth_interval=1).advance_(scale, {"growth_tracker": growth_tracker}, Met(torch.tensor(found_inf)))
         assert tiny <= scale.item() < math.inf
         assert tiny <= scale.reciprocal().item() < math.inf
     assert scale.item() == bound

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.schedules import MIN_SCALE
+from castwise.amp.checks import MIN_SCALE
 
 THEIRS = torch.amp.GradScaler
 KINDS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 
 from castwise._torch_private import device_types_of
+from castwise.amp.checks import integer
+from castwise.amp.devices import is_capturing
 from castwise.amp.readback import Readback
-from castwise.amp.schedules import integer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -219,13 +220,13 @@ class Agreement:
         if is_other.device.type == "cpu":
             if is_other:
                 self._object(said)
-        elif not (is_other.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._doubt = Readback([], is_other), said
+        elif not is_capturing(is_other):
+            self._doubt = Readback(is_other), said
 
     def settle_doubt(self) -> None:
         """Raise if the last collective found that the ranks do not do the same; waits for the device."""
         doubt, self._doubt = self._doubt, None
-        if doubt is not None and doubt[0]:
+        if doubt is not None and doubt[0].wait():
             self._object(doubt[1])
 
     def _object(self, said: str) -> NoReturn:

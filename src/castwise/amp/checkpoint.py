@@ -1,17 +1,44 @@
-"""The format in which a scaler is saved, that of torch."""
+"""The format in which a scaler is saved: that of torch, with what torch's scaler does not have beside it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from castwise.amp.schedules import Dynamic, check_scale, integer
+from castwise.amp.checks import check_scale, count, real_number
+from castwise.amp.schedules import Dynamic, Schedule
 
 KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+COUNTS = ("steps_taken", "steps_skipped", "skips_in_a_row")
+_OPTIONAL = (*COUNTS, "schedule")
 
 
-def read(state_dict: Mapping[str, Any]) -> tuple[Dynamic, int]:
-    """Return the schedule and the growth tracker of a state dict.
+class Saved(NamedTuple):
+    """What a state dict holds, checked."""
+
+    scale: float
+    schedule: Schedule
+    growth_tracker: int
+    trackers: dict[str, float]
+    counts: tuple[int, int, int]
+    """Those of `COUNTS`."""
+
+
+def of_schedule(schedule: Schedule, trackers: Mapping[str, float]) -> dict[str, Any]:
+    """Return the entry of a schedule: its settings, and what it remembers."""
+    return {"name": type(schedule).__name__, "settings": _settings(schedule), "trackers": dict(trackers)}
+
+
+def _settings(schedule: Schedule) -> dict[str, Any]:
+    fields = [field.name for field in dataclasses.fields(schedule) if field.init]
+    return {name: getattr(schedule, name) for name in fields}
+
+
+def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
+    """Return what a state dict holds for a scaler with a schedule.
+
+    The state of a schedule of another kind, or of a scaler of torch's, gives its scale, and `Dynamic` its factors.
 
     Raises:
         RuntimeError: It is empty, as a disabled scaler's is.
@@ -25,19 +52,43 @@ def read(state_dict: Mapping[str, Any]) -> tuple[Dynamic, int]:
             "the source state dict is empty, probably saved from a disabled GradScaler: do not load it, "
             "or load it into a disabled scaler"
         )
-    missing, unknown = set(KEYS) - set(state_dict), set(state_dict) - set(KEYS)
+    missing, unknown = set(KEYS) - set(state_dict), set(state_dict) - {*KEYS, *_OPTIONAL}
     if missing or unknown:
         raise ValueError(
-            f"state_dict must have exactly the entries {', '.join(KEYS)}: "
+            f"state_dict must have the entries {', '.join(KEYS)} and may have {', '.join(_OPTIONAL)}: "
             f"missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
         )
-    growth_tracker = integer("_growth_tracker", state_dict["_growth_tracker"])
-    if not 0 <= growth_tracker < 2**31:
-        raise ValueError(f"_growth_tracker must be an integer in [0, 2**31), got {growth_tracker!r}")
-    schedule = Dynamic(
-        init_scale=check_scale("scale", state_dict["scale"]),
-        growth_factor=state_dict["growth_factor"],
-        backoff_factor=state_dict["backoff_factor"],
-        growth_interval=state_dict["growth_interval"],
-    )
-    return schedule, growth_tracker
+    growth_tracker = count("_growth_tracker", state_dict["_growth_tracker"], 0)
+    scale = check_scale("scale", state_dict["scale"])
+    factors = {name: state_dict[name] for name in KEYS[1:4]}
+    Dynamic(**factors)  # checked also where nobody uses them
+    taken, skipped, in_a_row = (count(name, state_dict.get(name, 0), 0, bits=63) for name in COUNTS)
+    entry = state_dict.get("schedule")
+    trackers = schedule.trackers()
+    if entry is not None and _name(entry) == type(schedule).__name__:
+        schedule, trackers = _schedule(entry, schedule)
+    elif isinstance(schedule, Dynamic):
+        schedule = dataclasses.replace(schedule, **factors)
+    scale = schedule.adopt(scale)
+    return Saved(scale, schedule, growth_tracker, trackers, (taken, skipped, in_a_row))
+
+
+def _name(entry: object) -> str:
+    if not isinstance(entry, Mapping) or set(entry) != {"name", "settings", "trackers"}:
+        raise ValueError(f"schedule must have the entries name, settings and trackers, got {entry!r}")
+    return str(entry["name"])
+
+
+def _schedule(entry: Mapping[str, Any], like: Schedule) -> tuple[Schedule, dict[str, float]]:
+    known = set(_settings(like))
+    if not isinstance(entry["settings"], Mapping) or set(entry["settings"]) - known:
+        raise ValueError(f"the settings of {entry['name']} are {', '.join(sorted(known))}, got {entry['settings']!r}")
+    schedule = dataclasses.replace(like, **entry["settings"])
+    first = schedule.trackers()
+    if not isinstance(entry["trackers"], Mapping) or set(entry["trackers"]) != set(first):
+        raise ValueError(f"{entry['name']} remembers {', '.join(first) or 'nothing'}, got {entry['trackers']!r}")
+    trackers: dict[str, float] = {
+        name: count(name, value, 0) if isinstance(first[name], int) else real_number(name, value)
+        for name, value in entry["trackers"].items()
+    }
+    return schedule, trackers

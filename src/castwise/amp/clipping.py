@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from castwise.amp.schedules import real_number
+from castwise.amp.checks import real_number
 
 
 def check_bound(name: str, value: object) -> float:

@@ -100,3 +100,9 @@ def device_type(device: object) -> str:
         raise ValueError(
             f"device must be a type of device that torch knows, such as 'cuda' or 'cpu', got {device!r}"
         ) from error
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's stream is being captured in a CUDA graph, where the host cannot look at anything."""
+    is_cuda = tensor.device.type == "cuda" and torch.backends.cuda.is_built()
+    return is_cuda and torch.cuda.is_current_stream_capturing()

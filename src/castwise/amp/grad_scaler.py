@@ -11,18 +11,22 @@ Under `torch.compile` only `scale` is traced; the rest looks at optimizers and g
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import are_functorch_transforms_active, never_traced
 from castwise._warnings import warn
 from castwise.amp import checkpoint, clipping, closures, measuring, shards, unscaling
+from castwise.amp.after_step import AfterSteps, LastStep, advance_of
 from castwise.amp.agreement import Agreement, Ranks
+from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.devices import amp_definitely_not_available, device_type
 from castwise.amp.gradients import Contents, Gradients, are_contiguous, params_of, present, repeat
@@ -33,13 +37,18 @@ from castwise.amp.optimizer_state import (
     given,
     is_stepped_by_torch,
     is_to_be_skipped,
+    last_step,
     readback_of,
     refuse_if_over,
 )
 from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
-from castwise.amp.schedules import Dynamic, check_scale
+from castwise.amp.outcomes import Outcomes, Step, StepFacts
+from castwise.amp.schedules import Dynamic, Met, Schedule
 
 __all__ = ["GradScaler", "OptState"]
+
+# Numbers of torch's signature, told by identity from equal ones that a caller gives.
+INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -61,6 +70,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1).
         growth_interval: Steps; >= 1.
         enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
+        schedule: How the scale moves, with all its numbers; in the place of the four above. By default
+            `schedules.Dynamic` with these.
         allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
             fp32 arithmetic and rounded to fp16, where small ones may vanish.
         process_group: A `torch.distributed` group or device mesh whose ranks shall take and skip the same steps and
@@ -70,7 +81,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or torch knows no such device.
+        ValueError: An argument is out of its range, or torch knows no such device; or there is a schedule and numbers
+            beside it.
 
     Warns:
         UserWarning: CUDA is asked for and missing.
@@ -89,12 +101,13 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        init_scale: float = INIT_SCALE,
+        growth_factor: float = GROWTH_FACTOR,
+        backoff_factor: float = BACKOFF_FACTOR,
+        growth_interval: int = GROWTH_INTERVAL,
         enabled: bool = True,
         *,
+        schedule: Schedule | None = None,
         allow_fp16_gradients: bool = False,
         process_group: Ranks | None = None,
         pipeline_stages: int = 1,
@@ -108,35 +121,60 @@ class GradScaler(torch.amp.GradScaler):
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
-        if enabled:
-            self._take(self._schedule())
-            if self._device == "cuda" and amp_definitely_not_available():
-                warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
-                self._enabled = False
+        self._init_trackers: dict[str, float] = {}
+        self._init_counts = (0, 0)
+        self._rule: Schedule = Dynamic() if schedule is None else schedule
+        if schedule is not None:
+            _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
+            self._take(schedule)
+        elif enabled:
+            self._take(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
+        if enabled and self._device == "cuda" and amp_definitely_not_available():
+            warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
+            self._enabled = False
         if process_group is not None:
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
 
     def _agree_with(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        agreement.start(self._init_scale, self._init_growth_tracker)
+        agreement.start(self._init_scale, self._init_growth_tracker, *self._init_trackers.values())
 
-    def _take(self, schedule: Dynamic) -> None:
-        for field in dataclasses.fields(schedule):
-            setattr(self, f"_{field.name}", getattr(schedule, field.name))
+    def _take(self, schedule: Schedule, trackers: Mapping[str, float] | None = None) -> None:
+        self._rule = schedule
+        self._init_scale = schedule.init_scale
+        self._init_trackers = schedule.trackers() if trackers is None else dict(trackers)
+        if isinstance(schedule, Dynamic):
+            self._growth_factor = schedule.growth_factor
+            self._backoff_factor = schedule.backoff_factor
+            self._growth_interval = schedule.growth_interval
 
-    def _schedule(self) -> Dynamic:
-        return Dynamic(self._init_scale, self._growth_factor, self._backoff_factor, self._growth_interval)
+    def _schedule(self) -> Schedule:
+        """Return the schedule, with the numbers that subclasses and frameworks may have set on the scaler."""
+        rule = self._rule
+        if isinstance(rule, Dynamic):
+            now = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            if now != (rule.growth_factor, rule.backoff_factor, rule.growth_interval):
+                factors = {"growth_factor": now[0], "backoff_factor": now[1], "growth_interval": now[2]}
+                self._rule = rule = dataclasses.replace(rule, **factors)  # type: ignore[arg-type]
+        return rule
 
     def _forget_device_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
+        self._trackers: dict[str, torch.Tensor] = {}
+        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
         self._states_of_dead_optimizers: list[dict[str, Any]] = []
         self._unscaled = Ledger()
         self._optimizers_seen = 0
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+        self._outcomes = Outcomes()
+        self._after_steps = AfterSteps()
+        self._last_step: LastStep | None = None
+        self._gradients_hooks: OrderedDict[int, Callable[[torch.optim.Optimizer, torch.Tensor], object]] = OrderedDict()
+        self._gradients_seen: set[int] = set()
 
     # -- scaling ------------------------------------------------------------------------------------------------
 
@@ -164,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         if isinstance(outputs, torch.Tensor):
             scale = self._scale_for(outputs)
-            return self._watched(self._times(outputs, scale.to(device=outputs.device, non_blocking=True)))
+            return self._watched(outputs, self._times(outputs, scale.to(device=outputs.device, non_blocking=True)))
         _refuse_what_is_no_loss(outputs)
         scaled: Iterable[torch.Tensor] = self._scale_all(outputs, [])
         return scaled
@@ -173,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, torch.Tensor):
             if not copies:
                 copies.append(_MultiDeviceReplicator(self._scale_for(outputs)))
-            return self._watched(self._times(outputs, copies[0].get(outputs.device)))
+            return self._watched(outputs, self._times(outputs, copies[0].get(outputs.device)))
         _refuse_what_is_no_loss(outputs)  # an iterator's outputs come to light only now
         scaled = (self._scale_all(output, copies) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
@@ -183,14 +221,16 @@ class GradScaler(torch.amp.GradScaler):
     def _times(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return output * scale
 
-    def _watched(self, scaled: torch.Tensor) -> torch.Tensor:
+    def _watched(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
         """Let the ledger know of each backward that starts from a scaled loss, before it adds to any gradient."""
         if is_dynamo_compiling():
             self._unscaled.backward_is_hidden()
         elif are_functorch_transforms_active():
             self._unscaled.backward_starts()  # no hooks there; the backward comes after this call, at least
+            return scaled
         elif scaled.requires_grad:
             self._unscaled.watch(scaled)
+        self._outcomes.note_loss(loss)
         return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
@@ -204,6 +244,12 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("the growth tracker exists already and the scale does not: set both or neither")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        self._trackers = {
+            name: torch.full((), value, dtype=torch.int32 if isinstance(value, int) else torch.float32, device=dev)
+            for name, value in self._init_trackers.items()
+        }
+        steps, skips = (torch.full((), count, dtype=torch.int64, device=dev) for count in self._init_counts)
+        self._counts = steps, skips
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None and self._agreement is not None:
@@ -236,6 +282,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "unscale_")
         self._look_for_later_backwards(optimizer, state, "unscale_")
+        self._show_gradients(optimizer)
         self._note_call("unscale_", optimizer)
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, state, allow_fp16=self._allow_fp16_gradients)
@@ -251,14 +298,25 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = torch.zeros_like(scale)
         if self._unscales_by_itself():
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
-            found = unscaling.unscale_(self._factors(state, grads), found_inf)
+            factors = self._factors(state, grads)
+            self._note_largest(state, factors)
+            found = unscaling.unscale_(factors, found_inf)
         else:
+            if self._rule.needs_largest:
+                self._note_largest(state, self._factors(state, self._collect(optimizer, allow_fp16=True)))
             found = self._unscale_grads_(optimizer, self._inv_scale(), found_inf, allow_fp16)
         self._unscaled.record(params_of(optimizer))
         state.pop("clip_coef", None)
         state["stage"] = OptState.UNSCALED
         if not ranks_know:
             self._note(optimizer, state, found)
+
+    def _note_largest(self, state: dict[str, Any], factors: unscaling.Factors) -> None:
+        """Put the largest magnitude of the unscaled gradients on record, if the schedule wants to know it."""
+        if self._rule.needs_largest and "largest" not in state:
+            scale, _ = self._check_scale_growth_tracker("step")
+            norms, _ = unscaling.measure(factors, math.inf, in_fp32=True)
+            state["largest"] = unscaling.total_norm(norms, math.inf, like=scale).float()
 
     def _inv_scale(self) -> torch.Tensor:
         scale, _ = self._check_scale_growth_tracker("unscale_")
@@ -341,10 +399,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("_account")
         # Without a sync only a CPU's are known; others follow from the history, while memory is sound.
         known = f"scale {scale.item()}, tracker {growth_tracker.item()}, " if scale.device.type == "cpu" else ""
-        return (
-            f"{known}growth_factor {self._growth_factor}, backoff_factor {self._backoff_factor}, "
-            f"growth_interval {self._growth_interval}"
-        )
+        return f"{known}{self._schedule()}"
 
     def _note_call(self, name: str, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         if self._agreement is not None:
@@ -406,6 +461,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_norm_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_norm_")
+        self._show_gradients(optimizer)
         self._note_call("clip_grad_norm_", optimizer, max_norm, norm_type)
         is_fused = self._memory_of(optimizer).takes_grad_scale(optimizer)
         allow_fp16 = is_fused or self._allow_fp16_gradients
@@ -414,6 +470,7 @@ class GradScaler(torch.amp.GradScaler):
             state["unscaled_by_clipping"] = True
         grads = self._collect(optimizer, allow_fp16=allow_fp16).sum_duplicates()
         factors = self._factors(state, grads)
+        self._note_largest(state, factors)
         in_its_step = is_fused and state["stage"] is OptState.READY and not grads.repeat
         norms, facts = unscaling.measure(factors, norm_type, in_fp32=in_its_step)
         total = unscaling.total_norm(norms, norm_type, like=scale)
@@ -438,7 +495,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
             self._unscaled.record(params_of(optimizer))
         state["clipped"] = Contents(present(optimizer)[1])
-        state["finite"] = facts
+        state["finite"], state["norm"] = facts, total
         self._note(optimizer, state, {scale.device: found_inf})
         state.pop("is_of_this_rank", None)  # the norm's collective has told all ranks
         return unscaling.like_gradients(total, grads)
@@ -466,6 +523,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_value_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_value_")
+        self._show_gradients(optimizer)
         self._note_call("clip_grad_value_", optimizer, clip_value)
         allow_fp16 = self._allow_fp16_gradients
         grads = self._collect(optimizer, allow_fp16=allow_fp16)
@@ -543,10 +601,13 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            returned = optimizer.step(*args, **kwargs)
+            self._last_step = self._memory_of(optimizer).last_step = LastStep()
+            return returned
         state = self._state_of(optimizer)
         refuse_if_over(state, "step")
         self._look_for_later_backwards(optimizer, state, "step")
+        self._show_gradients(optimizer)
         self._note_call("step", optimizer)
         closure = closures.closure_of(args, kwargs)
         if closure is not None:
@@ -569,7 +630,8 @@ class GradScaler(torch.amp.GradScaler):
                 state = self._state_of(optimizer)
             self._agree("step")
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        self._finish(optimizer)
+        state = self._finish(optimizer)
+        self._last_step = self._memory_of(optimizer).last_step = last_step(state)
         return returned
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -582,6 +644,11 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         if is_to_be_skipped(optimizer_state):
+            if (
+                "finite" not in optimizer_state
+            ):  # who is to blame is asked for now: gradients may not last until update()
+                grads = self._memory_of(optimizer).collector(optimizer)
+                optimizer_state["finite"] = unscaling.check(grads, torch.ones_like(self._inv_scale()))
             return None
         return optimizer.step(*args, **kwargs)
 
@@ -621,6 +688,8 @@ class GradScaler(torch.amp.GradScaler):
             if repeat(grads):  # an optimizer that writes gradients back would unscale one as often as it is there
                 self._unscale(optimizer, state, allow_fp16=True)
                 return self._found_of(state)
+            if self._rule.needs_largest:
+                self._note_largest(state, self._factors(state, self._collect(optimizer, allow_fp16=True)))
             probe = self._memory_of(optimizer).probe
             if are_contiguous(grads) and probe.proves_finite(grads, divisor, torch.float32):
                 state["finite"] = unscaling.all_finite(params)
@@ -669,6 +738,7 @@ class GradScaler(torch.amp.GradScaler):
         def evaluate() -> Any:
             state.clear()
             state.update(_refresh_per_optimizer_state())
+            self._outcomes.loss = None
             with self._unscaled.closure():
                 loss = closure()
             scale, _ = self._check_scale_growth_tracker("step")
@@ -714,6 +784,83 @@ class GradScaler(torch.amp.GradScaler):
         self._note_call("skip", optimizer)
         self._finish(optimizer)["skipped"] = True
 
+    @property
+    def step_skipped(self) -> torch.Tensor:
+        """Whether the last `step` was skipped: bool, shape (), on the scale's device, without a sync.
+
+        False before the first step, and whenever the scaler is disabled.
+        """
+        found = [] if self._last_step is None else list(self._last_step.found_infs)
+        if not found:
+            return torch.zeros((), dtype=torch.bool, device=None if self._scale is None else self._scale.device)
+        return unscaling.combine(found, found[0] if self._scale is None else self._scale) != 0
+
+    @never_traced
+    def step_scheduler(
+        self, scheduler: Any, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        """Advance a learning-rate schedule, or call a function, if the optimizer's last `step` was really taken.
+
+        Call it once an iteration, after `step`, before or after `update`. It is advanced as often as the optimizer
+        was stepped: a skipped step, or a call without a new step, advances nothing. On an accelerator where the host
+        does not know yet (a fused optimizer's step) it is advanced up to two updates later; `synchronize()`,
+        `state_dict()` and pickling advance what is left.
+
+        Args:
+            scheduler: Something with a `step()`, or a function.
+            *args: Passed on.
+            optimizer: Whose step counts: by default `scheduler.optimizer`, if it has one, else that of the last `step`.
+            **kwargs: Passed on.
+
+        Raises:
+            TypeError: `scheduler` has no `step` and is no function, or it is a module.
+        """
+        call = advance_of(scheduler, args, kwargs)
+        optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
+        last = self._last_step if optimizer is None else self._memory_of(optimizer).last_step
+        if last is not None and scheduler not in last.followers:
+            last.followers.append(scheduler)
+            self._after_steps.add(self._outcomes.updates, last.is_skipped(), call)
+        self._after_steps.run(self._outcomes.updates)
+
+    @never_traced
+    def synchronize(self) -> None:
+        """Wait for the device, advance what `step_scheduler` has still to advance, and tell the hooks of all steps.
+
+        Raises:
+            ScaleExhausted: If the schedule wants it so.
+        """
+        self._after_steps.run()
+        self._outcomes.settle(self._rule, 2, all_=True)
+
+    def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
+        """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
+
+        A disabled scaler calls none. What the hook returns is ignored, but for the step that ends in a
+        `ScaleExhausted`: there it becomes the error's `diagnosis`.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+        """
+        return _registered(self._outcomes.hooks, hook)
+
+    def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
+        """Call a function with an optimizer and the scale, before its gradients are read or changed: once an iteration.
+
+        They are as the backwards have left them, still scaled. A disabled scaler calls none.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+        """
+        return _registered(self._gradients_hooks, hook)
+
+    def _show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._gradients_hooks and id(optimizer) not in self._gradients_seen:
+            scale, _ = self._check_scale_growth_tracker("step")
+            for hook in tuple(self._gradients_hooks.values()):
+                hook(optimizer, scale)
+            self._gradients_seen.add(id(optimizer))
+
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         self._agree("_found_inf_per_device")
         return self._found_of(self._state_of(optimizer))
@@ -754,26 +901,63 @@ class GradScaler(torch.amp.GradScaler):
         states = self._states()
         found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
         all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
+        before = None if self._scale is None else self._scale.clone()
         if new_scale is not None or not all_skipped:
             self._move_scale(new_scale, found_infs)
+        self._count_steps(before)
         if self._agreement is not None:
             self._agreement.note_update(None if new_scale is None else self._number(new_scale))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._states_of_dead_optimizers.clear()
         self._owners.clear()
         self._unscaled.clear()
+        self._gradients_seen.clear()
+        self._after_steps.run(self._outcomes.updates)
+        self._outcomes.settle(self._rule, 2)
+
+    def _count_steps(self, before: torch.Tensor | None) -> None:
+        """Take note of what became of the steps that were taken or skipped at a scale."""
+        if before is None or self._scale is None or self._counts is None:
+            return
+        dead = [(_nobody, state) for state in self._states_of_dead_optimizers]
+        alive = [(self._owners.get(key, _nobody), state) for key, state in self._per_optimizer_states.items()]
+        steps = []
+        for optimizer, state in dead + alive:
+            found = state["found_inf_per_device"]
+            if state["stage"] is OptState.STEPPED and not state.get("skipped") and found:
+                found_inf = unscaling.combine(found.values(), self._scale)
+                steps.append(Step(optimizer, found_inf, state.get("finite", ()), state.get("norm")))
+                self._counts[1].add_(found_inf.reshape(()) != 0)
+        self._counts[0].add_(len(steps))
+        self._outcomes.add(steps, before, self._scale)
 
     def _move_scale(self, new_scale: float | torch.Tensor | None, found_infs: list[torch.Tensor]) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             scale.fill_(self._number(new_scale))
         elif found_infs:
-            self._schedule().advance_(scale, growth_tracker, unscaling.combine(found_infs, scale))
+            trackers = {"growth_tracker": growth_tracker, **self._trackers}
+            self._schedule().advance_(scale, trackers, self._met(unscaling.combine(found_infs, scale)))
         else:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
                 "scaler.unscale_(optimizer) since the last one"
             )
+
+    def _met(self, found_inf: torch.Tensor) -> Met:
+        """Return what the iteration met, with as much as the schedule wants to know; the same on all ranks."""
+        rule = self._schedule()
+        if not (rule.needs_loss or rule.needs_largest):
+            return Met(found_inf)
+        found = [state["largest"] for state in self._states() if "largest" in state]
+        largest = unscaling.combine(found, found_inf) if found else torch.zeros_like(found_inf)
+        loss_is_nonfinite = self._outcomes.loss_is_nonfinite(found_inf)
+        if self._agreement is not None:
+            known = torch.where(largest.isfinite(), largest, 0.0).to(measuring.wide(largest.device))
+            loss_is_nonfinite, largest = self._agreement.norm(
+                loss_is_nonfinite, known, math.inf, f"update() with {self._account()}"
+            )
+        return Met(found_inf, loss_is_nonfinite, largest.float())
 
     def _number(self, new_scale: float | torch.Tensor) -> float:
         if not isinstance(new_scale, torch.Tensor):
@@ -805,6 +989,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by when it grows; checked as in the constructor."""
+        self._refuse_without("growth_factor")
         self._growth_factor = Dynamic(growth_factor=new_factor).growth_factor
 
     def get_backoff_factor(self) -> float:
@@ -813,6 +998,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by after a skipped step; checked as in the constructor."""
+        self._refuse_without("backoff_factor")
         self._backoff_factor = Dynamic(backoff_factor=new_factor).backoff_factor
 
     def get_growth_interval(self) -> int:
@@ -821,7 +1007,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of finite steps after which the scale grows; checked as in the constructor."""
+        self._refuse_without("growth_interval")
         self._growth_interval = Dynamic(growth_interval=new_interval).growth_interval
+
+    def _refuse_without(self, name: str) -> None:
+        if not hasattr(self._rule, name):
+            raise RuntimeError(f"{self._rule} has no {name}: it would have no effect")
 
     @never_traced
     def _get_growth_tracker(self) -> int:
@@ -838,17 +1029,40 @@ class GradScaler(torch.amp.GradScaler):
         """Return plain numbers, in the format of torch's scaler; empty when disabled. Syncs with the device.
 
         Returns:
-            `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval` and `_growth_tracker` (ints).
+            `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval` and `_growth_tracker` (ints), as of
+            torch; `steps_taken`, `steps_skipped` and `skips_in_a_row` (ints), which torch's scaler does not read;
+            and `schedule` unless that is as torch's: its name, its settings and what it remembers.
+
+        Raises:
+            ScaleExhausted: As of `synchronize()`.
         """
         if not self._enabled:
             return {}
-        return {
+        self.synchronize()
+        schedule, (steps, skipped) = self._schedule(), self._get_counts()
+        numbers: dict[str, Any] = {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._get_growth_tracker(),
+            "steps_taken": steps - skipped,
+            "steps_skipped": skipped,
+            "skips_in_a_row": self._outcomes.skips_in_a_row,
         }
+        if schedule != Dynamic(schedule.init_scale, self._growth_factor, self._backoff_factor, self._growth_interval):
+            numbers["schedule"] = checkpoint.of_schedule(schedule, self._get_trackers())
+        return numbers
+
+    def _get_counts(self) -> tuple[int, int]:
+        """Return how many steps there were, and how many of them were skipped."""
+        if self._counts is None:
+            return self._init_counts
+        steps, skipped = self._counts
+        return int(steps.item()), int(skipped.item())
+
+    def _get_trackers(self) -> dict[str, float]:
+        return {name: tracker.item() for name, tracker in self._trackers.items()} or dict(self._init_trackers)
 
     @never_traced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -861,15 +1075,23 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        schedule, growth_tracker = checkpoint.read(state_dict)
+        saved = checkpoint.read(state_dict, self._schedule())
         if self._agreement is not None:
-            self._agreement.start(schedule.init_scale, growth_tracker)
-        self._take(schedule)
-        self._init_growth_tracker = growth_tracker
+            self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
+        self._take(saved.schedule, saved.trackers)
+        self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
+        taken, skipped, in_a_row = saved.counts
+        self._init_counts = taken + skipped, skipped
+        self._outcomes.go_on_from(taken + skipped, in_a_row)
         if self._scale is not None:
-            self._scale.fill_(schedule.init_scale)
+            self._scale.fill_(saved.scale)
         if self._growth_tracker is not None:
-            self._growth_tracker.fill_(growth_tracker)
+            self._growth_tracker.fill_(saved.growth_tracker)
+        if self._counts is not None:
+            for tensor, number in zip(self._counts, self._init_counts, strict=True):
+                tensor.fill_(number)
+        for name, tracker in self._trackers.items():
+            tracker.fill_(saved.trackers[name])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and (self._per_optimizer_states or self._states_of_dead_optimizers):
@@ -879,16 +1101,25 @@ class GradScaler(torch.amp.GradScaler):
             )
         # Device tensors and what belongs to this process stay; numbers travel and are put on a device lazily.
         state = {name: value for name, value in self.__dict__.items() if name not in _PROCESS_LOCAL}
+        if self._enabled:
+            self.synchronize()
         return state | {
             "_init_scale": self.get_scale() if self._enabled else self._init_scale,
             "_init_growth_tracker": self._get_growth_tracker(),
+            "_init_trackers": self._get_trackers(),
+            "_init_counts": self._get_counts(),
+            "_skips_in_a_row": self._outcomes.skips_in_a_row,
             "_scale": None,
             "_growth_tracker": None,
+            "_trackers": {},
+            "_counts": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_device_state()
+        skips_in_a_row = state.pop("_skips_in_a_row")
         self.__dict__.update(state)
+        self._outcomes.go_on_from(self._init_counts[0], skips_in_a_row)
 
 
 _PROCESS_LOCAL = (
@@ -898,6 +1129,11 @@ _PROCESS_LOCAL = (
     "_unscaled",
     "_optimizers_seen",
     "_memories",
+    "_outcomes",
+    "_after_steps",
+    "_last_step",
+    "_gradients_hooks",
+    "_gradients_seen",
 )
 
 
@@ -923,3 +1159,29 @@ def _weak(optimizer: object) -> Callable[[], object]:
         return weakref.ref(optimizer)
     except TypeError:
         return lambda: optimizer  # cannot be referenced weakly, so it is kept alive until update()
+
+
+def _nobody() -> None:
+    return None
+
+
+def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _refuse_numbers_beside(schedule: Schedule, *numbers: float) -> None:
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be one of castwise.schedules, such as Dynamic(init_scale=1024.0), got {schedule!r}"
+        )
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    defaults = (INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL)
+    beside = [
+        f"{name}={given!r}"
+        for name, given, default in zip(names, numbers, defaults, strict=True)
+        if given is not default
+    ]
+    if beside:
+        raise ValueError(f"a schedule carries all its own numbers: give {', '.join(beside)} to it, got {schedule}")

@@ -65,7 +65,7 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    named = list(_named_modules(model))
+    named = list(named_modules(model))
     deciding: dict[str, str] = {}
     for key in sorted(policy.modules, key=_rank):  # a stable sort: of equals the later one decides
         for name in matches(key, named):
@@ -158,14 +158,14 @@ def _rank(key: str) -> int:
     return 1 if bare.startswith("re:") or any(sign in bare for sign in "*?[") else 2
 
 
-def _named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield modules by all of their names, the outer ones first, and of wrappers only what they wrap."""
     while (wrapped := _wrapped(module)) is not None:
         module = wrapped
     yield name, module
     for part, child in module._modules.items():
         if child is not None:
-            yield from _named_modules(child, f"{name}.{part}" if name else part)
+            yield from named_modules(child, f"{name}.{part}" if name else part)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from castwise.amp import unscaling
+from castwise.amp.after_step import LastStep
 from castwise.amp.gradients import Collector
 from castwise.amp.measuring import Probe
-from castwise.amp.readback import Readback
+from castwise.amp.readback import Flag
 
 
 class Memory:
@@ -28,6 +29,7 @@ class Memory:
         self.number = number
         self.collector = Collector()
         self.probe = Probe()
+        self.last_step: LastStep | None = None
         # Before `grad_scale` it was the custom that an optimizer asked for the scaler itself.
         self._asks_for_scaler = (
             _supports_scaling(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -64,7 +66,8 @@ def new_state() -> dict[str, Any]:
 
     Others come and go: "readback" of found_inf, "is_of_this_rank" (whether ranks have yet to agree on it), "finite"
     (facts about each parameter), "unscaled_by_clipping" (whether `unscale_` may still be called), "clipped" (the
-    gradients that clipping has left), "clip_coef" (what a fused optimizer still has to multiply them with), "skipped".
+    gradients that clipping has left), "clip_coef" (what a fused optimizer still has to multiply them with), "norm"
+    (that clipping has found), "largest" (unscaled magnitude, if the schedule asks for it), "skipped".
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -86,21 +89,28 @@ def refuse_if_over(state: Mapping[str, Any], name: str) -> None:
     )
 
 
-def readback_of(found: Mapping[torch.device, torch.Tensor]) -> Readback:
+def readback_of(found: Mapping[torch.device, torch.Tensor]) -> Flag:
     """Ask a device for what was found on all of them."""
     flags = list(found.values())
-    return Readback(flags, unscaling.combine(flags, flags[0]))
+    return Flag(flags, unscaling.combine(flags, flags[0]))
 
 
-def is_to_be_skipped(state: Mapping[str, Any]) -> bool:
+def is_to_be_skipped(state: dict[str, Any]) -> bool:
     """Say whether an optimizer's gradients are not finite; waits for the device."""
     found = state["found_inf_per_device"]
     if not found:
         return False
-    readback: Readback | None = state.get("readback")
+    readback: Flag | None = state.get("readback")
     if readback is None or not readback.is_of(list(found.values())):
-        readback = readback_of(found)
+        readback = state["readback"] = readback_of(found)
     return bool(readback)
+
+
+def last_step(state: Mapping[str, Any]) -> LastStep:
+    """Return what `step` leaves for those who ask afterwards whether it was taken."""
+    found = list(state["found_inf_per_device"].values())
+    readback: Flag | None = state.get("readback")
+    return LastStep(found, readback if readback is not None and readback.is_of(found) else None)
 
 
 @contextmanager

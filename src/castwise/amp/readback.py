@@ -1,4 +1,4 @@
-"""A flag on its way from a device to the host."""
+"""Numbers on their way from a device to the host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,33 @@ _WITH_EVENTS = ("cuda", "xpu")
 
 
 class Readback:
+    """A tensor of a device: asked for at once, waited for when it is needed.
+
+    Args:
+        tensor: Of any shape. On a CPU it is not copied, so it may not be written to.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor
+        self._arrived: torch.Event | None = None
+        if tensor.device.type in _WITH_EVENTS:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.accelerator.current_stream(tensor.device).record_event()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it was there from the beginning, so that nobody ever waits for it."""
+        return self._arrived is None and self._host.device.type == "cpu"
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor on the CPU, as soon as it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.cpu()
+
+
+class Flag:
     """Whether any of some flags is not zero: asked for at once, waited for when it is needed.
 
     Args:
@@ -22,12 +49,8 @@ class Readback:
 
     def __init__(self, flags: Sequence[torch.Tensor], combined: torch.Tensor) -> None:
         self._flags = [(flag, version(flag)) for flag in flags]
-        self._host = combined
-        self._arrived: torch.Event | None = None
-        if combined.device.type in _WITH_EVENTS:
-            self._host = torch.empty((), dtype=combined.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(combined, non_blocking=True)
-            self._arrived = torch.accelerator.current_stream(combined.device).record_event()
+        self._readback = Readback(combined)
+        self._known: bool | None = None
 
     def is_of(self, flags: Sequence[torch.Tensor]) -> bool:
         """Say whether it was made from these flags as they are now."""
@@ -36,7 +59,12 @@ class Readback:
             for flag, (before, writes) in zip(flags, self._flags, strict=True)
         )
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether nobody has to wait for it any more."""
+        return self._known is not None or self._readback.is_on_host
+
     def __bool__(self) -> bool:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._host.item())
+        if self._known is None:
+            self._known = bool(self._readback.wait().item())
+        return self._known

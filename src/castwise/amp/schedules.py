@@ -1,24 +1,92 @@
-"""How a scale moves: frozen numbers and one step on device tensors.
+"""How a scale moves: frozen numbers, and one step on device tensors.
 
-A schedule never reads a tensor on the host, so a whole training step can stay asynchronous.
+A schedule never reads a tensor on the host, so a whole training step can stay asynchronous and be captured in a CUDA
+graph. What it has to remember between steps it names in `trackers`; the scaler keeps that beside the scale, in tensors
+that it saves in checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 
-# Between these the scale and its reciprocal are both finite normal fp32 numbers.
-MIN_SCALE = 2.0**-126
-MAX_SCALE = 2.0**126
+from castwise.amp.checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, count, one_of, real_number
+
+
+class Met(NamedTuple):
+    """What the steps of one iteration met; tensors of one element on the scale's device."""
+
+    found_inf: torch.Tensor
+    """fp32, non-zero if a gradient was not finite."""
+    loss_is_nonfinite: torch.Tensor | None = None
+    """fp32, non-zero if a loss was not finite; for schedules that need it, if a loss was seen."""
+    largest: torch.Tensor | None = None
+    """fp32, the largest magnitude among the unscaled gradients; for schedules that need it."""
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """Grow the scale after a run of finite steps, back off at once after a non-finite one.
+class Schedule:
+    """What all schedules have in common.
+
+    Args:
+        init_scale: The first scale, in [2**-126, 2**126].
+        patience: After so many skipped steps in a row, or when the scale falls below 1, the user is told; >= 1.
+        on_exhausted: How: by one warning, or by a `ScaleExhausted` error in `update`.
+
+    Raises:
+        TypeError: An argument is not a number, or not an integer where one is needed.
+        ValueError: An argument is out of its range.
+    """
+
+    init_scale: float = 2.0**16
+    patience: int = field(default=20, kw_only=True)
+    on_exhausted: Literal["warn", "raise"] = field(default="warn", kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._set(init_scale=check_scale("init_scale", self.init_scale), patience=count("patience", self.patience, 1))
+        one_of("on_exhausted", self.on_exhausted, ("warn", "raise"))
+
+    def _set(self, **plain: float) -> None:
+        # Plain numbers, whatever was given: they end in checkpoints that torch.load(weights_only=True) reads.
+        for name, number in plain.items():
+            object.__setattr__(self, name, number)
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether it has to know if the loss was finite."""
+        return False
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether it has to know the largest gradient, for which all of them are read once more."""
+        return False
+
+    def trackers(self) -> dict[str, float]:
+        """Return what it remembers between steps, at its first value: ints are kept as int32, floats as fp32."""
+        return {}
+
+    def adopt(self, scale: float) -> float:
+        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        return scale
+
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+        """Move the scale after the steps of an iteration, in place and without a sync.
+
+        Args:
+            scale: fp32, shape ().
+            trackers: Those of `trackers()`, shape (), and `growth_tracker`, int32, shape ().
+            met: What the steps met.
+        """
+        raise TypeError(f"{type(self).__name__} says nothing of how a scale moves: use Dynamic, Headroom, Static, ...")
+
+
+@dataclass(frozen=True)
+class Dynamic(Schedule):
+    """Grow the scale after a run of finite steps, back off after a non-finite one.
 
     With t finite steps since the last change (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2)::
 
@@ -26,77 +94,263 @@ class Dynamic:
         finite, t + 1 = interval: scale = scale * growth_factor,   t = 0
         finite otherwise:                                          t = t + 1
 
-    kept within [2**-126, 2**126].
+    kept within [min_scale, max_scale]. So far it is what `torch.amp.GradScaler` does. With `hysteresis`, of which h are
+    left, and `cooldown`, of which c are left (both of the large-model trainers: Megatron-LM backs off from the
+    second non-finite step on, hysteresis 2)::
+
+        non-finite, c > 0:        t = 0,  c = c - 1
+        non-finite, c = 0:        t = 0,  h = max(h - 1, 0);  if h = 0: scale = scale * backoff_factor,  c = cooldown
+        finite:                   as above,  c = max(c - 1, 0);  when the scale grows: h = hysteresis
 
     Args:
         init_scale: The first scale, in [2**-126, 2**126].
         growth_factor: Finite, > 1.
         backoff_factor: In (0, 1).
         growth_interval: Finite steps before the scale grows, >= 1.
+        hysteresis: The scale backs off at the how-manieth non-finite step since it last grew, and at all later
+            ones; >= 1.
+        cooldown: Steps after a back-off in which it does not back off again, >= 0: a burst of non-finite steps then
+            costs one factor, and not one each.
+        min_scale: In [2**-126, max_scale].
+        max_scale: In [min_scale, 2**126].
+        on_nonfinite_loss: A step whose loss was not finite says nothing of the scale. With "hold" it is skipped and
+            nothing moves; with "backoff" it counts like any non-finite step, as in torch. With ranks that agree,
+            "hold" takes one more collective of 16 bytes in `update`.
+        patience: As for `Schedule`.
+        on_exhausted: As for `Schedule`.
 
     Raises:
-        TypeError: An argument is not a number, or `growth_interval` not an integer.
-        ValueError: An argument is out of its range.
+        TypeError: An argument is not a number, or not an integer where one is needed.
+        ValueError: An argument is out of its range, or `init_scale` is not within the bounds.
     """
 
-    init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    hysteresis: int = field(default=1, kw_only=True)
+    cooldown: int = field(default=0, kw_only=True)
+    min_scale: float = field(default=MIN_SCALE, kw_only=True)
+    max_scale: float = field(default=MAX_SCALE, kw_only=True)
+    on_nonfinite_loss: Literal["backoff", "hold"] = field(default="backoff", kw_only=True)
 
     def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
         growth_factor = real_number("growth_factor", self.growth_factor)
         if not 1.0 < growth_factor < math.inf:
             raise ValueError(f"growth_factor must be a finite number > 1, got {self.growth_factor!r}")
         backoff_factor = real_number("backoff_factor", self.backoff_factor)
         if not 0.0 < backoff_factor < 1.0:
             raise ValueError(f"backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
-        growth_interval = integer("growth_interval", self.growth_interval)
-        if not 1 <= growth_interval < 2**63:  # a native op takes it
-            raise ValueError(f"growth_interval must be an integer in [1, 2**63), got {self.growth_interval!r}")
-        # Plain numbers, whatever was given: they end in checkpoints that torch.load(weights_only=True) reads.
-        object.__setattr__(self, "init_scale", check_scale("init_scale", self.init_scale))
-        object.__setattr__(self, "growth_factor", growth_factor)
-        object.__setattr__(self, "backoff_factor", backoff_factor)
-        object.__setattr__(self, "growth_interval", growth_interval)
-
-    def advance_(self, scale: torch.Tensor, growth_tracker: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """Move the scale after a step, in place and without a sync.
-
-        Args:
-            scale: fp32, shape ().
-            growth_tracker: int32, shape (): finite steps since the scale last moved.
-            found_inf: fp32, one element on the same device, non-zero after a non-finite step.
-        """
-        torch._amp_update_scale_(
-            scale, growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+        self._set(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=count("growth_interval", self.growth_interval, 1, bits=63),  # a native op takes it
+            hysteresis=count("hysteresis", self.hysteresis, 1),
+            cooldown=count("cooldown", self.cooldown, 0),
+            min_scale=check_scale("min_scale", self.min_scale),
+            max_scale=check_scale("max_scale", self.max_scale),
         )
+        _check_bounds(self.init_scale, self.min_scale, self.max_scale)
+        one_of("on_nonfinite_loss", self.on_nonfinite_loss, ("backoff", "hold"))
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether it has to know if the loss was finite."""
+        return self.on_nonfinite_loss == "hold"
+
+    def trackers(self) -> dict[str, float]:
+        """Return h and c of the docstring's rule at their first values, if there is more to it than torch's."""
+        return {} if self._is_torchs() else {"hysteresis_left": self.hysteresis, "cooldown_left": 0}
+
+    def _is_torchs(self) -> bool:
+        return self.hysteresis == 1 and self.cooldown == 0 and self.on_nonfinite_loss == "backoff"
+
+    def adopt(self, scale: float) -> float:
+        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        return min(max(scale, self.min_scale), self.max_scale)
+
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+        """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
+        t, found_inf = trackers["growth_tracker"], met.found_inf
+        if self._is_torchs():
+            torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
+        else:
+            self._advance_with_options_(scale, trackers, met)
         # The native op lets a scale reach 0, after which every gradient is 0/0.
-        scale.clamp_(MIN_SCALE, MAX_SCALE)
+        scale.clamp_(self.min_scale, self.max_scale)
+
+    def _advance_with_options_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+        t, h, c = trackers["growth_tracker"], trackers["hysteresis_left"], trackers["cooldown_left"]
+        nonfinite = met.found_inf.reshape(()) != 0
+        finite = ~nonfinite
+        if self.needs_loss and met.loss_is_nonfinite is not None:
+            nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
+        counts = nonfinite & (c == 0)
+        h.sub_((counts & (h > 0)).to(h.dtype))
+        backs_off = counts & (h == 0)
+        c.sub_(((finite | nonfinite) & (c > 0)).to(c.dtype)).masked_fill_(backs_off, self.cooldown)
+        t.add_(finite.to(t.dtype))
+        grows = finite & (t >= self.growth_interval)
+        t.masked_fill_(nonfinite | grows, 0)
+        h.masked_fill_(grows, self.hysteresis)
+        scale.copy_(torch.where(grows, _times(scale, self.growth_factor), scale))
+        scale.copy_(torch.where(backs_off, _times(scale, self.backoff_factor), scale))
 
 
-def check_scale(name: str, value: object) -> float:
-    """Return `value` as a float; raise unless it and its reciprocal are finite normal fp32 numbers."""
-    scale = real_number(name, value)
-    if not MIN_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"{name} must be a finite number > 0, within [2**-126, 2**126], got {value!r}")
-    return scale
+@dataclass(frozen=True)
+class Static(Schedule):
+    """Keep the scale; steps that are not finite are skipped::
+
+        scale = init_scale
+
+    (Micikevicius et al. 2018, section 3.2, "a constant scaling factor".)
+
+    Args:
+        init_scale: The scale, in [2**-126, 2**126].
+        patience: As for `Schedule`.
+        on_exhausted: As for `Schedule`.
+
+    Raises:
+        TypeError: An argument is not a number, or not an integer where one is needed.
+        ValueError: An argument is out of its range.
+    """
+
+    def adopt(self, scale: float) -> float:
+        """Return the scale that it has anyway."""
+        return self.init_scale
+
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+        """Leave the scale where it is."""
 
 
-def real_number(name: str, value: object) -> float:
-    """Return `value` as a float; raise a TypeError unless it is a real number (a bool is none)."""
-    if type(value) is float:  # nearly always, and the abstract base class is slow to ask
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+@dataclass(frozen=True)
+class Guard(Static):
+    """Scale nothing, and skip (and explain) steps that are not finite: for bf16 and fp32::
+
+        scale = 1
+
+    bf16 has fp32's range, so there is nothing to scale; but one NaN still ends a training (DeepSpeed#8415).
+
+    Args:
+        patience: As for `Schedule`.
+        on_exhausted: As for `Schedule`.
+
+    Raises:
+        TypeError: `patience` is not an integer.
+        ValueError: An argument is out of its range.
+    """
+
+    init_scale: float = field(default=1.0, init=False)
 
 
-def integer(name: str, value: object) -> int:
-    """Return `value` as an int; raise a TypeError unless it is an integer (a bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    return int(value)
+@dataclass(frozen=True)
+class Headroom(Schedule):
+    """Choose the scale from the largest gradient that was seen, so that some bits stay free: move before it overflows.
+
+    With g the largest magnitude of this step's unscaled gradients, over all parameters and ranks, and p a maximum of
+    them that halves every `half_life` steps::
+
+        finite:      p = max(g, p * 2**(-1 / half_life)),  t = t + 1
+                     target = largest_number * 2**-(headroom_bits + margin) / p
+                     scale = 2**floor(log2(min(target, 2 * scale)))
+                     if t = relax_interval:  margin = max(margin - 1, 0),  t = 0
+        non-finite:  scale = 2**(floor(log2(scale)) - ceil(max(headroom_bits, 1)))
+                     margin = max(log2(largest_number / (scale * p)) - headroom_bits, 0),  t = 0
+
+    kept within [min_scale, max_scale]. What overflows first are often gradients of activations, which nobody measures:
+    a step that did teaches the margin by how many bits they are larger. A step whose loss was not finite moves
+    nothing. The rule is castwise's own; that gradients' largest magnitude tells the scale is from Micikevicius et al.
+    2018, section 3.2 ("choose a value so that its product with the maximum absolute gradient value is below 65,504").
+
+    The gradients are read once more for it, and with ranks that agree it takes one more collective of 16 bytes in
+    `update`.
+
+    Args:
+        init_scale: The first scale; it is left as soon as a gradient was seen.
+        headroom_bits: Powers of two that the largest gradient may grow by from one step to the next, >= 0.
+        half_life: Steps after which a large gradient counts half as much, > 0.
+        relax_interval: Finite steps after which the margin is one bit smaller, >= 1.
+        largest_number: Of the format that gradients are computed in: 65504 for fp16.
+        min_scale: In [2**-126, max_scale].
+        max_scale: In [min_scale, 2**126].
+        patience: As for `Schedule`.
+        on_exhausted: As for `Schedule`.
+
+    Raises:
+        TypeError: An argument is not a number, or not an integer where one is needed.
+        ValueError: An argument is out of its range, or `init_scale` is not within the bounds.
+    """
+
+    headroom_bits: float = field(default=3.0, kw_only=True)
+    half_life: float = field(default=100.0, kw_only=True)
+    relax_interval: int = field(default=2000, kw_only=True)
+    largest_number: float = field(default=65504.0, kw_only=True)
+    min_scale: float = field(default=MIN_SCALE, kw_only=True)
+    max_scale: float = field(default=2.0**24, kw_only=True)
+
+    def __post_init__(self) -> None:
+        Schedule.__post_init__(self)
+        half_life = real_number("half_life", self.half_life)
+        if not 0.0 < half_life < math.inf:
+            raise ValueError(f"half_life must be a finite number > 0, got {self.half_life!r}")
+        self._set(
+            headroom_bits=at_least("headroom_bits", self.headroom_bits, 0.0),
+            half_life=half_life,
+            relax_interval=count("relax_interval", self.relax_interval, 1),
+            largest_number=check_scale("largest_number", self.largest_number),
+            min_scale=check_scale("min_scale", self.min_scale),
+            max_scale=check_scale("max_scale", self.max_scale),
+        )
+        _check_bounds(self.init_scale, self.min_scale, self.max_scale)
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether it has to know if the loss was finite."""
+        return True
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether it has to know the largest gradient, for which all of them are read once more."""
+        return True
+
+    def trackers(self) -> dict[str, float]:
+        """Return p and the margin of the docstring's rule at their first values."""
+        return {"peak": 0.0, "margin": 0.0}
+
+    def adopt(self, scale: float) -> float:
+        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        return min(max(scale, self.min_scale), self.max_scale)
+
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+        """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
+        assert met.largest is not None
+        t, peak, margin = trackers["growth_tracker"], trackers["peak"], trackers["margin"]
+        nonfinite = met.found_inf.reshape(()) != 0
+        finite = ~nonfinite
+        if met.loss_is_nonfinite is not None:
+            nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
+        decayed = peak * 2.0 ** (-1.0 / self.half_life)
+        peak.copy_(torch.where(finite, torch.maximum(met.largest.reshape(()).to(peak.dtype), decayed), peak))
+        # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
+        exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
+        free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
+        raised = torch.where(seen, torch.minimum((free - margin).floor(), exponent + 1), exponent)
+        lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
+        margin.copy_(torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin))
+        t.add_(finite.to(t.dtype))
+        relaxes = finite & (t >= self.relax_interval)
+        t.masked_fill_(nonfinite | relaxes, 0)
+        margin.copy_(torch.where(relaxes, (margin - 1.0).clamp(min=0.0), margin))
+        chosen = torch.ldexp(torch.ones_like(scale), torch.where(finite, raised, lowered).to(torch.int32))
+        scale.copy_(torch.where(finite | nonfinite, chosen, scale).clamp(self.min_scale, self.max_scale))
+
+
+def _times(scale: torch.Tensor, factor: float) -> torch.Tensor:
+    return scale.to(torch.float64).mul(factor).float() if scale.device.type != "mps" else scale * factor
+
+
+def _check_bounds(init_scale: float, min_scale: float, max_scale: float) -> None:
+    if not min_scale <= init_scale <= max_scale:
+        raise ValueError(
+            f"init_scale must be within [min_scale, max_scale] = [{min_scale!r}, {max_scale!r}], got {init_scale!r}"
+        )

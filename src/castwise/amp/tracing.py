@@ -2,13 +2,10 @@
 
 A `TorchDispatchMode` sees ops after autocast has cast for them; it costs several times what a small op
 does, so nobody trains under it.
-In the backward, the module of an op is that of the forward's op whose gradient it takes part in: autograd numbers the
-nodes of its graph in the order in which the forward made them.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,14 +17,13 @@ from torch import nn
 from castwise._torch_private import (
     TO_COPY,
     TorchDispatchMode,
-    graph_node_running,
-    graph_nodes_made,
     schema_of,
     tree_leaves,
     version,
 )
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.bound_policy import BoundPolicy, is_bound_to
+from castwise.amp.module_of_op import ModuleOfOp
 from castwise.amp.policy import Policy
 from castwise.amp.trace_account import AGAIN, BACK, Cast, Op, Trace
 from castwise.amp.weight_cache import WeightCache
@@ -75,13 +71,15 @@ def trace(
         raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
     device = next((param.device.type for param in model.parameters()), "cpu")
     kwargs = kwargs or {}
-    watch = _Watch(model)
-    with _bound(policy, model) as bound, _put_back(model, [*inputs, *kwargs.values()]), _attributed(model, watch):
+    module_of_op = ModuleOfOp(model)
+    watch = _Watch(model, module_of_op)
+    with _bound(policy, model) as bound, _put_back(model, [*inputs, *kwargs.values()]), module_of_op:
         with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
             output = model(*inputs, **kwargs)
             loss = _sum(output) if loss_fn is None else loss_fn(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             watch.phase = "backward"
+            module_of_op.begin_backward()
             with watch, autocast(device, enabled=False):
                 loss.backward()  # type: ignore[no-untyped-call]
     return watch.result()
@@ -131,22 +129,6 @@ def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-@contextmanager
-def _attributed(model: nn.Module, watch: _Watch) -> Iterator[None]:
-    """Tell the watch which module runs."""
-    handles = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True),
-            module.register_forward_hook(lambda *_: watch.leave(), always_call=True),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class _Origin(NamedTuple):
     """Where values come from that a cast has written."""
 
@@ -157,13 +139,10 @@ class _Origin(NamedTuple):
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts ops and casts."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, module_of_op: ModuleOfOp) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.phase = "forward"
-        self._modules: list[str] = []
-        # From which of autograd's numbers on which module ran.
-        self._numbers: list[int] = []
-        self._running: list[str] = []
+        self._module_of_op = module_of_op
         self._ops: Counter[tuple[str, str, str, str]] = Counter()
         self._casts: dict[tuple[str, ...], list[int]] = {}
         self._weights: dict[Any, str] = {}
@@ -172,26 +151,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weights.setdefault(_memory(param), name)
         self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
         self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
-
-    def enter(self, name: str) -> None:
-        self._modules.append(name)
-        self._note_module()
-
-    def leave(self) -> None:
-        self._modules.pop()
-        self._note_module()
-
-    def _note_module(self) -> None:
-        if self.phase == "forward":
-            self._numbers.append(graph_nodes_made())
-            self._running.append(self._modules[-1] if self._modules else "")
-
-    def _module(self) -> str:
-        if self._modules:
-            return self._modules[-1]
-        node = graph_node_running()
-        position = -1 if node is None else bisect.bisect_right(self._numbers, node) - 1
-        return self._running[position] if position >= 0 else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,7 +182,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place in (_place(source), _memory(source)):  # a view of a weight is that weight
             if (name := self._weights.get(place)) is not None:
                 return name
-        return "activation" if self.phase == "forward" or self._modules else "gradient"
+        return "activation" if self.phase == "forward" or self._module_of_op.is_forward_running() else "gradient"
 
     def _note_cast(self, source: torch.Tensor, result: torch.Tensor, of: str) -> None:
         key = (*_place(source), version(source), source.dtype, result.dtype)
@@ -239,7 +198,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
         else:  # a part of something
             self._origins.pop(_memory(result), None)
-        kind = (self._module(), self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
+        kind = (self._module_of_op.name() or "", self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
         total = self._casts.setdefault(kind, [0, 0])
         total[0] += 1
         total[1] += source.nbytes + result.nbytes

@@ -35,7 +35,7 @@ from castwise._torch_private import (
     is_gathered_by_fsdp,
     version,
 )
-from castwise.amp.schedules import integer
+from castwise.amp.checks import integer
 
 # Ops that autocast runs in low precision on every type of device, under all their names.
 _NAMES = ("mm", "bmm", "matmul", "addmm", "baddbmm", "prelu")

@@ -45,6 +45,9 @@ def test_a_region_and_a_scaler_for_the_cpu() -> None:
         "backoff_factor": 0.25,
         "growth_interval": 7,
         "_growth_tracker": 0,
+        "steps_taken": 0,
+        "steps_skipped": 0,
+        "skips_in_a_row": 0,
     }
 
 

@@ -176,9 +176,12 @@ def test_instances_and_arguments_are_torchs() -> None:
         "backoff_factor": 0.25,
         "growth_interval": 7,
         "_growth_tracker": 0,
+        "steps_taken": 0,
+        "steps_skipped": 0,
+        "skips_in_a_row": 0,
     }
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (castwise.ShardedGradScaler, Torchs))
-    assert list(ours) == [*theirs, "pipeline_stages"]
+    assert list(ours) == [*theirs, "schedule", "pipeline_stages"]
     assert all(ours[name].default == theirs[name].default for name in theirs)
     members = {name for name, value in vars(Torchs).items() if inspect.isroutine(value)}
     for name in members:

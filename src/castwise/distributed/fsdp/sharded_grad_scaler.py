@@ -13,8 +13,16 @@ from torch.distributed.fsdp import sharded_grad_scaler as torchs
 from castwise._torch_private import privateuse1_backend_name
 from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.devices import MultiDeviceReplicator
-from castwise.amp.grad_scaler import GradScaler, OptState
+from castwise.amp.grad_scaler import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    GradScaler,
+    OptState,
+)
 from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
+from castwise.amp.schedules import Schedule
 
 __all__ = ["GradScaler", "OptState", "ShardedGradScaler", "_refresh_per_optimizer_state"]
 
@@ -47,6 +55,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
         growth_factor: As for `GradScaler`.
         growth_interval: As for `GradScaler`.
         enabled: As for `GradScaler`.
+        schedule: As for `GradScaler`.
         process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken.
         pipeline_stages: As for `GradScaler`.
 
@@ -60,13 +69,14 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
+        init_scale: float = INIT_SCALE,
+        backoff_factor: float = BACKOFF_FACTOR,
+        growth_factor: float = GROWTH_FACTOR,
+        growth_interval: int = GROWTH_INTERVAL,
         enabled: bool = True,
         process_group: Ranks | None = None,
         *,
+        schedule: Schedule | None = None,
         pipeline_stages: int = 1,
     ) -> None:
         GradScaler.__init__(
@@ -77,6 +87,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             enabled=enabled,
+            schedule=schedule,
             allow_fp16_gradients=True,
         )
         self._agree_with(Agreement(process_group, self._device, pipeline_stages))
@@ -101,4 +112,4 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
-        self._schedule().advance_(scale, growth_tracker, found_inf)
+        self._schedule().advance_(scale, {"growth_tracker": growth_tracker, **self._trackers}, self._met(found_inf))

@@ -1,0 +1,89 @@
+"""Calls that wait until it is known whether a step was taken: of learning-rate schedules, averages of weights, ..."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from castwise.amp import unscaling
+from castwise.amp.outcomes import DELAY
+from castwise.amp.readback import Flag
+
+
+class LastStep:
+    """The last step of an optimizer: what was found, and who has gone on because of it.
+
+    Args:
+        found_infs: One element each, non-zero if a gradient was not finite; empty if nobody has looked.
+        flag: The same on its way to the host.
+    """
+
+    def __init__(self, found_infs: Sequence[torch.Tensor] = (), flag: Flag | None = None) -> None:
+        self.found_infs = found_infs
+        self._flag = flag
+        self.followers: list[object] = []
+
+    def is_skipped(self) -> Flag | None:
+        """Return whether it was skipped, perhaps on its way to the host; None if nobody has looked."""
+        if self._flag is None and self.found_infs:
+            self._flag = Flag(self.found_infs, unscaling.combine(self.found_infs, self.found_infs[0]))
+        return self._flag
+
+
+class _Call(NamedTuple):
+    time: int
+    flag: Flag | None
+    call: Callable[[], object]
+
+
+class AfterSteps:
+    """Calls in the order in which they were asked for, each made if its step was taken."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque()
+
+    def add(self, time: int, flag: Flag | None, call: Callable[[], object]) -> None:
+        """Ask for a call.
+
+        Args:
+            time: Now, in updates.
+            flag: Whether the step was skipped; None if it was taken.
+            call: What to call.
+        """
+        self._calls.append(_Call(time, flag, call))
+
+    def run(self, time: int | None = None) -> None:
+        """Make the calls that are due at a time: of steps that the host knows of, and of those `DELAY` updates ago.
+
+        Without a time all of them are due, which waits for the device.
+        """
+        while self._calls:
+            first = self._calls[0]
+            if time is not None and not (first.flag is None or first.flag.is_on_host or time - first.time >= DELAY):
+                return
+            self._calls.popleft()
+            if not first.flag:
+                first.call()
+
+
+def advance_of(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
+    """Return what advances a schedule: its `step`, or itself if it is a function.
+
+    Raises:
+        TypeError: It is neither, or a module, of which nobody means its forward.
+    """
+    step = getattr(scheduler, "step", None)
+    if callable(step):
+        return lambda: step(*args, **kwargs)
+    if isinstance(scheduler, nn.Module):
+        raise TypeError(
+            f"{type(scheduler).__name__} is a module, whose call is its forward: "
+            "give a function, such as lambda: average.update_parameters(model)"
+        )
+    if not callable(scheduler):
+        raise TypeError(f"expected something with a step() or a function, got {type(scheduler).__name__}")
+    return lambda: scheduler(*args, **kwargs)

@@ -1,0 +1,60 @@
+"""What numbers may be: each check returns a plain number, or raises an error that quotes what was given."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+# Between these the scale and its reciprocal are both finite normal fp32 numbers.
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**126
+
+
+def check_scale(name: str, value: object) -> float:
+    """Return `value` as a float; raise unless it and its reciprocal are finite normal fp32 numbers."""
+    scale = real_number(name, value)
+    if not MIN_SCALE <= scale <= MAX_SCALE:
+        raise ValueError(f"{name} must be a finite number > 0, within [2**-126, 2**126], got {value!r}")
+    return scale
+
+
+def real_number(name: str, value: object) -> float:
+    """Return `value` as a float; raise a TypeError unless it is a real number (a bool is none)."""
+    if type(value) is float:  # nearly always, and the abstract base class is slow to ask
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def at_least(name: str, value: object, lowest: float) -> float:
+    """Return `value` as a float; raise unless it is a finite number from `lowest` on."""
+    number = real_number(name, value)
+    if not lowest <= number < math.inf:
+        raise ValueError(f"{name} must be a finite number >= {lowest:g}, got {value!r}")
+    return number
+
+
+def integer(name: str, value: object) -> int:
+    """Return `value` as an int; raise a TypeError unless it is an integer (a bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    return int(value)
+
+
+def count(name: str, value: object, lowest: int, bits: int = 31) -> int:
+    """Return `value` as an int; raise unless it is an integer from `lowest` on that `bits` bits hold."""
+    number = integer(name, value)
+    if not lowest <= number < 2**bits:
+        raise ValueError(f"{name} must be an integer in [{lowest}, 2**{bits}), got {value!r}")
+    return number
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise a ValueError unless `value` is one of some words."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
