@@ -22,9 +22,10 @@ ROOMS_THAT_MAY_BE_IMPORTED = {
     "cuda": {"cuda", "amp"},
     "cpu": {"cpu", "amp"},
     "distributed": {"distributed", "amp"},
-    "cli": {"cli", "amp"},
+    "monitor": {"monitor", "amp"},
+    "cli": {"cli", "monitor", "amp"},
 }
-EXTRAS = ["typer", "rich", "click", "hypothesis", "pytest"]
+EXTRAS = ["typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard"]
 
 # Every name that scripts and frameworks find in torch, at the same relative path.
 NAMES = {
@@ -78,8 +79,10 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 
 def test_the_face() -> None:
     assert castwise.__all__ == [
+        "Cause",
         "GradScaler",
         "Policy",
+        "ScaleExhausted",
         "ShardedGradScaler",
         "WeightCache",
         "amp",
@@ -90,6 +93,7 @@ def test_the_face() -> None:
         "custom_fwd",
         "is_autocast_available",
         "policies",
+        "schedules",
         "trace",
     ]
     assert all(hasattr(castwise, name) for name in castwise.__all__)

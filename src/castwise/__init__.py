@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from castwise import amp, cpu, cuda, policies
+from castwise import amp, cpu, cuda, policies, schedules
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
+from castwise.amp.outcomes import Cause, ScaleExhausted
 from castwise.amp.policy import Policy
 from castwise.amp.tracing import trace
 from castwise.amp.weight_cache import WeightCache
@@ -11,8 +12,10 @@ from castwise.amp.weight_cache import WeightCache
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cause",
     "GradScaler",
     "Policy",
+    "ScaleExhausted",
     "ShardedGradScaler",
     "WeightCache",
     "amp",
@@ -23,6 +26,7 @@ __all__ = [
     "custom_fwd",
     "is_autocast_available",
     "policies",
+    "schedules",
     "trace",
 ]
 

@@ -1,17 +1,20 @@
-"""`schedules.Dynamic`: its arithmetic is torch's, its numbers are checked, its scale stays usable."""
+"""Schedules: each moves the scale by the rule of its docstring, and refuses numbers that cannot work."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from castwise.amp.checks import MAX_SCALE, MIN_SCALE
-from castwise.amp.schedules import Dynamic, Met
+from castwise.amp.schedules import Dynamic, Guard, Headroom, Met, Schedule, Static, on_device
 
 REFUSED = [
     ("init_scale", 0.0, ValueError, "init_scale must be a finite number > 0, within [2**-126, 2**126], got 0.0"),
@@ -68,3 +71,176 @@ def test_the_scale_stays_where_it_and_its_reciprocal_are_finite_normal_numbers(f
         assert tiny <= scale.item() < math.inf
         assert tiny <= scale.reciprocal().item() < math.inf
     assert scale.item() == bound
+
+
+# -- every rule, against plain Python that follows the docstring ----------------------------------------------------
+
+STEPS = st.lists(
+    st.sampled_from([("finite", 0.0), ("finite", 3.0), ("finite", 1e-3), ("inf", 0.0), ("nan loss", 0.0)]), max_size=60
+)
+
+
+def advance(schedule: Schedule, steps: list[tuple[str, float]]) -> list[float]:
+    """Return the scale after each step."""
+    scale = torch.tensor(schedule.init_scale)
+    trackers = on_device({"growth_tracker": 0, **schedule.trackers()}, scale.device)
+    scales = []
+    for kind, largest in steps:
+        found_inf, is_nonfinite = torch.tensor(float(kind != "finite")), torch.tensor(float(kind == "nan loss"))
+        given = found_inf.clone(), is_nonfinite.clone()
+        schedule.advance_(scale, trackers, Met(found_inf, is_nonfinite, torch.tensor(largest)))
+        assert (found_inf, is_nonfinite) == given
+        scales.append(scale.item())
+    return scales
+
+
+def dynamic(schedule: Dynamic, steps: list[tuple[str, float]]) -> list[float]:
+    scale, t, h, c, scales = schedule.init_scale, 0, schedule.hysteresis, 0, []
+    for kind, _ in steps:
+        if kind == "nan loss" and schedule.on_nonfinite_loss == "hold":
+            pass
+        elif kind == "finite":
+            t, c = t + 1, max(c - 1, 0)
+            if t == schedule.growth_interval:
+                scale, t, h = scale * schedule.growth_factor, 0, schedule.hysteresis
+        elif c > 0:
+            t, c = 0, c - 1
+        else:
+            t, h = 0, max(h - 1, 0)
+            if h == 0:
+                scale, c = scale * schedule.backoff_factor, schedule.cooldown
+        scale = min(max(scale, schedule.min_scale), schedule.max_scale)
+        scales.append(scale)
+    return scales
+
+
+@given(
+    STEPS,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.sampled_from(["backoff", "hold"]),
+    st.sampled_from([(MIN_SCALE, MAX_SCALE), (4.0, 16.0)]),
+)
+def test_dynamic_follows_the_rule_of_its_docstring(
+    steps: list[tuple[str, float]],
+    interval: int,
+    hysteresis: int,
+    cooldown: int,
+    on_nonfinite_loss: Literal["backoff", "hold"],
+    bounds: tuple[float, float],
+) -> None:
+    schedule = Dynamic(
+        8.0,
+        growth_interval=interval,
+        hysteresis=hysteresis,
+        cooldown=cooldown,
+        on_nonfinite_loss=on_nonfinite_loss,
+        min_scale=bounds[0],
+        max_scale=bounds[1],
+    )
+    assert advance(schedule, steps) == dynamic(schedule, steps)
+
+
+@given(STEPS, st.floats(1.01, 5.0), st.floats(0.1, 0.9))
+def test_options_that_are_not_used_leave_torchs_arithmetic(
+    steps: list[tuple[str, float]], growth: float, backoff: float
+) -> None:
+    torchs = Dynamic(1000.0, growth, backoff, 3)
+    with_options = dataclasses.replace(torchs, on_nonfinite_loss="hold")
+    steps = [(kind, largest) for kind, largest in steps if kind != "nan loss"]
+    assert advance(with_options, steps) == advance(torchs, steps)
+
+
+def headroom(schedule: Headroom, steps: list[tuple[str, float]]) -> list[float]:
+    scale, t, p, margin, scales = schedule.init_scale, 0, 0.0, 0.0, []
+    for kind, g in steps:
+        exponent = math.floor(math.log2(scale))
+        if kind == "finite":
+            p, t = max(g, p * 2 ** (-1 / schedule.half_life)), t + 1
+            if p > 0:
+                target = schedule.largest_number * 2 ** -(schedule.headroom_bits + margin) / p
+                scale = 2.0 ** min(math.floor(math.log2(target) + 2**-10), exponent + 1)
+            if t == schedule.relax_interval:
+                margin, t = max(margin - 1, 0.0), 0
+        elif kind == "inf":
+            scale, t = 2.0 ** (exponent - math.ceil(max(schedule.headroom_bits, 1))), 0
+            if p > 0:
+                margin = max(math.log2(schedule.largest_number / (scale * p)) - schedule.headroom_bits, 0.0)
+        scale = min(max(scale, schedule.min_scale), schedule.max_scale)
+        scales.append(scale)
+    return scales
+
+
+@given(STEPS, st.sampled_from([0.0, 1.0, 2.5, 3.0]), st.sampled_from([3.7, 50.0]), st.sampled_from([3, 2000]))
+def test_headroom_follows_the_rule_of_its_docstring(
+    steps: list[tuple[str, float]], bits: float, half_life: float, relax_interval: int
+) -> None:
+    schedule = Headroom(headroom_bits=bits, half_life=half_life, relax_interval=relax_interval)
+    ours, reference = advance(schedule, steps), headroom(schedule, steps)
+    assert ours == reference
+
+
+def test_headroom_leaves_its_bits_free_below_the_largest_number() -> None:
+    for largest in (1e-6, 0.3, 7.0, 1e4):
+        scale = advance(Headroom(headroom_bits=3.0, max_scale=MAX_SCALE), [("finite", largest)] * 40)[-1]
+        assert 2.0**3 <= 65504.0 / (scale * largest) < 2.0**4
+
+
+def test_headroom_does_not_overflow_at_the_same_place_again() -> None:
+    # Gradients of activations are 100 times larger than those that are measured.
+    schedule, skips = Headroom(headroom_bits=2.0), []
+    scale = torch.tensor(schedule.init_scale)
+    trackers = on_device({"growth_tracker": 0, **schedule.trackers()}, scale.device)
+    for step in range(1500):
+        overflows = scale.item() * 0.1 * 100 > 65504.0
+        skips += [step] * overflows
+        found_inf = torch.tensor(float(overflows))
+        schedule.advance_(scale, trackers, Met(found_inf, torch.tensor(0.0), torch.tensor(0.1)))
+    assert skips == [0, 1, 3]  # before it has seen a gradient it cannot know
+
+
+@pytest.mark.parametrize("schedule", [Static(1024.0), Guard()])
+def test_a_static_scale_stays(schedule: Static) -> None:
+    steps = [("finite", 1.0), ("inf", 0.0), ("nan loss", 0.0)] * 30
+    assert set(advance(schedule, steps)) == {schedule.init_scale}
+    assert schedule.adopt(8.0) == schedule.init_scale
+
+
+def test_guard_has_the_scale_one() -> None:
+    assert Guard().init_scale == 1.0
+    with pytest.raises(TypeError, match="init_scale"):
+        Guard(init_scale=2.0)  # type: ignore[call-arg]
+
+
+OPTIONS_REFUSED: list[tuple[type[Schedule], dict[str, Any], type[Exception], str]] = [
+    (Dynamic, {"hysteresis": 0}, ValueError, "hysteresis must be an integer in [1, 2**31), got 0"),
+    (Dynamic, {"cooldown": -1}, ValueError, "cooldown must be an integer in [0, 2**31), got -1"),
+    (Dynamic, {"cooldown": 1.5}, TypeError, "cooldown must be an integer, got 1.5 of type float"),
+    (Dynamic, {"min_scale": 0.0}, ValueError, "min_scale must be a finite number > 0"),
+    (Dynamic, {"max_scale": math.inf}, ValueError, "max_scale must be a finite number > 0"),
+    (Dynamic, {"max_scale": 4.0}, ValueError, "init_scale must be within [min_scale, max_scale] = ["),
+    (Dynamic, {"on_nonfinite_loss": "ignore"}, ValueError, "must be one of 'backoff', 'hold', got 'ignore'"),
+    (Static, {"patience": 0}, ValueError, "patience must be an integer in [1, 2**31), got 0"),
+    (Guard, {"on_exhausted": "stop"}, ValueError, "on_exhausted must be one of 'warn', 'raise', got 'stop'"),
+    (Headroom, {"headroom_bits": -1.0}, ValueError, "headroom_bits must be a finite number >= 0, got -1.0"),
+    (Headroom, {"half_life": 0.0}, ValueError, "half_life must be a finite number > 0, got 0.0"),
+    (Headroom, {"relax_interval": 0}, ValueError, "relax_interval must be an integer in [1, 2**31), got 0"),
+    (Headroom, {"largest_number": 0.0}, ValueError, "largest_number must be a finite number > 0"),
+    (Headroom, {"init_scale": 2.0**30}, ValueError, "init_scale must be within [min_scale, max_scale] = ["),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "message"), OPTIONS_REFUSED)
+def test_options_that_cannot_work_are_refused(
+    kind: type[Schedule], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        kind(**options)
+
+
+def test_megatrons_scale_is_one_dynamic() -> None:
+    """The rule that Megatron-LM documents: the delay is used up by non-finite steps, and refilled by growth alone."""
+    schedule = Dynamic(2.0**32, growth_interval=4, hysteresis=2, min_scale=1.0)
+    steps = [("inf", 0.0)] * 3 + [("finite", 1.0)] * 4 + [("inf", 0.0)] * 2
+    assert [math.log2(scale) for scale in advance(schedule, steps)] == [32, 31, 30, 30, 30, 30, 31, 31, 30]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.checks import MIN_SCALE
+from castwise.amp.grad_scaler import GradScaler
 
 THEIRS = torch.amp.GradScaler
 KINDS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

@@ -43,7 +43,7 @@ from castwise.amp.optimizer_state import (
 )
 from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
 from castwise.amp.outcomes import Outcomes, Step, StepFacts
-from castwise.amp.schedules import Dynamic, Met, Schedule
+from castwise.amp.schedules import Dynamic, Met, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -244,10 +244,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("the growth tracker exists already and the scale does not: set both or neither")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
-        self._trackers = {
-            name: torch.full((), value, dtype=torch.int32 if isinstance(value, int) else torch.float32, device=dev)
-            for name, value in self._init_trackers.items()
-        }
+        self._trackers = on_device(self._init_trackers, dev)
         steps, skips = (torch.full((), count, dtype=torch.int64, device=dev) for count in self._init_counts)
         self._counts = steps, skips
 
@@ -1090,6 +1087,10 @@ class GradScaler(torch.amp.GradScaler):
         if self._counts is not None:
             for tensor, number in zip(self._counts, self._init_counts, strict=True):
                 tensor.fill_(number)
+        if self._scale is not None and self._trackers.keys() != saved.trackers.keys():
+            self._trackers = on_device(
+                saved.trackers, self._scale.device
+            )  # other options, so it remembers more or less
         for name, tracker in self._trackers.items():
             tracker.fill_(saved.trackers[name])
 

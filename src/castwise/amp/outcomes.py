@@ -273,4 +273,3 @@ def _are_finite(weights: list[torch.Tensor]) -> bool:
         for (dtype, _, device, _), group in regroup(floats).items()
         if (tensors := [floats[index] for index in group])
     )
-

@@ -16,6 +16,8 @@ import torch
 
 from castwise.amp.checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, count, one_of, real_number
 
+_SLACK = 2.0**-10
+
 
 class Met(NamedTuple):
     """What the steps of one iteration met; tensors of one element on the scale's device."""
@@ -252,7 +254,7 @@ class Headroom(Schedule):
 
         finite:      p = max(g, p * 2**(-1 / half_life)),  t = t + 1
                      target = largest_number * 2**-(headroom_bits + margin) / p
-                     scale = 2**floor(log2(min(target, 2 * scale)))
+                     scale = 2**min(floor(log2(target) + 2**-10), floor(log2(scale)) + 1)
                      if t = relax_interval:  margin = max(margin - 1, 0),  t = 0
         non-finite:  scale = 2**(floor(log2(scale)) - ceil(max(headroom_bits, 1)))
                      margin = max(log2(largest_number / (scale * p)) - headroom_bits, 0),  t = 0
@@ -334,7 +336,8 @@ class Headroom(Schedule):
         # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
-        raised = torch.where(seen, torch.minimum((free - margin).floor(), exponent + 1), exponent)
+        # log2 is off a little in fp32, and a target that was made from a scale shall give that scale.
+        raised = torch.where(seen, torch.minimum((free - margin + _SLACK).floor(), exponent + 1), exponent)
         lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
         margin.copy_(torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin))
         t.add_(finite.to(t.dtype))
@@ -343,6 +346,14 @@ class Headroom(Schedule):
         margin.copy_(torch.where(relaxes, (margin - 1.0).clamp(min=0.0), margin))
         chosen = torch.ldexp(torch.ones_like(scale), torch.where(finite, raised, lowered).to(torch.int32))
         scale.copy_(torch.where(finite | nonfinite, chosen, scale).clamp(self.min_scale, self.max_scale))
+
+
+def on_device(trackers: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return tensors of shape () that hold what a schedule remembers: int32 of integers, else fp32."""
+    return {
+        name: torch.full((), value, dtype=torch.int32 if isinstance(value, int) else torch.float32, device=device)
+        for name, value in trackers.items()
+    }
 
 
 def _times(scale: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,0 +1,109 @@
+"""A recorded training, replayed through a schedule: which steps it would have skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from castwise.amp.checks import at_least, check_scale
+from castwise.amp.schedules import Met, Schedule, on_device
+
+_FP16_LARGEST = 65504.0
+_FP16_FLUSHED = 2.0**-25  # below half of the smallest subnormal number, 2**-24, fp16 rounds to zero
+
+
+@dataclass(frozen=True)
+class GradientRange:
+    """What was recorded of one step's gradients, unscaled.
+
+    Args:
+        largest: The largest magnitude of all that is computed in the low precision.
+        exponents: How many gradients have a magnitude in [2**e, 2**(e + 1)), for each e; zeros are left out.
+        loss_is_finite: Whether the loss was; if not, no scale could have saved the step.
+
+    Raises:
+        TypeError: `largest` is not a number.
+        ValueError: `largest` is not a finite number >= 0.
+    """
+
+    largest: float
+    exponents: Mapping[int, int] | None = None
+    loss_is_finite: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("largest", self.largest, 0.0)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule would have done."""
+
+    scales: tuple[float, ...]
+    """During each step."""
+    skipped: tuple[int, ...]
+    """The steps that are skipped, from 0."""
+    wasted_steps: int
+    """Those of them that a lower scale would have saved: all but the ones whose loss was not finite."""
+    flushed: float | None
+    """The share of the taken steps' gradients, zeros left out, that the format rounds to zero; None if not recorded."""
+
+    @property
+    def skips(self) -> int:
+        """How many steps are skipped."""
+        return len(self.skipped)
+
+
+def simulate(
+    trace: Iterable[GradientRange],
+    schedule: Schedule,
+    *,
+    largest_number: float = _FP16_LARGEST,
+    flushed_below: float = _FP16_FLUSHED,
+) -> Simulation:
+    """Replay recorded ranges of gradients through a schedule.
+
+    A step overflows if scale * largest > largest_number; the gradients that were recorded do not depend on the scale,
+    so a step counts as it was recorded also if the schedule has skipped others before it.
+
+    Args:
+        trace: The steps in their order.
+        schedule: Whose own `advance_` is run, on the CPU.
+        largest_number: Of the format that gradients are computed in; 65504 for fp16.
+        flushed_below: Magnitudes that it rounds to zero; 2**-25 for fp16.
+
+    Raises:
+        TypeError: `trace` holds something else, or `schedule` is none.
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> from castwise.schedules import Dynamic, GradientRange, simulate
+        >>> run = simulate([GradientRange(3.0), GradientRange(2.0), GradientRange(1.5)], Dynamic())
+        >>> run.scales, run.skipped
+        ((65536.0, 32768.0, 16384.0), (0, 1))
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be one of castwise.schedules, such as Dynamic(), got {schedule!r}")
+    largest_number = check_scale("largest_number", largest_number)
+    scale = torch.full((), schedule.init_scale, dtype=torch.float32, device="cpu")
+    trackers = on_device({"growth_tracker": 0, **schedule.trackers()}, scale.device)
+    scales: list[float] = []
+    skipped: list[int] = []
+    wasted, seen, flushed = 0, 0, 0
+    for index, step in enumerate(trace):
+        if not isinstance(step, GradientRange):
+            raise TypeError(f"a trace is made of GradientRange, got {step!r} at {index}")
+        now = scale.item()
+        scales.append(now)
+        overflows = step.loss_is_finite and now * step.largest > largest_number
+        if overflows or not step.loss_is_finite:
+            skipped.append(index)
+            wasted += overflows
+        elif step.exponents is not None:
+            seen += sum(step.exponents.values())
+            flushed += sum(count for e, count in step.exponents.items() if now * 2.0 ** (e + 1) <= flushed_below)
+        found_inf = torch.tensor(float(index in skipped[-1:]), device="cpu")
+        loss = torch.tensor(float(not step.loss_is_finite), device="cpu")
+        schedule.advance_(scale, trackers, Met(found_inf, loss, torch.tensor(step.largest, device="cpu")))
+    return Simulation(tuple(scales), tuple(skipped), wasted, flushed / seen if seen else None)
