@@ -11,6 +11,7 @@ Under `torch.compile` only `scale` is traced; the rest looks at optimizers and g
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import weakref
 from collections import OrderedDict, defaultdict
@@ -122,7 +123,6 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._init_trackers: dict[str, float] = {}
-        self._init_counts = (0, 0)
         self._rule: Schedule = Dynamic() if schedule is None else schedule
         if schedule is not None:
             _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
@@ -163,7 +163,6 @@ class GradScaler(torch.amp.GradScaler):
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
         self._trackers: dict[str, torch.Tensor] = {}
-        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._owners: dict[int, Callable[[], object]] = {}
         self._states_of_dead_optimizers: list[dict[str, Any]] = []
@@ -245,8 +244,6 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._trackers = on_device(self._init_trackers, dev)
-        steps, skips = (torch.full((), count, dtype=torch.int64, device=dev) for count in self._init_counts)
-        self._counts = steps, skips
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None and self._agreement is not None:
@@ -898,10 +895,11 @@ class GradScaler(torch.amp.GradScaler):
         states = self._states()
         found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
         all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
-        before = None if self._scale is None else self._scale.clone()
+        steps = self._steps_to_look_at()
+        before = self._scale.clone() if steps and self._scale is not None else None
         if new_scale is not None or not all_skipped:
             self._move_scale(new_scale, found_infs)
-        self._count_steps(before)
+        self._outcomes.add(steps, before, self._scale)
         if self._agreement is not None:
             self._agreement.note_update(None if new_scale is None else self._number(new_scale))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -912,21 +910,19 @@ class GradScaler(torch.amp.GradScaler):
         self._after_steps.run(self._outcomes.updates)
         self._outcomes.settle(self._rule, 2)
 
-    def _count_steps(self, before: torch.Tensor | None) -> None:
-        """Take note of what became of the steps that were taken or skipped at a scale."""
-        if before is None or self._scale is None or self._counts is None:
-            return
-        dead = [(_nobody, state) for state in self._states_of_dead_optimizers]
-        alive = [(self._owners.get(key, _nobody), state) for key, state in self._per_optimizer_states.items()]
-        steps = []
-        for optimizer, state in dead + alive:
+    def _steps_to_look_at(self) -> list[Step]:
+        """Count the steps of this iteration, and return those of which there is more to know."""
+        steps: list[Step] = []
+        dead = ((_nobody, state) for state in self._states_of_dead_optimizers)
+        alive = ((self._owners.get(key, _nobody), state) for key, state in self._per_optimizer_states.items())
+        for optimizer, state in itertools.chain(dead, alive):
             found = state["found_inf_per_device"]
-            if state["stage"] is OptState.STEPPED and not state.get("skipped") and found:
+            if state["stage"] is OptState.STEPPED and found and not state.get("skipped") and self._scale is not None:
                 found_inf = unscaling.combine(found.values(), self._scale)
-                steps.append(Step(optimizer, found_inf, state.get("finite", ()), state.get("norm")))
-                self._counts[1].add_(found_inf.reshape(()) != 0)
-        self._counts[0].add_(len(steps))
-        self._outcomes.add(steps, before, self._scale)
+                if self._outcomes.count(found_inf):
+                    facts = state.get("finite", ()), state.get("norm")
+                    steps.append(Step(self._outcomes.steps, optimizer, found_inf, *facts))
+        return steps
 
     def _move_scale(self, new_scale: float | torch.Tensor | None, found_infs: list[torch.Tensor]) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -1036,27 +1032,20 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         self.synchronize()
-        schedule, (steps, skipped) = self._schedule(), self._get_counts()
+        schedule, (steps, skips, skips_in_a_row) = self._schedule(), self._outcomes.counts
         numbers: dict[str, Any] = {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._get_growth_tracker(),
-            "steps_taken": steps - skipped,
-            "steps_skipped": skipped,
-            "skips_in_a_row": self._outcomes.skips_in_a_row,
+            "steps_taken": steps - skips,
+            "steps_skipped": skips,
+            "skips_in_a_row": skips_in_a_row,
         }
         if schedule != Dynamic(schedule.init_scale, self._growth_factor, self._backoff_factor, self._growth_interval):
             numbers["schedule"] = checkpoint.of_schedule(schedule, self._get_trackers())
         return numbers
-
-    def _get_counts(self) -> tuple[int, int]:
-        """Return how many steps there were, and how many of them were skipped."""
-        if self._counts is None:
-            return self._init_counts
-        steps, skipped = self._counts
-        return int(steps.item()), int(skipped.item())
 
     def _get_trackers(self) -> dict[str, float]:
         return {name: tracker.item() for name, tracker in self._trackers.items()} or dict(self._init_trackers)
@@ -1077,16 +1066,12 @@ class GradScaler(torch.amp.GradScaler):
             self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
         self._take(saved.schedule, saved.trackers)
         self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
-        taken, skipped, in_a_row = saved.counts
-        self._init_counts = taken + skipped, skipped
-        self._outcomes.go_on_from(taken + skipped, in_a_row)
+        taken, skips, skips_in_a_row = saved.counts
+        self._outcomes.counts = taken + skips, skips, skips_in_a_row
         if self._scale is not None:
             self._scale.fill_(saved.scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(saved.growth_tracker)
-        if self._counts is not None:
-            for tensor, number in zip(self._counts, self._init_counts, strict=True):
-                tensor.fill_(number)
         if self._scale is not None and self._trackers.keys() != saved.trackers.keys():
             self._trackers = on_device(
                 saved.trackers, self._scale.device
@@ -1108,19 +1093,18 @@ class GradScaler(torch.amp.GradScaler):
             "_init_scale": self.get_scale() if self._enabled else self._init_scale,
             "_init_growth_tracker": self._get_growth_tracker(),
             "_init_trackers": self._get_trackers(),
-            "_init_counts": self._get_counts(),
-            "_skips_in_a_row": self._outcomes.skips_in_a_row,
+            "_outcomes": self._outcomes.counts,
             "_scale": None,
             "_growth_tracker": None,
             "_trackers": {},
-            "_counts": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_device_state()
-        skips_in_a_row = state.pop("_skips_in_a_row")
+        outcomes = self._outcomes
         self.__dict__.update(state)
-        self._outcomes.go_on_from(self._init_counts[0], skips_in_a_row)
+        outcomes.counts = state["_outcomes"]
+        self._outcomes = outcomes
 
 
 _PROCESS_LOCAL = (

@@ -108,9 +108,7 @@ def is_to_be_skipped(state: dict[str, Any]) -> bool:
 
 def last_step(state: Mapping[str, Any]) -> LastStep:
     """Return what `step` leaves for those who ask afterwards whether it was taken."""
-    found = list(state["found_inf_per_device"].values())
-    readback: Flag | None = state.get("readback")
-    return LastStep(found, readback if readback is not None and readback.is_of(found) else None)
+    return LastStep(list(state["found_inf_per_device"].values()), state.get("readback"))
 
 
 @contextmanager

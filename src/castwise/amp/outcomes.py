@@ -96,6 +96,7 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopI
 class Step(NamedTuple):
     """One optimizer's step as the scaler knows it: tensors."""
 
+    number: int
     optimizer: Callable[[], Any]
     found_inf: torch.Tensor
     facts: Sequence[Facts]
@@ -118,23 +119,29 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
-        self.skips_in_a_row = 0
         self.loss: torch.Tensor | None = None
-        self.steps, self.updates = 0, 0
+        self.updates = 0
+        self.steps, self.skips, self.skips_in_a_row = 0, 0, 0
         self._has_warned = False
         self._pending: deque[_Pending] = deque()
 
-    def go_on_from(self, steps: int, skips_in_a_row: int) -> None:
-        """Forget what is pending, and count on from these numbers."""
-        self.steps, self.skips_in_a_row = steps, skips_in_a_row
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many steps there were, how many of them were skipped, and how many in a row; all that are settled."""
+        return self.steps, self.skips, self.skips_in_a_row
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int, int]) -> None:
+        self.steps, self.skips, self.skips_in_a_row = counts
         self._pending.clear()
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add to this iteration's loss, so that a step that is skipped has a cause."""
         if not (loss.is_floating_point() and is_plain(loss)):
             return
-        loss = loss.detach().float()
-        loss = loss if not loss.dim() else loss.sum()
+        loss = loss.detach()
+        if loss.dim() or loss.dtype is not torch.float32:
+            loss = loss.sum(dtype=torch.float32)
         if self.loss is None:
             self.loss = loss
         else:
@@ -146,22 +153,28 @@ class Outcomes:
             return torch.zeros_like(like, dtype=torch.float32)
         return self.loss.isfinite().logical_not().float().to(like.device, non_blocking=True)
 
-    def add(self, steps: list[Step], before: torch.Tensor, after: torch.Tensor) -> None:
-        """Take note of the steps of one iteration.
+    def count(self, found_inf: torch.Tensor) -> bool:
+        """Count a step, and say whether there is more to know: if it was skipped, or nobody knows yet, or wants to."""
+        self.steps += 1
+        if found_inf.device.type != "cpu" or self.hooks:
+            return not is_capturing(found_inf)
+        if found_inf.item():
+            return True
+        self.skips_in_a_row = 0
+        return False
+
+    def add(self, steps: list[Step], before: torch.Tensor | None, after: torch.Tensor | None) -> None:
+        """Take note of the steps of one iteration of which there is more to know.
 
         Args:
-            steps: One for each optimizer.
+            steps: Those.
             before: The scale while they were taken, which nobody will write to.
             after: The scale now.
         """
         loss, self.loss = self.loss, None
         self.updates += 1
-        for step in steps:
-            self.steps += 1
-            if after.device.type == "cpu" and not self.hooks and not step.found_inf.item():
-                self.skips_in_a_row = 0  # nearly always, and all there is to know
-            elif not is_capturing(after):
-                self._pending.append(_ask_for(step, self.steps, self.updates, before, after, loss))
+        if before is not None and after is not None:
+            self._pending += [_ask_for(step, self.updates, before, after, loss) for step in steps]
 
     def settle(self, schedule: Schedule, stacklevel: int, *, all_: bool = False) -> None:
         """Look at the facts that are due, tell the hooks, and the user if steps are skipped again and again.
@@ -177,6 +190,7 @@ class Outcomes:
         exhausted: ScaleExhausted | None = None
         while self._pending and (all_ or self._is_due(self._pending[0])):
             facts, after = _facts_of(self._pending.popleft())
+            self.skips += facts.skipped
             self.skips_in_a_row = self.skips_in_a_row + 1 if facts.skipped else 0
             message = self._is_exhausted(facts, after, schedule)
             if message and schedule.on_exhausted == "raise":
@@ -210,9 +224,7 @@ class Outcomes:
         )
 
 
-def _ask_for(
-    step: Step, number: int, update: int, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None
-) -> _Pending:
+def _ask_for(step: Step, update: int, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None) -> _Pending:
     dtype, device = measuring.wide(after.device), after.device
     unknown = torch.full((), math.nan, dtype=dtype, device=device)
     numbers = [
@@ -226,7 +238,9 @@ def _ask_for(
     parts = [number.reshape(1) for number in numbers] + flags
     together = torch.cat([part.to(device=device, dtype=dtype, non_blocking=True) for part in parts])
     params = [param for of_group, _ in step.facts for param in of_group]
-    return _Pending(number, update, step.optimizer, params, Readback(together), loss is not None, step.norm is not None)
+    return _Pending(
+        step.number, update, step.optimizer, params, Readback(together), loss is not None, step.norm is not None
+    )
 
 
 def _facts_of(pending: _Pending) -> tuple[StepFacts, float]:
