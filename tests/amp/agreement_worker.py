@@ -310,6 +310,46 @@ def hang(rank: int, _: int, kind: str) -> Any:
     return None
 
 
+SCHEDULES = {
+    "headroom": castwise.schedules.Headroom(8.0, headroom_bits=2.0, half_life=3.0),
+    "hold": castwise.schedules.Dynamic(8.0, growth_interval=2, on_nonfinite_loss="hold"),
+    "hysteresis": castwise.schedules.Dynamic(8.0, growth_interval=2, hysteresis=2, cooldown=1),
+    "guard": castwise.schedules.Guard(),
+}
+
+
+def schedule(rank: int, size: int, kind: str, name: str, clip: str) -> Any:
+    """Gradients, losses and infs that differ from rank to rank; what each rank then holds."""
+    training = Training(kind)
+    training.scaler = castwise.GradScaler("cpu", schedule=SCHEDULES[name], process_group=dist.group.WORLD)
+    facts: list[castwise.amp.outcomes.StepFacts] = []
+    training.scaler.register_step_hook(facts.append)
+    (param,), (optimizer,) = training.params, training.optimizers
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scales, collectives = [], []
+    for step in range(12):
+        before = len(training.collectives)
+        loss = math.nan if (step, rank) in {(3, 0), (7, 1)} else 1.0
+        gradient = math.inf if (step, rank) in {(5, 1), (6, 0)} else 2.0 ** (step * (rank + 1))
+        param.grad = None
+        training.scaler.scale(param.sum() * 0.0 + loss).backward()
+        param.grad = torch.full_like(param, gradient if math.isfinite(loss) else math.nan) * training.scaler.get_scale()
+        if clip == "clip":
+            training.scaler.clip_grad_norm_(optimizer, 1.0)
+        training.scaler.step(optimizer)
+        training.scaler.update()
+        training.scaler.step_scheduler(scheduler)
+        scales.append(training.scaler.get_scale())
+        collectives.append(training.collectives[before:])
+    return {
+        "scales": scales,
+        "collectives": collectives,
+        "causes": [facts.cause and facts.cause.value for facts in facts],
+        "scheduled": scheduler.last_epoch,
+        "state": training.scaler.state_dict(),
+    }
+
+
 if __name__ == "__main__":
     rank, world_size, what = join(sys.argv, 2 if "hang" in sys.argv[4] else 20)
     results = {}

@@ -23,6 +23,7 @@ KINDS = ["foreach", "fused"]
 NAMES = ["a load", "a setting", "an update", "a bit of memory"]
 CALLS = ["unscale_", "2", "step", "skip"]
 CLIPS = ["no", "2", "inf"]
+SCHEDULES = ["headroom", "hold", "hysteresis", "guard"]
 # By the number of ranks: all of them are met by the same processes.
 CASES = {
     2: [
@@ -30,6 +31,7 @@ CASES = {
         *(f"{name}|{kind}" for name in ("orders", "lonely_loss", "stages_without_a_loss", "outside") for kind in KINDS),
         *(f"closure|{kind}|{clip}" for kind in KINDS for clip in ("clip", "no")),
         *(f"only_sparse|{fault}" for fault in ("0", "1", "none")),
+        *(f"schedule|{kind}|{name}|{clip}" for kind in KINDS for name in SCHEDULES for clip in ("clip", "no")),
         "norms",
         "copied|fused",
     ],
@@ -101,6 +103,27 @@ def test_stages_of_a_pipeline_need_no_loss_of_their_own(ranks: Any, kind: str) -
 def test_a_closures_loss_that_is_infinite_on_one_rank_skips_the_step_of_all(ranks: Any, kind: str, clip: str) -> None:
     for rank in ranks(f"closure|{kind}|{clip}"):
         assert rank == {"weights": [1.0], "scale": 4.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", ["clip", "no"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_holds_the_same_scale_on_all_ranks(ranks: Any, kind: str, name: str, clip: str) -> None:
+    first, second = ranks(f"schedule|{kind}|{name}|{clip}")
+    assert first["scales"] == second["scales"]
+    assert first["state"] == second["state"]
+    assert first["state"]["steps_taken"] == first["scheduled"] == second["scheduled"] == 8
+    # What a schedule wants to know besides takes a collective of its own.
+    assert first["collectives"] == [[16, 16] if name in {"headroom", "hold"} else [16]] * 12
+    causes = {3: ("non-finite loss", "another rank"), 5: ("another rank", "overflow")}
+    causes |= {6: ("overflow", "another rank"), 7: ("another rank", "non-finite loss")}
+    assert [first["causes"], second["causes"]] == [
+        [causes[step][rank] if step in causes else None for step in range(12)] for rank in range(2)
+    ]
+    if name == "hold":  # at step 3 it is rank 0's loss alone that is not finite
+        assert first["scales"][2:4] == [16.0, 16.0]
+    if name == "headroom":  # rank 1 alone has gradients of 4**11
+        assert first["scales"][-1] * 2.0 ** (22 + 2) <= 65504.0
 
 
 def test_norms_of_any_order_are_those_of_one_process(ranks: Any) -> None:
