@@ -1,6 +1,7 @@
 """castwise: mixed-precision training for PyTorch that says what happened to the numbers."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from castwise import amp, cpu, cuda, policies, schedules
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
@@ -9,11 +10,18 @@ from castwise.amp.policy import Policy
 from castwise.amp.tracing import trace
 from castwise.amp.weight_cache import WeightCache
 
+if TYPE_CHECKING:
+    from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from castwise.monitor.diagnosis import diagnose
+    from castwise.monitor.monitor import Monitor
+    from castwise.monitor.verdict import verdict
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Cause",
     "GradScaler",
+    "Monitor",
     "Policy",
     "ScaleExhausted",
     "ShardedGradScaler",
@@ -24,17 +32,24 @@ __all__ = [
     "cuda",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
     "is_autocast_available",
     "policies",
     "schedules",
     "trace",
+    "verdict",
 ]
+
+# Loaded when they are asked for. Of the first, torch's class, of which it is an instance, loads all of FSDP.
+_LATER = {
+    "ShardedGradScaler": "castwise.distributed.fsdp.sharded_grad_scaler",
+    "Monitor": "castwise.monitor.monitor",
+    "diagnose": "castwise.monitor.diagnosis",
+    "verdict": "castwise.monitor.verdict",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Torch's class, of which ours is an instance, loads all of FSDP: whoever does not ask for it shall not wait for it.
-    if name == "ShardedGradScaler":
-        from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        return ShardedGradScaler
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "TO_COPY",
@@ -28,6 +29,7 @@ __all__ = [
     "after_tracing",
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
+    "backward_running",
     "compile_anew",
     "compile_backwards_as",
     "compile_backwards_without_autocast",
@@ -38,11 +40,14 @@ __all__ = [
     "holders_of",
     "is_autocast_available",
     "is_backward_running",
+    "is_compiled",
     "is_fsdp_flattened",
     "is_gathered_by_fsdp",
     "is_torch_function_mode_enabled",
     "jit_internal",
+    "leaf_running",
     "never_traced",
+    "no_post_accumulate_hooks",
     "only_inlined",
     "privateuse1_backend_name",
     "record_enter_autocast",
@@ -51,6 +56,7 @@ __all__ = [
     "schema_of",
     "stored_values",
     "tree_leaves",
+    "tree_map",
     "version",
 ]
 
@@ -205,8 +211,11 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def schema_of(op: Any, overload: str | None = None) -> Any:
-    """Return what is known of an op's arguments and results; of an overload packet, what is of one overload."""
-    return (op if overload is None else getattr(op, overload))._schema
+    """Return what is known of an op's arguments and results; of an overload packet, what is of one overload.
+
+    Of a higher-order operator, which takes functions, nothing is: None.
+    """
+    return getattr(op if overload is None else getattr(op, overload), "_schema", None)
 
 
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
@@ -261,3 +270,35 @@ def _record(name: str, args: tuple[object, ...]) -> None:
 
 record_enter_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_enter_autocast")
 record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_exit_autocast")
+
+
+def backward_running() -> int | None:
+    """Return a number of the backward that autograd runs in this thread, each its own; None outside. As of 2.13.0."""
+    return torch._C._current_graph_task_id() if is_backward_running() else None
+
+
+def leaf_running() -> torch.Tensor | None:
+    """Return the leaf of the graph whose gradient a backward brings right now, if it does. As of 2.13.0."""
+    node = torch._C._current_autograd_node() if is_backward_running() else None
+    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+
+
+@contextmanager
+def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take off for a while what is called after gradients were added to parameters' own. As of 2.13.0."""
+    # Autograd holds the very dicts: they are emptied, not replaced.
+    hooks = [(dict(found), found) for param in params if (found := param._post_accumulate_grad_hooks)]
+    try:
+        for _, of_param in hooks:
+            of_param.clear()
+        yield
+    finally:
+        for before, of_param in hooks:
+            of_param.update(before)
+
+
+def is_compiled(module: Any) -> bool:
+    """Say whether `torch.compile` wraps a module, or compiles its call or its forward (checked with torch 2.13.0)."""
+    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")

@@ -16,6 +16,7 @@ from castwise.cli.demo.display import display_for
 from castwise.cli.demo.gpt import EMULATED, SIZES
 from castwise.cli.demo.settings import CASTWISE, TORCH, Training
 from castwise.cli.demo.training import Step
+from castwise.monitor.run import Run
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Demo
@@ -161,3 +162,13 @@ def test_a_loss_that_is_no_number_is_null_in_the_metrics() -> None:
     line = metrics_line(Training("fp16", CASTWISE, EMULATED, 4), Step(1, math.nan, 0.1, 1.0, 0))
     assert line["loss"] is None
     assert json.loads(json.dumps(line, allow_nan=False)) == line
+
+
+def test_a_report_says_what_happened_to_the_numbers_and_its_monitor_changed_none(outcome: Outcome) -> None:
+    assert "the monitor changed no bits of the weights." in outcome.stdout
+    assert f"report: {outcome.folder / 'report.html'}\n" in outcome.stdout
+    run = Run.read(outcome.folder)
+    assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
+    assert len(run.samples) == 1
+    assert run.ended
+    assert "blocks.0" in (outcome.folder / "report.html").read_text()

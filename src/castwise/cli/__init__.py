@@ -13,10 +13,12 @@ import typer
 
 import castwise
 from castwise.cli.demo import command as demo_command
+from castwise.cli.report import report as report_command
 from castwise.cli.trace import trace as trace_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(demo_command.demo)
+app.command()(report_command)
 app.command()(trace_command)
 
 

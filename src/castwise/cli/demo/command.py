@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
+from castwise.cli.demo import account
 from castwise.cli.demo.comparison import compare, verdicts, write_summary
 from castwise.cli.demo.corpus import Corpus, read_text
 from castwise.cli.demo.display import display_for
@@ -19,8 +20,9 @@ from castwise.cli.demo.gpt import SIZES
 from castwise.cli.demo.hardware import choose_device, emulated_precisions, make_deterministic
 from castwise.cli.demo.ranks import STRATEGIES, Ranks, is_first
 from castwise.cli.demo.run_folder import SETTINGS, create_run_folder, read_settings
-from castwise.cli.demo.settings import DEFAULT_STEPS, Settings, size_of
+from castwise.cli.demo.settings import CASTWISE, DEFAULT_STEPS, Settings, size_of
 from castwise.cli.demo.table import print_results
+from castwise.cli.demo.training import Result, Trainer
 from castwise.cli.errors import UserError
 
 LOG_WIDTH = 120
@@ -52,7 +54,8 @@ def demo(
 ) -> None:
     """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
 
-    Takes one to two minutes on two CPU cores.
+    Takes one to two minutes on two CPU cores. At its end it trains in fp16 once more, under a monitor, and writes a
+    report of what happened to the numbers.
 
     Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
     done, and 130 after Ctrl-C.
@@ -160,5 +163,20 @@ def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool
     results = compare(folder, settings, corpus, display_for(console), ranks)
     ranks.first(lambda: write_summary(folder, settings, results))
     print_results(console, settings, results)
+    is_unchanged = ranks.strategy is not None or _account(folder, settings, corpus, ranks, results, console)
     console.print(f"results: {folder}", soft_wrap=True)
-    return all(verdicts(results).values())
+    return all(verdicts(results).values()) and is_unchanged
+
+
+def _account(
+    folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
+) -> bool:
+    """Train once more under a monitor and write a report; returns whether the weights are those without one."""
+    training = next(t for t in settings.trainings() if (t.precision, t.library) == ("fp16", CASTWISE))
+    expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
+    console.print("fp16 castwise once more, under a monitor ...")
+    trainer = Trainer(training, corpus, torch.device(settings.device), settings.seed, ranks)
+    is_unchanged = account.train_under_monitor(folder, trainer) == expected
+    console.print(f"the monitor changed {'no' if is_unchanged else 'SOME'} bits of the weights.")
+    console.print(f"report: {account.report(folder)}", soft_wrap=True)
+    return is_unchanged

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from castwise.cli.demo.hardware import PRECISIONS, synchronize
 from castwise.cli.demo.memory import PeakMemory
 from castwise.cli.demo.ranks import Ranks
 from castwise.cli.demo.settings import CASTWISE, TORCH, Training
+from castwise.monitor.monitor import Monitor
 
 LEARNING_RATE = 5e-4
 MAX_NORM = 1.0
@@ -157,8 +159,16 @@ class Trainer:
             tokens_per_s=training.size.tokens / seconds,
             peak_bytes=peak_bytes,
             skipped=self._skipped,
-            weights_sha256=digest(self._ranks.weights(self._model)),
+            weights_sha256=self.digest(),
         )
+
+    def monitor(self, every: int, folder: Path) -> Monitor:
+        """A monitor of this training, to be entered, that samples every so many steps and records in a folder."""
+        return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
+
+    def digest(self) -> str:
+        """SHA-256 of the weights there are now."""
+        return digest(self._ranks.weights(self._model))
 
     @torch.no_grad()
     def _validation_loss(self) -> float:

@@ -1,0 +1,101 @@
+"""The exponents of what modules return, in one forward of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from castwise._torch_private import (
+    are_functorch_transforms_active,
+    is_backward_running,
+    is_compiled,
+    tree_leaves,
+)
+from castwise.amp.gradients import is_plain
+from castwise.monitor import names
+from castwise.monitor.exponents import count
+from castwise.monitor.replay import is_replaying
+from castwise.monitor.shards import is_split, part_of
+
+
+class Activations:
+    """Counts the exponents of modules' outputs while it watches, by hooks that are there only then.
+
+    Of each module the outputs of one forward of the model are counted, those of all calls if that calls it more than
+    once. Later forwards (of further micro-batches), those without gradients (a validation) and those that a backward
+    repeats (activation checkpointing) are not. Nothing is counted in compiled code, nor under functorch's transforms.
+    Modules that are known to be compiled get no hooks; if others are traced with theirs in place, that is compiled once
+    more without them, so give the compiled model and not what it wraps.
+
+    Args:
+        model: Whose modules are watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._found: dict[str, list[torch.Tensor]] = {}
+        self._in_this_forward: set[str] = set()
+        self._done: set[str] = set()
+        self._depth = 0
+        self._counts = False
+
+    def watch(self) -> None:
+        """Count what the next forward returns."""
+        compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
+        for name, module in names.modules(self._model).items():
+            if module in compiled:
+                continue
+            self._handles += [
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave(name), always_call=True),
+            ]
+
+    def stop(self) -> dict[str, list[torch.Tensor]]:
+        """Remove all hooks and return, by module, a result of `count` for each tensor it has returned."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._done.clear()
+        self._in_this_forward.clear()
+        self._depth = 0
+        found, self._found = self._found, {}
+        return found
+
+    def _enter(self, *_: object) -> None:
+        if is_dynamo_compiling():
+            return
+        if self._depth == 0:
+            self._counts = torch.is_grad_enabled() and not (is_backward_running() or is_replaying())
+        self._depth += 1
+
+    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            if is_dynamo_compiling() or self._depth == 0:
+                return
+            # Without an output it has raised, or there is nothing to count.
+            has_output = output is not None and not are_functorch_transforms_active()
+            if self._counts and has_output and name not in self._done:
+                self._in_this_forward.add(name)
+                self._found.setdefault(name, []).extend(count(tensor) for tensor in _tensors(output))
+            self._depth -= 1
+            if self._depth == 0:
+                self._done |= self._in_this_forward
+                self._in_this_forward.clear()
+
+        return leave
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yield what of a module's output has exponents: this rank's parts of floating-point and complex tensors."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta:
+            if is_split(leaf):
+                yield part_of(leaf).local
+            elif is_plain(leaf):
+                yield leaf

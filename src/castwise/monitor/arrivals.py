@@ -1,0 +1,30 @@
+"""Small tensors by name on their way to the host, few copies for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+import torch
+
+from castwise.amp.readback import Readback
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Arrivals(Generic[Name]):
+    """Tensors that are copied to the host while the device goes on.
+
+    Args:
+        tensors: One-dimensional, by name; those of one kind and length share a copy.
+    """
+
+    def __init__(self, tensors: Mapping[Name, torch.Tensor]) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype, int], list[Name]] = {}
+        for name, tensor in tensors.items():
+            kinds.setdefault((tensor.device, tensor.dtype, len(tensor)), []).append(name)
+        self._groups = [(names, Readback(torch.stack([tensors[name] for name in names]))) for names in kinds.values()]
+
+    def wait(self) -> dict[Name, torch.Tensor]:
+        """Return the tensors on the CPU, as soon as they are there."""
+        return {name: row for names, readback in self._groups for name, row in zip(names, readback.wait(), strict=True)}

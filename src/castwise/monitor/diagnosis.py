@@ -1,0 +1,300 @@
+"""`diagnose`: which module and op made the first inf or NaN of a step, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise._torch_private import tree_leaves
+from castwise.amp.module_rules import named_modules
+from castwise.monitor.fault_search import Case, Fault, find
+from castwise.monitor.origins import Birth, Phase
+from castwise.monitor.ranges import Range, Value, first_not_finite, range_of
+from castwise.monitor.remedies import Remedy, remedy_of
+from castwise.monitor.replay import Root
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What made the first inf or NaN that reaches the loss or a gradient; true if there is one.
+
+    Args:
+        found: Whether there is one.
+        phase: Where it came in: "weight" and "input" were not finite before; "forward", also where activation
+            checkpointing runs it again in the backward; "loss", in the loss function or by scaling the loss;
+            "backward"; "" if nothing was found.
+        module: Qualified name of the innermost module, without wrappers; "" for the model itself, for the loss
+            function, and for inputs.
+        in_loss: Whether the op is one of the loss function, in the forward or the backward.
+        op: As "aten.bmm"; "" for weights and inputs.
+        inputs: Ranges of the op's floating-point inputs, before it ran.
+        outputs: Ranges of its results, or of the weight or input.
+        in_float32: Ranges of the results that the op has in fp32, if it computed in a low precision and can be
+            computed again.
+        parameter: The weight that is not finite, or the first whose gradient is not; of a loss that is not finite "".
+        argument: The input that is not finite: its position, or its name.
+        index: Of the first value that is not finite, in that input or weight.
+        value: "nan", "inf" or "-inf": that value, or what the op made.
+        scale: Of the loss.
+        loss: Its value before scaling; None if it is not known.
+        remedy: What would help: a lower "scale", the module in "float32", another "input" or "weight", other "code".
+        advice: The same in words.
+    """
+
+    found: bool
+    phase: Phase = ""
+    module: str = ""
+    in_loss: bool = False
+    op: str = ""
+    inputs: tuple[Range, ...] = ()
+    outputs: tuple[Range, ...] = ()
+    in_float32: tuple[Range, ...] | None = None
+    parameter: str = ""
+    argument: str = ""
+    index: tuple[int, ...] = ()
+    value: Literal[""] | Value = ""
+    scale: float = 1.0
+    loss: float | None = None
+    remedy: Remedy = ""
+    advice: str = ""
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
+        if not self.found:
+            return f"clean: the loss and all gradients are finite{loss}"
+        lines = [f"{self.phase}: {self._what()}{loss}"]
+        lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
+        lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
+        lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
+        return "\n".join([*lines, self.advice])
+
+    def _what(self) -> str:
+        if self.phase == "weight":
+            return f"{self.parameter} is {self.value} at {self.index}"
+        if self.phase == "input":
+            return f"input {self.argument} is {self.value} at {self.index}"
+        reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+        if not self.op:
+            return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
+        where = self.module or ("the loss function" if self.in_loss else "the model itself")
+        verb = "gives" if self.outputs else "reads"
+        return f"{where}: {self.op} {verb} {self.value}{reached}"
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor],
+    batch: torch.Tensor | tuple[Any, ...] | Mapping[str, Any],
+    scaler: Any = None,
+) -> Diagnosis:
+    """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
+
+    The forward and the loss run in the autocast region that the caller is in, and the backward outside of it: call
+    this where the training calls the model. Weights, buffers, gradients (the same tensors), `batch`, the state of
+    random number generators and training flags are put back, also when the model raises; what hooks of the model do is
+    not, and generators that the program has made are not put back either. What overlaps the backward (optimizers in
+    it, DDP's all-reduce) does not run; collectives that the forward calls need all ranks to call this.
+
+    Infinities and NaNs that reach neither, as those of masks do, are nobody's fault. Every op syncs with the host: a
+    replay takes several times a step, and twice that if the scale may be the cause.
+
+    Args:
+        model: In the mode it trains in. DDP and `torch.compile` are looked through: the replay is eager and alone.
+        loss_fn: Of the model's output, which gives the loss: one element.
+        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        scaler: Its present scale multiplies the loss; None is 1. It is not changed.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the loss is not a tensor.
+        RuntimeError: The loss has more elements than one.
+        Exception: What the model or the loss raises.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> with torch.no_grad():
+        ...     _ = model[1].weight.fill_(1e5)
+        >>> with castwise.autocast("cpu", dtype=torch.float16):
+        ...     found = diagnose(model, lambda y: y.float().mean(), torch.ones(2, 4))
+        >>> found.module, found.op, found.remedy
+        ('1', 'aten.to', 'float32')
+    """
+    model = _unwrapped(model)
+    args, kwargs = _arguments(batch)
+    case = _OfLoss(model, args, kwargs, loss_fn)
+    scale = _scale_of(scaler)
+    return _diagnosis(find(case, scale), scale, case.loss)
+
+
+def diagnose_replay(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output_gradients: Sequence[torch.Tensor | None],
+    *,
+    scale: float = 1.0,
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Diagnosis:
+    """Do what `diagnose` does without a loss: the backward begins with gradients of the model's output.
+
+    If these are not finite and the output is, the fault is one of the loss: phase "loss", without an op.
+
+    Args:
+        model: As for `diagnose`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output_gradients: Gradients, scaled, of the floating-point tensors in the output, in order; None of those that
+            the loss did not use.
+        scale: Of these gradients.
+        region: Makes what the forward runs in; it is called for each replay.
+
+    Raises:
+        Exception: What the model raises.
+    """
+    model = _unwrapped(model)
+    return _diagnosis(find(_OfOutput(model, args, kwargs, output_gradients, scale, region), scale), scale, None)
+
+
+def outputs_of(output: Any) -> list[torch.Tensor]:
+    """List the floating-point tensors in a model's output, in order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+class _OfLoss(Case):
+    """A batch and a loss function."""
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
+        self.model, self.args, self.kwargs, self._loss_fn = model, args, kwargs, loss_fn
+        self.loss: float | None = None
+
+    def region(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # the caller's
+
+    def ends(self, output: Any) -> list[torch.Tensor]:
+        loss = self._loss_fn(output)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss_fn must return the loss as a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise RuntimeError(f"the loss must have one element, got shape {tuple(loss.shape)}: reduce it in loss_fn")
+        self.loss = float(loss.detach())
+        return [loss]
+
+    def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [loss for loss in ends if not loss.isfinite().all()]
+
+    def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
+        # As GradScaler.scale does: a half loss is promoted by the scale, which is fp32.
+        return [(loss.reshape(()) * torch.tensor(scale, device=loss.device), None) for loss in ends]
+
+
+class _OfOutput(Case):
+    """A batch and the gradients of the model's output."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        gradients: Sequence[torch.Tensor | None],
+        scale: float,
+        region: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self._gradients, self._scale, self._region = gradients, scale, region
+
+    def region(self) -> AbstractContextManager[Any]:
+        return self._region()
+
+    def ends(self, output: Any) -> list[torch.Tensor]:
+        return outputs_of(output)
+
+    def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
+        # An output may be infinite where it is masked. It is not if the loss gives it a gradient that is not finite.
+        gradients_are_finite = all(gradient is None or gradient.isfinite().all() for gradient in self._gradients)
+        has_backward = any(gradient is not None for gradient in self._gradients)
+        if has_backward and gradients_are_finite:
+            return []
+        return [end for end in ends if not end.isfinite().all()]
+
+    def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
+        pairs = zip(ends, self._gradients, strict=True)
+        return [
+            (end, gradient * (scale / self._scale))
+            for end, gradient in pairs
+            if gradient is not None and end.requires_grad
+        ]
+
+
+def _diagnosis(fault: Fault | None, scale: float, loss: float | None) -> Diagnosis:
+    if fault is None:
+        return Diagnosis(False, scale=scale, loss=loss)
+    remedy, advice = remedy_of(fault, scale)
+    birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
+    ranges = tuple(found for tensor in fault.tensors if (found := range_of(tensor)) is not None)
+    at = None if birth.tensor is None else first_not_finite(birth.tensor)
+    return Diagnosis(
+        found=True,
+        phase="loss" if fault.reached == "scaled loss" else birth.phase,
+        module="" if birth.kind == "input" else birth.module or "",
+        in_loss=birth.module is None and birth.phase in {"loss", "backward"},
+        op=birth.op,
+        inputs=birth.inputs,
+        outputs=birth.outputs or (() if birth.op else ranges),
+        in_float32=birth.in_float32,
+        parameter=birth.name if birth.kind == "weight" else fault.parameter,
+        argument=birth.name if birth.kind == "input" else "",
+        index=() if at is None else at[0],
+        value=_value(birth.outputs or birth.inputs or ranges) if at is None else at[1],
+        scale=scale,
+        loss=loss,
+        remedy=remedy,
+        advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
+    )
+
+
+_PHASE_WITHOUT_BIRTH: dict[str, Phase] = {
+    "scaled loss": "loss",
+    "gradient of the output": "loss",
+    "gradient": "backward",
+}
+
+
+def _value(ranges: Sequence[Range]) -> Literal[""] | Value:
+    if any(found.nan for found in ranges):
+        return "nan"
+    return "inf" if any(found.inf for found in ranges) else ""
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, tuple):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    raise TypeError(
+        "batch must be a tensor, a tuple of positional or a dict of keyword arguments of the model, "
+        f"got {type(batch).__name__}"
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return next(module for _, module in named_modules(model))
+
+
+def _scale_of(scaler: Any) -> float:
+    if scaler is None:
+        return 1.0
+    if not hasattr(scaler, "get_scale"):
+        raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}")
+    return float(scaler.get_scale())

@@ -1,0 +1,199 @@
+"""How many elements of a tensor have which binary exponent: one look at a tensor, from which the rest follows.
+
+Facts that shaped the code, measured with 2**20 fp32 numbers on a CPU: taking the exponent out of the bits and
+`torch.bincount` take 1.1 ms, `torch.histc` 3 ms, `torch.frexp` alone 1.6 ms, `torch.histogram` with a power of two as
+each edge 17 ms. `bincount` waits for an accelerator, as it has to know the largest number; `histc` with given bounds
+does not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from castwise._torch_private import stored_values
+from castwise.monitor import pieces
+from castwise.monitor.tally import Tally
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """How an IEEE format is stored, and what the bins of its exponents mean.
+
+    Bin 0 counts zeros, bins 1 to `mantissa_bits` subnormals, the last bin inf and NaN, and those between normal
+    numbers: bin b is that of 2**(b - offset) <= |v| < 2**(b - offset + 1).
+    """
+
+    floats: torch.dtype
+    integers: torch.dtype
+    packing: tuple[str, str]
+    exponent_bits: int
+    mantissa_bits: int
+
+    @property
+    def infinity(self) -> int:
+        """The bits of inf; those of a NaN's magnitude are more."""
+        return int((2**self.exponent_bits - 1) << self.mantissa_bits)
+
+    @property
+    def magnitude(self) -> int:
+        """All bits but the sign."""
+        return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+
+    @property
+    def offset(self) -> int:
+        """Bin less exponent."""
+        return int(2 ** (self.exponent_bits - 1) - 1 + self.mantissa_bits)
+
+    @property
+    def bins(self) -> int:
+        """Their number."""
+        return int(2**self.exponent_bits + self.mantissa_bits)
+
+    def number(self, bits: int) -> float:
+        """Return the number with these bits."""
+        as_integer, as_float = self.packing
+        number: float = struct.unpack(as_float, struct.pack(as_integer, bits))[0]
+        return number
+
+
+_FP32 = _Encoding(torch.float32, torch.int32, ("<i", "<f"), exponent_bits=8, mantissa_bits=23)
+_FP64 = _Encoding(torch.float64, torch.int64, ("<q", "<d"), exponent_bits=11, mantissa_bits=52)
+
+
+@torch.no_grad()
+def count(tensor: torch.Tensor, divisor: torch.Tensor | None = None) -> torch.Tensor:
+    """Count a tensor's elements by their exponents; `tally` reads the result. Does not sync with an accelerator.
+
+    The tensor is read once, in pieces, so little memory is needed however large it is. Formats of 32 bits and less are
+    looked at in fp32, which holds all of their numbers.
+
+    Args:
+        tensor: Plain, of any floating-point or complex dtype, any strides and device. Of a sparse tensor the stored
+            values are counted; of complex numbers the real and the imaginary parts, each as an element.
+        divisor: What its elements are divided by before, shape (), if given.
+
+    Returns:
+        int64, on the tensor's device: how many elements are in each bin, then the bits of the largest finite
+        magnitude, and those of the smallest non-zero one less 1.
+
+    Raises:
+        TypeError: The elements are integers or booleans.
+    """
+    values = _values(tensor)
+    encoding = _FP64 if values.dtype is torch.float64 else _FP32
+    found = torch.zeros(encoding.bins + 2, dtype=torch.int64, device=values.device)
+    bins, largest, below_smallest = torch.split(found, [encoding.bins, 1, 1])
+    below_smallest.fill_(encoding.magnitude)
+    add = _add_on_cpu if values.device.type == "cpu" else _add_without_a_sync
+    for piece in _pieces(values, pieces.size_on(values.device)):
+        piece = piece.to(encoding.floats)
+        piece = piece if divisor is None else piece / divisor
+        add(piece.view(encoding.integers).bitwise_and(encoding.magnitude), encoding, bins, largest, below_smallest)
+    return found
+
+
+def tally(found: torch.Tensor) -> Tally:
+    """Read what `count` has found, once it is on the host."""
+    encoding = _FP32 if len(found) == _FP32.bins + 2 else _FP64
+    *bins, largest, below_smallest = found.tolist()
+    smallest = below_smallest + 1
+    return Tally(
+        numel=sum(bins),
+        zero=bins[0],
+        nonfinite=bins[-1],
+        largest=encoding.number(largest),
+        smallest=encoding.number(smallest) if smallest < encoding.infinity else float("inf"),
+        counts={index - encoding.offset: n for index, n in enumerate(bins[1:-1], start=1) if n},
+    )
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a real, dense tensor that holds what is to be counted, sharing memory where it can."""
+    values = tensor.detach()
+    if values.layout is torch.sparse_coo:
+        values = stored_values(values)
+    elif values.layout is not torch.strided:
+        values = values.values()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        raise TypeError(f"exponents are those of floating-point numbers, got a tensor of {tensor.dtype}")
+    return values.resolve_neg()
+
+
+def _pieces(values: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor in flat pieces of some elements at most; copies no more than a piece at a time."""
+    if values.is_contiguous():
+        yield from (piece for piece in torch.split(values.view(-1), size) if len(piece))
+    elif values.numel() <= size:
+        yield values.reshape(-1)
+    else:
+        longest = max(range(values.dim()), key=values.size)
+        for half in values.chunk(2, longest):
+            yield from _pieces(half, size)
+
+
+def _add_on_cpu(
+    bits: torch.Tensor,
+    encoding: _Encoding,
+    bins: torch.Tensor,
+    largest: torch.Tensor,
+    below_smallest: torch.Tensor,
+) -> None:
+    """Add a piece to what was found; the host may look, so what is rare costs nothing where it does not occur."""
+    low, high = map(int, bits.aminmax())
+    if low == 0:
+        low = int(_less_one(bits, encoding).amin()) + 1
+    if high >= encoding.infinity:
+        high = int(_finite_or_zero(bits, encoding).amax())
+    if low >> encoding.mantissa_bits == 0:
+        bins += torch.bincount(_bins_of(bits, encoding), minlength=encoding.bins)
+    else:  # the first of these exponents is that of zeros alone
+        exponents = bits >> encoding.mantissa_bits
+        if encoding is _FP32:
+            exponents = exponents.to(torch.uint8)  # bincount is a third faster with these
+        counts = torch.bincount(exponents, minlength=2**encoding.exponent_bits)
+        bins[0] += counts[0]
+        bins[encoding.mantissa_bits + 1 :] += counts[1:]
+    largest.clamp_(min=high)
+    below_smallest.clamp_(max=low - 1)
+
+
+def _add_without_a_sync(
+    bits: torch.Tensor,
+    encoding: _Encoding,
+    bins: torch.Tensor,
+    largest: torch.Tensor,
+    below_smallest: torch.Tensor,
+) -> None:
+    of_each = _bins_of(bits, encoding)
+    if torch.are_deterministic_algorithms_enabled():  # where histc refuses to run, though sums of ones have no order
+        of_each = of_each.long()
+        bins.scatter_add_(0, of_each, torch.ones_like(of_each))
+    else:
+        # Half a bin away from the edges, so that no rounding leads into another one.
+        bins += torch.histc(of_each.float().add_(0.5), encoding.bins, 0, encoding.bins).long()
+    torch.maximum(largest, _finite_or_zero(bits, encoding).amax(), out=largest)
+    torch.minimum(below_smallest, _less_one(bits, encoding).amin(), out=below_smallest)
+
+
+def _finite_or_zero(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
+    return torch.where(bits < encoding.infinity, bits, 0)
+
+
+def _less_one(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
+    """Return the bits less 1, which puts zero above all others: it underflows."""
+    return (bits - 1).bitwise_and_(encoding.magnitude)
+
+
+def _bins_of(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
+    """Return the bin of each element; a subnormal's is that of the integer it stores, as a float."""
+    exponents = bits >> encoding.mantissa_bits
+    as_floats = bits.to(encoding.floats).view(encoding.integers) >> encoding.mantissa_bits
+    bias = encoding.offset - encoding.mantissa_bits
+    low = (as_floats - (bias - 1)).clamp_(min=0)
+    return torch.where(exponents == 0, low, exponents + encoding.mantissa_bits)

@@ -1,0 +1,182 @@
+"""`find`: the first thing in a replay that is to blame for a loss or a gradient that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.devices import has_autocast
+from castwise.amp.module_of_op import ModuleOfOp
+from castwise.amp.module_rules import named_modules
+from castwise.monitor.op_facts import tensors_of
+from castwise.monitor.origins import Birth, Origins
+from castwise.monitor.ranges import range_of
+from castwise.monitor.replay import Root, gradients_of, unchanged
+
+Reached = Literal["weight", "loss", "scaled loss", "gradient of the output", "gradient"]
+
+
+class Case(Protocol):
+    """What is replayed: a batch, and what becomes of the model's output."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return what the forward runs in."""
+
+    def ends(self, output: Any) -> list[torch.Tensor]:
+        """Return what the forward leads to, within the region."""
+
+    def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of the ends that are not finite and should be."""
+
+    def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
+        """Return where the backward begins, scaled."""
+
+
+class Fault(NamedTuple):
+    """What is not finite and should be, and why.
+
+    Args:
+        reached: What that is.
+        birth: The first thing that has led to it; None if no op and no tensor was seen to.
+        tensors: What is not finite: losses, gradients, ...
+        parameter: Whose gradient, or the weight.
+        is_due_to_scale: Whether the gradients are finite without scaling.
+        others: How many more weights are not finite.
+    """
+
+    reached: Reached
+    birth: Birth | None
+    tensors: list[torch.Tensor]
+    parameter: str = ""
+    is_due_to_scale: bool = False
+    others: int = 0
+
+
+def find(case: Case, scale: float) -> Fault | None:
+    """Replay a case once, and if its backward has a fault once more without scaling; None if there is no fault.
+
+    Raises:
+        Exception: What the model or the loss raises.
+    """
+    fault = _among_weights(case.model) or _replay(case, scale)
+    if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:
+        return fault
+    if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
+        return fault
+    # What no scale would cure is the graver fault, also if the scale is too high besides.
+    return fault._replace(is_due_to_scale=True)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield name, name of the module and tensor of every parameter, each once; names are those without wrappers."""
+    seen: set[torch.Tensor] = set()
+    for module_name, module in named_modules(model):
+        for name, param in module._parameters.items():
+            if param is not None and param not in seen:
+                seen.add(param)
+                yield f"{module_name}.{name}" if module_name else name, module_name, param
+
+
+def _among_weights(model: nn.Module) -> Fault | None:
+    """Find weights that training has lost: whether they reach the loss of this batch or not."""
+    trained = [(name, module, param) for name, module, param in named_parameters(model) if param.requires_grad]
+    lost = [found for found in trained if not _is_finite(found[2])]
+    if not lost:
+        return None
+    name, module, param = lost[0]
+    found = range_of(param)
+    outputs = () if found is None else (found,)
+    birth = Birth("weight", 0, "weight", module=module, outputs=outputs, name=name, tensor=param)
+    return Fault("weight", birth, [param], name, others=len(lost) - 1)
+
+
+def _replay(case: Case, scale: float) -> Fault | None:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        unchanged(case.model, [case.args, case.kwargs]) as copies,
+        ModuleOfOp(case.model) as module_of_op,
+        _without_cached_casts(),
+    ):
+        origins = Origins(module_of_op, copies.before_write)
+        _expect(case, origins)
+        with case.region(), origins:
+            output = case.model(*case.args, **case.kwargs)
+            origins.phase = "loss"
+            ends = case.ends(output)
+        not_finite = case.not_finite(ends)
+        if not_finite:
+            return _fault("loss", origins, not_finite)
+        with _without_autocast(case.model, ends), origins:
+            return _replay_backward(case, scale, ends, module_of_op, origins)
+
+
+def _replay_backward(
+    case: Case, scale: float, ends: list[torch.Tensor], module_of_op: ModuleOfOp, origins: Origins
+) -> Fault | None:
+    roots = case.roots([end for end in ends if end.requires_grad], scale)
+    trained = [(name, param) for name, _, param in named_parameters(case.model) if param.requires_grad]
+    if not roots or not trained:
+        return None
+    for tensor, seed in roots:
+        if seed is None and not _is_finite(tensor):
+            return _fault("scaled loss", origins, [tensor])
+        if seed is not None and not _is_finite(seed):
+            return Fault("gradient of the output", None, [seed])
+    origins.phase = "backward"
+    module_of_op.begin_backward()
+    gradients = gradients_of(roots, [param for _, param in trained])
+    named = zip((name for name, _ in trained), gradients, strict=True)
+    lost = [(name, gradient) for name, gradient in named if gradient is not None and not _is_finite(gradient)]
+    return _fault("gradient", origins, [gradient for _, gradient in lost], lost[0][0]) if lost else None
+
+
+def _fault(reached: Reached, origins: Origins, tensors: list[torch.Tensor], parameter: str = "") -> Fault:
+    return Fault(reached, origins.blamed(tensors), tensors, parameter)
+
+
+def _expect(case: Case, origins: Origins) -> None:
+    """Tell of frozen weights, buffers and inputs; what is not finite of them may be meant to be."""
+    for name, module, param in named_parameters(case.model):
+        origins.expect("weight", name, module, param)
+    for module, owner in named_modules(case.model):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                origins.expect("weight", f"{module}.{name}" if module else name, module, buffer)
+    for name, value in [*((str(place), value) for place, value in enumerate(case.args)), *case.kwargs.items()]:
+        for tensor in tensors_of(value):
+            origins.expect("input", name, None, tensor)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    found = range_of(tensor)
+    return found is None or not found.nonfinite
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Let no cast of a weight be in two graphs, that of the replay and one of the caller's region."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def _without_autocast(model: nn.Module, ends: list[torch.Tensor]) -> Iterator[None]:
+    """Leave the caller's region for a while, as the backward does."""
+    types = {tensor.device.type for tensor in [*model.parameters(), *ends]}
+    with ExitStack() as stack:
+        for device_type in filter(has_autocast, types):
+            stack.enter_context(autocast(device_type, enabled=False))
+        yield

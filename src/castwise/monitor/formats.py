@@ -1,0 +1,71 @@
+"""Floating-point formats by their textbook quantities.
+
+Sources: IEEE 754-2019 (fp16, fp32); Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1 (e4m3, e5m2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary format of a sign, an exponent of some bits and a mantissa of some bits.
+
+    Args:
+        name: As records and reports spell it.
+        dtype: torch's name for it.
+        exponent_bits: Their number; the bias is `2**(exponent_bits - 1) - 1`.
+        mantissa_bits: Their number, without the leading one that is not stored.
+        has_infinity: Whether the largest exponent is kept for inf and NaN. Without, only the number of all ones is NaN.
+    """
+
+    name: str
+    dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    has_infinity: bool = True
+
+    @property
+    def bias(self) -> int:
+        """What is added to an exponent before it is stored."""
+        return int(2 ** (self.exponent_bits - 1) - 1)
+
+    @property
+    def smallest_normal_exponent(self) -> int:
+        """The exponent of the smallest number with a leading one."""
+        return 1 - self.bias
+
+    @property
+    def smallest_subnormal_exponent(self) -> int:
+        """The exponent of the smallest number above zero."""
+        return self.smallest_normal_exponent - self.mantissa_bits
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        if self.has_infinity:
+            return float((2 - 2.0**-self.mantissa_bits) * 2.0**self.bias)
+        return float((2 - 2.0 ** (1 - self.mantissa_bits)) * 2.0 ** (self.bias + 1))
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number of full precision."""
+        return float(2.0**self.smallest_normal_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest number above zero; what is below half of it rounds to zero."""
+        return float(2.0**self.smallest_subnormal_exponent)
+
+
+FP32 = Format("fp32", torch.float32, exponent_bits=8, mantissa_bits=23)
+FP16 = Format("fp16", torch.float16, exponent_bits=5, mantissa_bits=10)
+BF16 = Format("bf16", torch.bfloat16, exponent_bits=8, mantissa_bits=7)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_infinity=False)
+E5M2 = Format("e5m2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2)
+
+# Those whose fit a monitor judges, by their names in records.
+LOW_PRECISION = {each.name: each for each in (FP16, BF16, E4M3, E5M2)}

@@ -1,0 +1,297 @@
+"""`Monitor`: what happens to the numbers of a training, recorded while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from castwise._warnings import warn
+from castwise.amp.outcomes import StepFacts
+from castwise.monitor import names
+from castwise.monitor.activations import Activations
+from castwise.monitor.iterations import Iteration, Iterations
+from castwise.monitor.opening import run_record
+from castwise.monitor.ranks import Ranks
+from castwise.monitor.sample import Sample, combined, sample_record
+from castwise.monitor.shards import is_split_over_ranks
+from castwise.monitor.sinks import Record, Sink, Sinks
+from castwise.monitor.skips import Skip, agreed
+from castwise.monitor.unscaled import UnscaledSteps
+
+if TYPE_CHECKING:
+    from castwise.monitor.diagnosis import Diagnosis
+    from castwise.monitor.recording import MicroBatches, Recording
+
+_PARAMETERS_NAMED = 8
+
+
+class Monitor:
+    """Records what happens to the numbers of a training: of each step a little, of every `every`-th step a lot.
+
+    Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
+    was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
+    since the step before. Of sampled steps, the first and every `every`-th after it: of each parameter's gradient, of
+    each module's gradients together and of each module's output how large the numbers are and how they fit into fp16,
+    bf16, e4m3 and e5m2 (see `tally.Tally.record`), and of each parameter how far the step has moved it (see
+    `updates.update_record`).
+
+    Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
+    one forward (see `activations.Activations`). Gradients are looked at before they are unscaled or clipped.
+
+    Between samples there are no hooks on modules, and nothing is read. In a sampled step every gradient and output is
+    read once on its device, weights are copied once and compared; the host waits for no accelerator, and what was found
+    is recorded two steps later there. The monitor's own memory does not grow with the run.
+
+    With several processes each measures its own part; at sampled and at skipped steps they put together what they have
+    found, and the first one writes it. All have to attach and detach alike.
+
+    Args:
+        model: The one that is trained, or what wraps it; names are those without wrappers.
+        optimizer: The one that trains it, or several. Their iteration ends when one of them steps again. What a closure
+            computes during a step is not seen before it.
+        scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and neither
+            losses nor norms are known.
+        every: Steps from one sample to the next, >= 1.
+        sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
+            that fails is dropped with a warning.
+        on_skip: `"diagnose"` replays the batch of a skipped step and records the module and the op that produced the
+            first inf or NaN; the last one is in `diagnosis`.
+        steps_before: How many steps the training has taken before, if no scaler knows: what it goes on counting from.
+
+    Raises:
+        TypeError: `optimizer` is none, the scaler does not tell of its steps (torch's does not), or a sink is no path
+            and no function.
+        ValueError: `every`, `steps_before` or `on_skip` is out of its range, or there is no optimizer.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+        >>> records = []
+        >>> with Monitor(model, optimizer, scaler, sinks=[records.append]):
+        ...     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> [record["kind"] for record in records]
+        ['run', 'step', 'sample', 'end']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        every: int = 100,
+        sinks: Sequence[Sink | str | os.PathLike[str]] = (),
+        on_skip: Literal["diagnose"] | None = None,
+        steps_before: int = 0,
+    ) -> None:
+        _check(every, on_skip, steps_before)
+        self._model, self._scaler, self._every = model, scaler, every
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not self._optimizers:
+            raise ValueError("a monitor needs the optimizer that trains the model, got an empty sequence")
+        for each in self._optimizers:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
+        self._steps = _steps_of(scaler, self._optimizers, steps_before)
+        self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
+        self._activations = Activations(model)
+        self._recording = _recording_of(model) if on_skip and self._is_scaled else None
+        self._handles: list[Any] = []
+        self._last_step = steps_before
+        self.diagnosis: Diagnosis | None = None
+        """That of the last skipped step, if `on_skip="diagnose"`."""
+
+    # -- beginning and end --------------------------------------------------------------------------------------
+
+    def attach(self) -> Self:
+        """Begin to record; the first step from now on is sampled.
+
+        Raises:
+            RuntimeError: It is attached already.
+            ValueError: Skipped steps are to be diagnosed, and the model is split over ranks: a replay that ends on one
+                rank would keep the others waiting.
+        """
+        if self._handles:
+            raise RuntimeError("this monitor is attached already: detach() it first")
+        if self._recording is not None and is_split_over_ranks(self._model):
+            raise ValueError(
+                'on_skip="diagnose" replays a batch on each rank alone, which a model that is split over ranks cannot '
+                "do: leave it out; the cause of a skip and the parameters are recorded without it"
+            )
+        self._ranks = Ranks()
+        self._iterations = Iterations(len(self._optimizers), self._begin)
+        self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.size))
+        self._handles = [
+            *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
+            self._steps.register_gradients_hook(self._before_step),
+            self._steps.register_step_hook(self._told),
+        ]
+        if self._recording is not None:
+            self._recording.attach()
+        self._activations.watch()
+        return self
+
+    def detach(self) -> None:
+        """Record what is still on its way, which waits for the device, and remove all hooks."""
+        if not self._handles:
+            return
+        try:
+            self._steps.synchronize()
+            self._finish(all_=True)
+        finally:
+            self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._activations.stop()
+        if self._recording is not None:
+            self._recording.detach()
+        self._write({"kind": "end", "step": self._last_step})
+        self._sinks.close()
+        self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.detach()
+        elif self._handles:
+            self._remove()  # other ranks may not have failed, and would not come to put together what they have found
+
+    # -- what happens in a step, in this order ------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+        """Look at gradients that nobody has changed yet."""
+        if not self._knows(optimizer):
+            return
+        iteration = self._iterations.note_gradients(optimizer)
+        if self._recording is not None:
+            iteration.batches[optimizer] = self._recording.take()
+        if iteration.sample is not None:
+            iteration.sample.measure_gradients(optimizer, scale)
+
+    def _begin(self, iteration: Iteration) -> None:
+        self._finish()
+        if iteration.number % self._every == 0:
+            iteration.sample = Sample(self._model, self._activations.stop())
+        if (iteration.number + 1) % self._every == 0:
+            self._activations.watch()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        iteration = self._iterations.current
+        if iteration is not None and iteration.sample is not None:
+            iteration.sample.measure_update(optimizer)
+
+    def _told(self, facts: StepFacts) -> Diagnosis | None:
+        """Record a step, now that it is known what became of it."""
+        optimizer = facts.optimizer
+        if optimizer is None or not self._knows(optimizer):
+            return None
+        iteration = self._iterations.note_facts(optimizer, facts)
+        self._last_step = facts.number
+        diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+        skip = self._agreed_skip(facts, diagnosis)
+        self._write(
+            {
+                "kind": "step",
+                "step": facts.number,
+                "scale": facts.scale if self._is_scaled else None,
+                "skipped": facts.skipped,
+                "cause": skip and skip.cause,
+                "parameters": list(skip.parameters)[:_PARAMETERS_NAMED] if skip else [],
+                "grad_norm": facts.grad_norm,
+                "loss": facts.loss,
+                "seconds": iteration and iteration.seconds,
+            }
+        )
+        if skip is not None and skip.diagnosis is not None:
+            self._write({"kind": "diagnosis", "step": facts.number, "cause": skip.cause, **skip.diagnosis})
+        self._finish()
+        return diagnosis
+
+    # -- what comes of it ---------------------------------------------------------------------------------------
+
+    def _finish(self, *, all_: bool = False) -> None:
+        """Record samples of which all is known."""
+        for iteration in self._iterations.over(all_=all_):
+            if iteration.sample is None:
+                continue
+            first = next(iter(iteration.told.values()))
+            stepped = [optimizer for optimizer, facts in iteration.told.items() if not facts.skipped]
+            ranks = self._ranks.gather(iteration.sample.measured(first.scale, stepped))
+            if self._ranks.is_first:
+                self._write(sample_record(first.number, first.scale, combined(ranks)))
+
+    def _agreed_skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
+        if facts.cause is None:
+            return None
+        bad = set(facts.parameters)
+        named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
+        fields = None
+        if diagnosis is not None:
+            fields = {name: getattr(diagnosis, name) for name in ("phase", "module", "op", "advice")}
+            fields["text"] = str(diagnosis)
+        mine = Skip(facts.cause.value, named, fields, is_found=diagnosis is not None and diagnosis.found)
+        return agreed(self._ranks.gather(mine))
+
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+        if batches is None or not facts.skipped:
+            return None
+        try:
+            self.diagnosis = batches.diagnose(facts.scale)
+        except Exception as error:
+            warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning, 2)
+            return None
+        return self.diagnosis
+
+    def _write(self, record: Record) -> None:
+        if self._ranks.is_first:
+            self._sinks(record)
+
+    def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(optimizer is one for one in self._optimizers)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return not isinstance(self._steps, UnscaledSteps)
+
+
+def _check(every: int, on_skip: object, steps_before: int) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a number of steps >= 1, got {every!r}")
+    if on_skip not in (None, "diagnose"):
+        raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
+    if isinstance(steps_before, bool) or not isinstance(steps_before, int) or steps_before < 0:
+        raise ValueError(f"steps_before must be a number of steps >= 0, got {steps_before!r}")
+
+
+def _steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer], steps_before: int) -> Any:
+    """Return who tells of the steps: the scaler, or the optimizers themselves."""
+    if scaler is None or not scaler.is_enabled():
+        return UnscaledSteps(optimizers, steps_before)
+    if not hasattr(scaler, "register_step_hook"):
+        raise TypeError(
+            f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
+            "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
+        )
+    return scaler
+
+
+def _recording_of(model: nn.Module) -> Recording:
+    from castwise.monitor.recording import Recording
+
+    return Recording(model)

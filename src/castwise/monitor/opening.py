@@ -1,0 +1,44 @@
+"""The first record of a run: with what, and on what, it was made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.monitor import names
+from castwise.monitor.run import FORMAT
+
+
+def run_record(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, every: int, ranks: int
+) -> dict[str, Any]:
+    """Return the record that begins a run; it reads no tensor."""
+    import castwise
+
+    parameters = list(model.parameters())
+    is_scaled = scaler is not None and scaler.is_enabled()
+    return {
+        "kind": "run",
+        "format": FORMAT,
+        "time": time.time(),
+        "castwise": castwise.__version__,
+        "torch": torch.__version__,
+        "device": _device_name(parameters[0].device if parameters else torch.device("cpu")),
+        "settings": {
+            "model": type(names.modules(model)[""]).__name__,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+            "learning rate": optimizers[0].param_groups[0].get("lr", "unknown"),
+            "schedule": str(scaler._schedule()) if is_scaled else "no scaling",
+            "every": every,
+            "ranks": ranks,
+        },
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

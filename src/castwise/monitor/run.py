@@ -1,0 +1,102 @@
+"""A recorded run, read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from castwise.monitor.sinks import file_in
+
+Record = dict[str, Any]
+
+FORMAT = 1
+_NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+@dataclass
+class Run:
+    """What a monitor has recorded of a training, in order of steps.
+
+    A training that went on from a checkpoint repeats steps in its file: the later record of a step is the one that
+    counts, as the earlier weights are gone.
+
+    Args:
+        path: The file.
+        about: The record that opened it: `castwise`, `torch`, `device` and `time` (seconds since 1970) of the run.
+        settings: What was trained and how, for people to read.
+        steps: One record of each step.
+        samples: Those of the sampled steps.
+        diagnoses: Those of skipped steps that were diagnosed.
+        ended: The monitor was detached; False while the run goes on, and for good if it was killed.
+    """
+
+    path: Path
+    about: Record = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)
+    diagnoses: list[Record] = field(default_factory=list)
+    ended: bool = False
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Run:
+        """Read a run, also while it grows. A broken last line, which a killed process leaves, is ignored.
+
+        Args:
+            path: The file or its folder. Strings in the place of numbers become `nan`, `inf` and `-inf` again.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: A line before the last is no record, or the file has a format of a later castwise.
+        """
+        run = cls(file_in(path))
+        for record in _records(run.path):
+            run._add(record)
+        return run
+
+    def _add(self, record: Record) -> None:
+        kind = record["kind"]
+        if kind == "run":
+            if record["format"] > FORMAT:
+                raise ValueError(
+                    f"{self.path} has format {record['format']}, this castwise reads {FORMAT} and earlier: upgrade it"
+                )
+            self.about, self.settings, self.ended = record, record["settings"], False
+        elif kind == "step":
+            if self.steps and record["step"] <= self.steps[-1]["step"]:
+                self._forget_from(record["step"])
+            self.steps.append(record)
+        elif kind == "sample":
+            self.samples.append(record)
+        elif kind == "diagnosis":
+            self.diagnoses.append(record)
+        elif kind == "end":
+            self.ended = True
+
+    def _forget_from(self, step: int) -> None:
+        for records in (self.steps, self.samples, self.diagnoses):
+            records[:] = [record for record in records if record["step"] < step]
+
+
+def _records(path: Path) -> Iterator[Record]:
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, unfinished] if unfinished else lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or "kind" not in record:
+                raise ValueError("it has no kind")
+        except ValueError as error:
+            if line is unfinished:
+                return
+            raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
+        yield _with_numbers(record)
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(each) for key, each in value.items()}
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value

@@ -1,0 +1,198 @@
+"""One sampled step: what is measured of it on the device, what is known of it on the host, and its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from castwise.amp.gradients import present
+from castwise.monitor import names
+from castwise.monitor.arrivals import Arrivals
+from castwise.monitor.exponents import count, tally
+from castwise.monitor.shards import part_of
+from castwise.monitor.tally import Tally
+from castwise.monitor.updates import Updates, update_record
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class OfGradient:
+    """This rank's part of a gradient.
+
+    Args:
+        scaled: As the backward has left it.
+        unscaled: Divided by the scale.
+        distinct: See `shards.Part`.
+    """
+
+    scaled: Tally
+    unscaled: Tally
+    distinct: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank has found out of a step, on the host.
+
+    Args:
+        gradients: By parameter.
+        modules: The names of the parameters of each module that has its own.
+        activations: By module.
+        updates: By parameter, see `updates.compare`; none if the step was skipped.
+    """
+
+    gradients: Mapping[str, OfGradient] = field(default_factory=dict)
+    modules: Mapping[str, list[str]] = field(default_factory=dict)
+    activations: Mapping[str, Tally] = field(default_factory=dict)
+    updates: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+class Sample:
+    """The measuring of one step. Nothing of it waits for an accelerator until `measured`.
+
+    Args:
+        model: Whose numbers are measured.
+        outputs: By module, results of `count` for the tensors it has returned.
+    """
+
+    def __init__(self, model: nn.Module, outputs: Mapping[str, list[torch.Tensor]]) -> None:
+        self._model = model
+        self._outputs = Arrivals({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
+        self._distinct: dict[str, int | None] = {}
+        self._gradients: list[Arrivals[tuple[str, bool]]] = []
+        self._updates = Updates()
+        self._updated: dict[torch.optim.Optimizer, Arrivals[torch.Tensor]] = {}
+
+    def measure_gradients(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+        """Count the exponents of an optimizer's gradients, and keep its weights; the forward is over.
+
+        Args:
+            optimizer: With gradients as the backward has left them.
+            scale: That of the gradients, on their device.
+        """
+        mantissa = _mantissa(scale)
+        of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
+        counts = {}
+        for parameter in present(optimizer)[0]:
+            name = of_parameter.get(parameter)
+            if name is None:
+                continue
+            part = part_of(parameter.grad, parameter)
+            self._distinct[name] = part.distinct
+            counts[name, True] = count(part.local)
+            if mantissa is not None:
+                counts[name, False] = count(part.local, mantissa.to(part.local.device))
+        self._gradients.append(Arrivals(counts))
+        self._updates.keep(optimizer)
+
+    def measure_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare an optimizer's weights with what they were; the step is over."""
+        found = self._updates.compare(optimizer)
+        if found:
+            self._updated[optimizer] = Arrivals(found)
+
+    def measured(self, scale: float, stepped: Iterable[torch.optim.Optimizer]) -> Measured:
+        """Return what was measured, which on an accelerator waits until it is there.
+
+        Args:
+            scale: That of the gradients.
+            stepped: Those optimizers whose step was not skipped.
+        """
+        of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
+        updates = {
+            of_parameter[parameter]: numbers.tolist()
+            for optimizer in stepped
+            if optimizer in self._updated
+            for parameter, numbers in self._updated[optimizer].wait().items()
+            if parameter in of_parameter
+        }
+        activations: dict[str, Tally] = {}
+        for (module, _), counts in self._outputs.wait().items():
+            activations[module] = activations.get(module, Tally()) + tally(counts)
+        gradients = self._gradients_on_host(-math.frexp(scale)[1] + 1)
+        modules = {
+            name: [of_parameter[own] for own in module.parameters(recurse=False) if of_parameter[own] in gradients]
+            for name, module in names.modules(self._model).items()
+        }
+        return Measured(gradients, {module: own for module, own in modules.items() if own}, activations, updates)
+
+    def _gradients_on_host(self, power: int) -> dict[str, OfGradient]:
+        found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
+        gradients = {}
+        for name, is_scaled in found:
+            if is_scaled:
+                scaled = tally(found[name, True])
+                divided = tally(found[name, False]) if (name, False) in found else scaled
+                gradients[name] = OfGradient(scaled, divided.times_two_to_the(power), self._distinct[name])
+        return gradients
+
+
+def combined(ranks: list[Measured]) -> Measured:
+    """Return what several ranks have found out together: parts of a tensor add up, copies of it count once."""
+    if len(ranks) == 1:
+        return ranks[0]
+    activations = {name: sum(tallies, Tally()) for name, tallies in _by_name([rank.activations for rank in ranks])}
+    # Of a copy all four numbers are there twice, and only their quotients matter.
+    sums = {
+        name: [sum(numbers) for numbers in zip(*updates, strict=True)]
+        for name, updates in _by_name([rank.updates for rank in ranks])
+    }
+    gradients = {name: _whole(parts) for name, parts in _by_name([rank.gradients for rank in ranks])}
+    return Measured(gradients, {name: own for rank in ranks for name, own in rank.modules.items()}, activations, sums)
+
+
+def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
+    """Return the record of a sampled step.
+
+    Returns:
+        gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
+            magnitudes are unscaled, formats are judged on scaled ones.
+        activations: The same of what modules return, where nothing is scaled.
+        weights: By parameter, see `updates.update_record`.
+    """
+    gradients = found.gradients
+    modules = {}
+    for module, own in found.modules.items():
+        parts = [gradients[name] for name in own]
+        unscaled = sum((part.unscaled for part in parts), Tally())
+        modules[module] = unscaled.record(sum((part.scaled for part in parts), Tally()))
+    return {
+        "kind": "sample",
+        "step": step,
+        "scale": scale,
+        "gradients": {name: part.unscaled.record(part.scaled) for name, part in gradients.items()},
+        "modules": modules,
+        "activations": {name: of_module.record() for name, of_module in found.activations.items()},
+        "weights": {name: update_record(numbers) for name, numbers in found.updates.items()},
+    }
+
+
+def _by_name(ranks: list[Mapping[str, _T]]) -> Iterator[tuple[str, list[_T]]]:
+    """Yield each name with what those ranks have that know it, in the order of the first."""
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        yield name, [rank[name] for rank in ranks if name in rank]
+
+
+def _whole(parts: list[OfGradient]) -> OfGradient:
+    held, distinct = len(parts), parts[0].distinct
+    scaled, unscaled = (
+        sum(tallies, Tally()).of_copies(held, held if distinct is None else distinct)
+        for tallies in ([part.scaled for part in parts], [part.unscaled for part in parts])
+    )
+    return OfGradient(scaled, unscaled, distinct)
+
+
+def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:
+    """Return scale / 2**floor(log2(scale)), which is in [1, 2); None if it is known to be 1.
+
+    Exponents of gradients that are divided by a power of two are known from those of the gradients as they are.
+    """
+    mantissa = torch.frexp(scale)[0] * 2
+    is_one = scale.device.type == "cpu" and mantissa.item() == 1.0  # of an accelerator's scale nobody on the host knows
+    return None if is_one else mantissa

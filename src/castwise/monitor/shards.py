@@ -1,0 +1,53 @@
+"""What this rank holds of a tensor that several ranks hold together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from castwise._torch_private import is_fsdp_flattened
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor."""
+
+    local: torch.Tensor
+    distinct: int | None
+    """How many different parts there are; ranks beyond that hold copies. None: as many as ranks."""
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def is_split_over_ranks(model: nn.Module) -> bool:
+    """Say whether one rank cannot run a model without the others: FSDP, tensor parallelism, SyncBatchNorm."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in model.parameters()) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
+
+
+def part_of(tensor: Any, parameter: torch.Tensor | None = None) -> Part:
+    """Return this rank's part of a tensor; a partial sum is summed first, by all ranks of its mesh.
+
+    Args:
+        tensor: A DTensor, or one that all ranks hold alike (DDP).
+        parameter: Whose gradient it is, if it is one; FSDP1 gives each rank its own part of those it has flattened.
+    """
+    if not is_split(tensor):
+        of_this_rank = parameter is not None and is_fsdp_flattened(parameter)
+        return Part(tensor, None if of_this_rank else 1)
+    if any(placement.is_partial() for placement in tensor.placements):
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(placements=whole)
+    split = [dimension for dimension, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return Part(tensor.to_local(), math.prod(tensor.device_mesh.size(dimension) for dimension in split))

@@ -1,0 +1,156 @@
+"""Where records go: a file of JSON lines, TensorBoard, or any function that takes a dict."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from castwise._warnings import warn
+from castwise.monitor.tensorboard_events import TensorBoard
+
+__all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
+
+Record: TypeAlias = dict[str, Any]
+Sink: TypeAlias = Callable[[Record], object]
+
+FILE_NAME = "monitor.jsonl"
+_ENCODER = json.JSONEncoder(allow_nan=False)
+_AS_IT_IS: int = getattr(os, "O_BINARY", 0)  # Windows writes other ends of lines without
+
+
+class JSONL:
+    """Appends each record to a file as one line of JSON.
+
+    A line is handed to the operating system whole, by one unbuffered write, so a process that is killed loses no line
+    but the one it is writing, and others can read the file while it grows. What a killed process has left of a line is
+    cut off before the next is written. Numbers that are not finite are the strings "nan", "inf" and "-inf", as JSON
+    has no others for them.
+
+    Args:
+        path: A file that ends in `.jsonl`, or a folder, in which it is `monitor.jsonl`. Either is made when the first
+            record comes.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with JSONL(folder) as sink:
+        ...     sink({"kind": "step", "step": 1, "loss": float("nan")})
+        >>> print(Path(folder, "monitor.jsonl").read_text(), end="")
+        {"kind": "step", "step": 1, "loss": "nan"}
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = file_in(path)
+        self._file: int | None = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Append a record.
+
+        Raises:
+            OSError: It could not be written, or not whole.
+            TypeError: It holds what JSON has no word for.
+        """
+        line = _ENCODER.encode(_spelled(record)).encode() + b"\n"
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AS_IT_IS, 0o666)
+            _cut_off_broken_line(self._file)
+        written = os.write(self._file, line)
+        if written < len(line):
+            raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+
+    def close(self) -> None:
+        """Let go of the file; a later record opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __repr__(self) -> str:
+        return f"JSONL({str(self.path)!r})"
+
+    def __enter__(self) -> JSONL:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sinks:
+    """Some sinks that all get the same records. One that fails is dropped with a warning: training goes on.
+
+    Args:
+        sinks: Functions of one record; of a path `JSONL` is made.
+
+    Raises:
+        TypeError: One is neither.
+    """
+
+    def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
+        self._sinks = [_sink(each) for each in sinks]
+
+    def __call__(self, record: Record) -> None:
+        """Hand a record to all of them."""
+        for sink in list(self._sinks):
+            try:
+                sink(record)
+            except Exception as error:
+                self._sinks.remove(sink)
+                warn(
+                    f"the monitor's sink {sink!r} failed and gets no more records: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    2,
+                )
+
+    def close(self) -> None:
+        """Close those that can be closed."""
+        for sink in self._sinks:
+            getattr(sink, "close", lambda: None)()
+
+
+def file_in(path: str | os.PathLike[str]) -> Path:
+    """Return the file of records that a path means: itself, or the one in the folder that it is."""
+    path = Path(path)
+    return path if path.suffix == ".jsonl" and not path.is_dir() else path / FILE_NAME
+
+
+def _sink(given: object) -> Sink:
+    if isinstance(given, (str, os.PathLike)):
+        return JSONL(given)
+    if not callable(given):
+        raise TypeError(f"a sink is a path or a function of one record (a dict), got {given!r}")
+    return given
+
+
+def _cut_off_broken_line(file: int) -> None:
+    end = os.fstat(file).st_size
+    for start, block in _blocks_from_the_end(file, end):
+        if block.endswith(b"\n") and start + len(block) == end:
+            return
+        newline = block.rfind(b"\n")
+        if newline >= 0:
+            os.ftruncate(file, start + newline + 1)
+            return
+    if end:
+        os.ftruncate(file, 0)
+
+
+def _blocks_from_the_end(file: int, end: int, size: int = 2**16) -> Iterator[tuple[int, bytes]]:
+    while end > 0:
+        start = max(0, end - size)
+        os.lseek(file, start, os.SEEK_SET)
+        yield start, os.read(file, end - start)
+        end = start
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _spelled(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return value if all(type(each) is int for each in value) else [_spelled(each) for each in value]
+    return value

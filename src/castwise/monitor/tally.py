@@ -1,0 +1,135 @@
+"""What is known of the magnitudes of some elements, on the host; tallies of several tensors add up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from castwise.monitor.formats import LOW_PRECISION, Format
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Elements by the binary exponents of their magnitudes.
+
+    Args:
+        numel: How many elements there are, zeros and non-finite ones too.
+        zero: How many are zero.
+        nonfinite: How many are inf or NaN.
+        largest: The largest finite magnitude; 0 if none is above.
+        smallest: The smallest magnitude above zero; inf if there is none that is finite.
+        counts: How many elements v have 2**e <= |v| < 2**(e + 1), by e, where there are any.
+    """
+
+    numel: int = 0
+    zero: int = 0
+    nonfinite: int = 0
+    largest: float = 0.0
+    smallest: float = math.inf
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            numel=self.numel + other.numel,
+            zero=self.zero + other.zero,
+            nonfinite=self.nonfinite + other.nonfinite,
+            largest=max(self.largest, other.largest),
+            smallest=min(self.smallest, other.smallest),
+            counts=Counter(self.counts) + Counter(other.counts),
+        )
+
+    def times_two_to_the(self, power: int) -> Tally:
+        """Return the tally of the same elements, each multiplied by 2**power, with exponents without bound."""
+        return replace(
+            self,
+            largest=_ldexp(self.largest, power),
+            smallest=_ldexp(self.smallest, power),
+            counts={exponent + power: n for exponent, n in self.counts.items()},
+        )
+
+    def of_copies(self, held: int, distinct: int) -> Tally:
+        """Return the tally of the elements themselves, of which this one counts copies: `held` for `distinct`."""
+        if held == distinct:
+            return self
+        return replace(
+            self,
+            numel=self.numel * distinct // held,
+            zero=self.zero * distinct // held,
+            nonfinite=self.nonfinite * distinct // held,
+            counts={exponent: n * distinct // held for exponent, n in self.counts.items()},
+        )
+
+    def share_between(self, low: float, high: float) -> float:
+        """Return the share of all elements with low <= |v| < high, which are powers of two; zeros are not counted.
+
+        Args:
+            low: 0 or a power of two.
+            high: A power of two.
+        """
+        first = -math.inf if low == 0.0 else math.log2(low)
+        last = math.log2(high)
+        return self._share(sum(n for exponent, n in self.counts.items() if first <= exponent < last))
+
+    def _share(self, n: int) -> float:
+        return n / self.numel if self.numel else 0.0
+
+    def fit(self, number_format: Format) -> dict[str, float]:
+        """Say how these magnitudes fit into a format.
+
+        Returns:
+            flush: The share of all elements with 0 < |v| < s / 2, s being the smallest subnormal: they round to zero
+                (s / 2 does as well, which this counts as subnormal).
+            subnormal: The share with s / 2 <= |v| < the smallest normal number: they lose precision.
+            headroom_bits: log2(largest number of the format / largest |v|), in bits: negative if that one overflows,
+                -inf if any is inf or NaN, inf if all are zero.
+        """
+        rounds_to_zero = number_format.smallest_subnormal / 2
+        return {
+            "flush": self.share_between(0.0, rounds_to_zero),
+            "subnormal": self.share_between(rounds_to_zero, number_format.smallest_normal),
+            "headroom_bits": self._headroom_bits(number_format),
+        }
+
+    def _headroom_bits(self, number_format: Format) -> float:
+        if self.nonfinite:
+            return -math.inf
+        # Of logarithms, as the quotient of the largest fp64 and a small number is no float.
+        return math.log2(number_format.largest) - math.log2(self.largest) if self.largest else math.inf
+
+    def record(self, given: Tally | None = None) -> dict[str, Any]:
+        """Return what a run's record says of these elements.
+
+        Args:
+            given: The tally of the same elements as the formats have to hold them, if that is another one: gradients
+                before they were unscaled.
+
+        Returns:
+            numel: Elements.
+            largest, smallest: The largest finite and the smallest non-zero magnitude; None if all are zero.
+            zero, nonfinite: Shares of all elements.
+            exponents: The lowest one, and the number of elements of it and of each above.
+            formats: By name, what `fit` says.
+        """
+        lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
+        return {
+            "numel": self.numel,
+            "largest": self.largest,
+            "smallest": self.smallest if math.isfinite(self.smallest) else None,
+            "zero": self._share(self.zero),
+            "nonfinite": self._share(self.nonfinite),
+            "exponents": {
+                "lowest": lowest,
+                "counts": [self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)],
+            },
+            "formats": {name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
+        }
+
+
+def _ldexp(number: float, power: int) -> float:
+    try:
+        return math.ldexp(number, power)
+    except OverflowError:
+        return math.inf

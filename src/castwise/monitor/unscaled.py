@@ -1,0 +1,69 @@
+"""Steps without a scaler, told in the way in which a scaler tells of its steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from castwise.amp.gradients import params_of
+from castwise.amp.outcomes import DELAY, StepFacts
+
+
+class UnscaledSteps:
+    """The steps of optimizers that no scaler skips, seen by hooks of theirs: no loss is known, and the scale is 1.
+
+    Args:
+        optimizers: Whose steps are told.
+        steps_before: What their count begins after.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], steps_before: int) -> None:
+        self._optimizers, self._steps = optimizers, steps_before
+        self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
+        self._waiting: deque[StepFacts] = deque()
+
+    def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
+        """Call a function with each optimizer and a scale of 1 before it steps."""
+
+        def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            hook(optimizer, torch.ones((), device=_device_of(optimizer)))
+
+        return _Handles([optimizer.register_step_pre_hook(call) for optimizer in self._optimizers])
+
+    def register_step_hook(self, hook: Callable[[StepFacts], object]) -> _Handles:
+        """Call a function with the facts of each step, as late as a scaler would."""
+        key = RemovableHandle(self._step_hooks)
+        self._step_hooks[key.id] = hook
+        return _Handles([key, *(optimizer.register_step_post_hook(self._on_step) for optimizer in self._optimizers)])
+
+    def synchronize(self) -> None:
+        """Tell of all steps."""
+        self._tell(0)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._steps += 1
+        self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False))
+        self._tell(0 if _device_of(optimizer).type == "cpu" else DELAY * len(self._optimizers))
+
+    def _tell(self, but: int) -> None:
+        while len(self._waiting) > but:
+            facts = self._waiting.popleft()
+            for hook in tuple(self._step_hooks.values()):
+                hook(facts)
+
+
+class _Handles:
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    return next((parameter.device for parameter in params_of(optimizer)), torch.device("cpu"))

@@ -1,0 +1,86 @@
+"""How far an optimizer's step moves the weights, and how much of that bf16 weights would have lost."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from castwise.amp.gradients import present
+from castwise.amp.measuring import wide
+from castwise.monitor import pieces
+from castwise.monitor.shards import part_of
+
+
+@torch.no_grad()
+def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Compare weights before and after a step; `update_record` reads the result. Does not sync with an accelerator.
+
+    Args:
+        before: w, plain and floating-point or complex, of which real and imaginary parts are elements each.
+        after: w + dw, like `before`.
+
+    Returns:
+        fp64 (fp32 where a device has no fp64), shape (4,): the sums of squares of dw and of w, how many elements have
+        dw != 0, and for how many of those bf16(bf16(w) + dw) == bf16(w).
+    """
+    found = torch.zeros(4, dtype=wide(after.device), device=after.device)
+    size = pieces.size_on(after.device)
+    for old, new in zip(torch.split(_flat(before), size), torch.split(_flat(after), size), strict=True):
+        exact = torch.promote_types(old.dtype, torch.float32)
+        old = old.to(exact)
+        change = new.to(exact) - old
+        rounded = old.bfloat16()
+        changed = change != 0
+        lost = changed & ((rounded.to(exact) + change).bfloat16() == rounded)
+        wide_change, wide_old = change.to(found.dtype, copy=True), old.to(found.dtype, copy=True)
+        # Not dot products, which a CPU splits among threads however short they are.
+        numbers = [wide_change.square_().sum(), wide_old.square_().sum(), changed.sum(), lost.sum()]
+        found += torch.stack([number.to(found.dtype) for number in numbers])
+    return found
+
+
+def update_record(found: list[float]) -> dict[str, float]:
+    """Return what a run's record says of the update of a parameter.
+
+    Args:
+        found: What `compare` has found, or the sum of that over parts of the parameter.
+
+    Returns:
+        update_to_weight: ||dw||2 / ||w||2, w being the weights before the step; inf if they were all zero.
+        lost_in_bf16: The share, of the elements with dw != 0, of those for which bf16(bf16(w) + dw) == bf16(w), the
+            sum taken in fp32: were the weights bf16 without an fp32 copy, the step would not have moved them.
+    """
+    of_change, of_weight, changed, lost = found
+    from_nothing = math.inf if of_change else 0.0
+    return {
+        "update_to_weight": math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
+        "lost_in_bf16": lost / changed if changed else 0.0,
+    }
+
+
+class Updates:
+    """Steps of optimizers, over which a copy is kept of the weights that have a gradient."""
+
+    def __init__(self) -> None:
+        self._before: dict[torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the weights that an optimizer is about to change."""
+        self._before[optimizer] = [
+            (parameter, part_of(parameter.detach()).local.clone())
+            for parameter in present(optimizer)[0]
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+
+    def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+        """Return a result of `compare` for each parameter, and forget the copies."""
+        return {
+            parameter: compare(before, part_of(parameter.detach()).local)
+            for parameter, before in self._before.pop(optimizer, ())
+        }
+
+
+def _flat(weights: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(weights.resolve_conj()) if weights.is_complex() else weights).reshape(-1)

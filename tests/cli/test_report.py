@@ -1,0 +1,85 @@
+"""`castwise report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.monitor import recorded
+from typer.testing import CliRunner
+
+from castwise.cli import app
+
+
+def report(*options: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, options)])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a demo leaves it: a run in each of its folders."""
+    folder = tmp_path_factory.mktemp("runs")
+    recorded.healthy(folder / "good", steps=1000, layers=1)
+    recorded.troubled(folder / "bad", steps=2000, layers=1, name="[red]weird[/red]")
+    return folder
+
+
+def test_a_page_is_written_into_the_run_or_where_it_is_asked_for(runs: Path, tmp_path: Path) -> None:
+    code, printed = report(runs / "good")
+    assert (code, printed) == (0, f"wrote {runs / 'good' / 'report.html'}\n")
+    assert "fp16 is safe here" in (runs / "good" / "report.html").read_text()
+    for given in ([runs / "good" / "monitor.jsonl", runs / "bad"], [runs]):
+        assert report(*given, "-o", tmp_path / "both.html")[0] == 0
+        page = (tmp_path / "both.html").read_text()
+        assert 'id="timeline-2"' in page
+        assert 'id="timeline-3"' not in page
+
+
+def test_the_essentials_are_printed(runs: Path) -> None:
+    code, printed = report("--text", runs / "bad")
+    assert code == 0
+    text = " ".join(printed.split())
+    assert "2,000 steps; 3 skipped; scale 2^" in text
+    assert "non-finite loss 1 1,777 1,777" in text
+    assert "overflow 2" in text
+    assert "blocks.0.attn.qkv.weight" in text
+    assert "warning: The loss was inf or NaN at 1 step, first at step 1,777" in text
+    assert "[red]weird[/red]" in text
+    assert "note: bf16 weights would drop 12% of updates: keep fp32 master weights. lost updates 12%;" in text
+    assert not (runs / "bad" / "report.html").exists()
+
+
+def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
+    code, printed = report("--text", recorded.write(tmp_path))
+    assert code == 0
+    assert "0 steps; 0 skipped; 0 samples" in printed
+    assert "Too little was recorded" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["missing"], "castwise report: there is no {}/missing\n"),
+        (["."], "castwise report: there is no monitor.jsonl in {}: castwise.Monitor(..., sinks=['{}']) writes one\n"),
+        (["broken.jsonl"], "castwise report: {}/broken.jsonl, line 1 is no record of a monitor: "),
+        (["good", "-o", "missing/page.html"], "castwise report: cannot write {}/missing/page.html: No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(given: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("x\ny\n")
+    if "good" in given:
+        recorded.write(tmp_path / "good")
+    code, printed = report(*(each if each == "-o" else tmp_path / each for each in given))
+    assert code == 2
+    assert printed.startswith(text.replace("{}", str(tmp_path)))
+    assert printed.count("\n") == 1
+
+
+def test_a_missing_extra_is_one_line_that_names_it(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [each for each in sys.modules if each.split(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert report(runs / "bad") == (2, "castwise report: a report needs plotly: pip install 'castwise[report]'\n")
+    assert report("--text", runs / "bad")[0] == 0

@@ -1,0 +1,80 @@
+"""Runs that were recorded, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castwise.monitor.run import Run
+from castwise.monitor.sinks import JSONL
+
+HEADER = {"kind": "run", "format": 1, "castwise": "0", "torch": "0", "device": "cpu", "settings": {"every": 10}}
+
+
+def write(folder: Path, *records: dict[str, Any]) -> None:
+    with JSONL(folder) as sink:
+        for record in records:
+            sink(record)
+
+
+def numbers(records: list[dict[str, Any]]) -> list[int]:
+    return [record["step"] for record in records]
+
+
+def test_a_run_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
+    steps = [{"kind": "step", "step": n, "loss": loss} for n, loss in ((1, 0.5), (2, math.inf), (3, -math.inf))]
+    sample = {"kind": "sample", "step": 1, "modules": {"nan": {"headroom_bits": -math.inf}}}
+    diagnosis = {"kind": "diagnosis", "step": 2, "module": "inf_layer"}
+    write(tmp_path, HEADER, *steps, sample, diagnosis, {"kind": "end", "step": 3})
+    for path in (tmp_path, tmp_path / "monitor.jsonl", str(tmp_path)):
+        run = Run.read(path)
+        assert (run.about, run.settings) == (HEADER, {"every": 10})
+        assert (run.steps, run.samples, run.diagnoses, run.ended) == (steps, [sample], [diagnosis], True)
+
+
+def test_nan_is_a_number_again(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, {"kind": "step", "step": 1, "loss": math.nan, "cause": "overflow"})
+    (step,) = Run.read(tmp_path).steps
+    assert math.isnan(step["loss"])
+    assert step["cause"] == "overflow"
+
+
+def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, {"kind": "step", "step": 1})
+    with open(tmp_path / "monitor.jsonl", "a") as file:
+        file.write('{"kind": "step", "st')
+    run = Run.read(tmp_path)
+    assert numbers(run.steps) == [1]
+    assert not run.ended
+
+
+def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
+    both = [{"kind": kind, "step": n, "try": 1} for n in (1, 2, 3) for kind in ("step", "sample")]
+    again = [{"kind": "step", "step": 3, "try": 2}, {"kind": "step", "step": 4, "try": 2}]
+    write(tmp_path, HEADER, *both, {"kind": "end", "step": 3}, HEADER, *again)
+    run = Run.read(tmp_path)
+    assert [(step["step"], step["try"]) for step in run.steps] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert numbers(run.samples) == [1, 2]
+    assert not run.ended
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"step": 1}'])
+def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(HEADER)}\n")
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 2 is no record of a monitor"):
+        Run.read(tmp_path)
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, HEADER | {"format": 2})
+    with pytest.raises(ValueError, match="has format 2, this castwise reads 1 and earlier: upgrade it"):
+        Run.read(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Run.read(tmp_path / "nowhere")

@@ -1,0 +1,59 @@
+"""A sampled step is measured without a look at any value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from castwise.amp import readback
+from castwise.monitor.exponents import count, tally
+from castwise.monitor.sample import Measured, OfGradient, Sample, combined, sample_record
+from castwise.monitor.tally import Tally
+
+
+def test_no_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readback, "_WITH_EVENTS", ())  # the copies themselves need a real GPU
+    with FakeTensorMode():  # whose tensors on a GPU have no values to read
+        model = nn.ParameterDict({"weight": torch.empty(3, 2, device="cuda"), "bias": torch.empty(3, device="cuda")})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        sample = Sample(model, {"": [count(torch.empty(5, 2, device="cuda"))]})
+        sample.measure_gradients(optimizer, torch.empty((), device="cuda"))
+        sample.measure_update(optimizer)
+
+
+def of(*numbers: float) -> Tally:
+    return tally(count(torch.tensor(numbers)))
+
+
+def test_parts_add_up_and_copies_count_once() -> None:
+    halves = [(of(1.0, 0.0), 2), (of(4.0), 2)]
+    copies = [(of(8.0, 2.0), 1), (of(8.0, 2.0), 1)]
+    own = [(of(1.0), None), (of(2.0), None)]
+    ranks = [
+        Measured(
+            gradients={
+                name: OfGradient(part[0], part[0], part[1])
+                for name, part in (("half", half), ("copy", copy), ("own", mine))
+            },
+            activations={"": part},
+            updates={"half": numbers},
+        )
+        for half, copy, mine, part, numbers in zip(
+            halves, copies, own, (of(1.0), of(2.0)), ([1.0, 4.0, 2.0, 1.0], [3.0, 12.0, 2.0, 0.0]), strict=True
+        )
+    ]
+    together = combined(ranks)
+    assert together.gradients["half"].scaled == of(1.0, 0.0, 4.0)
+    assert together.gradients["copy"].unscaled == of(8.0, 2.0)
+    assert together.gradients["own"].scaled == of(1.0, 2.0)
+    assert together.activations[""] == of(1.0, 2.0)
+    assert sample_record(7, 1.0, together)["weights"] == {"half": {"update_to_weight": 0.5, "lost_in_bf16": 0.25}}
+
+
+def test_what_only_some_ranks_have_is_not_lost() -> None:
+    stages = [Measured(activations={"first": of(1.0)}), Measured(activations={"second": of(2.0)})]
+    assert combined(stages).activations == {"first": of(1.0), "second": of(2.0)}
