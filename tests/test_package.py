@@ -183,7 +183,9 @@ def test_the_arrow_of_imports(room: str) -> None:
             private_to_package = target.startswith("_")
             face = room == "cli" and target in {"castwise itself", "__version__", *castwise.__all__}
             version = room == "monitor" and path.name == "opening.py" and target == "castwise itself"
-            assert private_to_package or face or version or target in ROOMS_THAT_MAY_BE_IMPORTED[room], f"{path}: {name}"
+            assert private_to_package or face or version or target in ROOMS_THAT_MAY_BE_IMPORTED[room], (
+                f"{path}: {name}"
+            )
 
 
 def test_every_room_is_under_the_rule() -> None:

@@ -45,8 +45,10 @@ class World:
         for param, value in ((self.good, 1.0), (self.bad, gradient)):
             param.grad = torch.full_like(param, value) * self.scaler.get_scale()
 
-    def step(self, loss: float = 1.0, gradient: float = 1.0, *, clip: bool = False) -> None:
+    def step(self, loss: float = 1.0, gradient: float = 1.0, *, clip: bool = False, unscale: bool = False) -> None:
         self.backward(loss, gradient)
+        if unscale:
+            self.scaler.unscale_(self.optimizer)
         if clip:
             self.scaler.clip_grad_norm_(self.optimizer, 100.0)
         self.scaler.step(self.optimizer)
@@ -80,11 +82,12 @@ def test_a_step_that_is_taken_has_no_cause(implementation: dict[str, Any], clip:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("gradient", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("unscale", [False, True])
 def test_gradients_of_a_finite_loss_are_an_overflow(
-    implementation: dict[str, Any], gradient: float, clip: bool
+    implementation: dict[str, Any], gradient: float, clip: bool, unscale: bool
 ) -> None:
     world = World(**implementation).listen()
-    world.step(gradient=gradient, clip=clip)
+    world.step(gradient=gradient, clip=clip, unscale=unscale)
     facts = world.told[0]
     assert (facts.skipped, facts.cause, facts.scale, facts.loss) == (True, Cause.OVERFLOW, 1024.0, 1.0)
     assert [param is world.bad for param in facts.parameters] == [True]
@@ -212,6 +215,18 @@ def test_gradients_are_shown_once_and_still_scaled(implementation: dict[str, Any
         world.scaler.step(world.optimizer)
         world.scaler.update()
     assert shown == [(True, 1024.0, [2048.0, 2048.0])] * 2
+
+
+def test_gradients_of_a_closure_are_shown_when_it_has_made_them() -> None:
+    world, shown = World(), []
+    world.scaler.register_gradients_hook(lambda *_: shown.append(world.bad.grad.tolist()))  # type: ignore[union-attr]
+
+    def closure() -> torch.Tensor:
+        world.backward(gradient=2.0)
+        return torch.tensor(1.0)
+
+    world.scaler.step(world.optimizer, closure)
+    assert shown == [[2048.0, 2048.0]]
 
 
 # -- what the program sees ---------------------------------------------------------------------------------------------
@@ -563,6 +578,13 @@ def test_a_schedule_and_a_number_beside_it_are_refused(scaler: Callable[..., Any
     # A number that equals the default, but was given.
     with pytest.raises(ValueError, match=f"a schedule carries all its own numbers: give {name}={value!r} to it"):
         scaler("cpu", schedule=Static(), **{name: type(value)(str(value))})
+
+
+def test_the_schedule_can_be_asked_for() -> None:
+    assert GradScaler("cpu", schedule=Static(4.0)).schedule == Static(4.0)
+    scaler = GradScaler("cpu", 8.0)
+    scaler.set_growth_factor(3.0)
+    assert scaler.schedule == Dynamic(8.0, 3.0)
 
 
 def test_what_is_no_schedule_is_refused() -> None:

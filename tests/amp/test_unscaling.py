@@ -21,13 +21,13 @@ def grads_of(*tensors: torch.Tensor) -> Gradients:
 def test_each_group_is_multiplied_by_its_factor_and_what_is_not_finite_is_found() -> None:
     grads = grads_of(torch.ones(2), torch.ones(3).double(), torch.ones(2))
     zero = torch.tensor(0.0)
-    found = unscaling.unscale_([(torch.tensor(0.5), grads.part([0, 1])), (torch.tensor(3.0), grads.part([2]))], zero)
+    found, _ = unscaling.unscale_([(torch.tensor(0.5), grads.part([0, 1])), (torch.tensor(3.0), grads.part([2]))], zero)
     assert [tensor[0].item() for tensor in grads.tensors] == [0.5, 0.5, 3.0]
     assert {device.type: flag.item() for device, flag in found.items()} == {"cpu": 0.0}
     grads.tensors[1][0] = math.nan
-    (flag,) = unscaling.unscale_([(torch.tensor(1.0), grads)], zero).values()
+    (flag,) = unscaling.unscale_([(torch.tensor(1.0), grads)], zero)[0].values()
     assert (flag.item(), zero.item()) == (1.0, 0.0)
-    assert unscaling.unscale_([(torch.tensor(1.0), grads.part([]))], zero) == {}
+    assert unscaling.unscale_([(torch.tensor(1.0), grads.part([]))], zero) == ({}, [])
 
 
 def test_a_multiplication_does_not_look() -> None:

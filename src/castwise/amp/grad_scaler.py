@@ -159,6 +159,11 @@ class GradScaler(torch.amp.GradScaler):
                 self._rule = rule = dataclasses.replace(rule, **factors)  # type: ignore[arg-type]
         return rule
 
+    @property
+    def schedule(self) -> Schedule:
+        """How the scale moves: what was given, or `schedules.Dynamic`."""
+        return self._schedule()
+
     def _forget_device_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
@@ -294,7 +299,9 @@ class GradScaler(torch.amp.GradScaler):
             grads = self._collect(optimizer, allow_fp16=allow_fp16)
             factors = self._factors(state, grads)
             self._note_largest(state, factors)
-            found = unscaling.unscale_(factors, found_inf)
+            found, facts = unscaling.unscale_(factors, found_inf)
+            if facts:
+                state["finite"] = facts
         else:
             if self._rule.needs_largest:
                 self._note_largest(state, self._factors(state, self._collect(optimizer, allow_fp16=True)))
@@ -351,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             Per device of gradients its found_inf, fp32 like the one given, 1 if a gradient is not finite.
         """
-        return unscaling.unscale_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)
+        return unscaling.unscale_([(inv_scale, self._collect(optimizer, allow_fp16=allow_fp16))], found_inf)[0]
 
     def _unscales_by_itself(self) -> bool:
         """Say whether nobody has put an `_unscale_grads_` of his own in the place of castwise's."""
@@ -601,9 +608,10 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "step")
         self._look_for_later_backwards(optimizer, state, "step")
-        self._show_gradients(optimizer)
         self._note_call("step", optimizer)
         closure = closures.closure_of(args, kwargs)
+        if closure is None:
+            self._show_gradients(optimizer)
         if closure is not None:
             returned = self._step_with_closure(optimizer, state, closure, args, kwargs)
         elif self._memory_of(optimizer).takes_scaler(optimizer):
@@ -638,13 +646,15 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         if is_to_be_skipped(optimizer_state):
-            if (
-                "finite" not in optimizer_state
-            ):  # who is to blame is asked for now: gradients may not last until update()
-                grads = self._memory_of(optimizer).collector(optimizer)
-                optimizer_state["finite"] = unscaling.check(grads, torch.ones_like(self._inv_scale()))
+            self._look_for_the_bad(optimizer, optimizer_state)
             return None
         return optimizer.step(*args, **kwargs)
+
+    def _look_for_the_bad(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Find out which gradients of a skipped step are not finite, now: they may be gone before `update`."""
+        if "finite" not in state:
+            grads = self._memory_of(optimizer).collector(optimizer)
+            state["finite"] = unscaling.check(grads, torch.ones_like(self._inv_scale()))
 
     def _step_with_scale(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
@@ -664,6 +674,8 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = unscaling.combine(state["found_inf_per_device"].values(), scale)
         with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
             returned = optimizer.step(*args, **kwargs)
+        if found_inf.device.type == "cpu" and found_inf.item():
+            self._look_for_the_bad(optimizer, state)
         # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
         if not unscaled and is_stepped_by_torch(optimizer):
             self._unscaled.record(params_of(optimizer), unless=found_inf)
@@ -735,6 +747,7 @@ class GradScaler(torch.amp.GradScaler):
             self._outcomes.loss = None
             with self._unscaled.closure():
                 loss = closure()
+            self._show_gradients(optimizer)
             scale, _ = self._check_scale_growth_tracker("step")
             self._settle(optimizer, state, allow_fp16=allow_fp16)
             is_finite = closures.is_finite(loss)

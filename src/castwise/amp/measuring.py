@@ -34,21 +34,27 @@ _DOTTED = (torch.float32, torch.float64)
 _TINY = 2.0**-100
 
 
-def unscale_(tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor) -> None:
+def unscale_(tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor | None:
     """Multiply by `factor` in place, in fp32 or wider; set `found_inf` to 1 if values are not finite before or after.
 
     Args:
         tensors: Values of gradients.
         factor: fp32, one element, on the tensors' device.
         found_inf: fp32, one element, on the tensors' device; left alone if all is finite.
+
+    Returns:
+        Which tensors are finite, bool, shape (len(tensors),), where that is known anyway: not on a CPU.
     """
     dtype = tensors[0].dtype
     on_cpu = tensors[0].device.type == "cpu"
+    flags = None
     if not on_cpu:  # whether the factor is above 1 cannot be asked there
-        found_inf.masked_fill_(are_finite(tensors, factor.reciprocal(), dtype).all().logical_not(), 1.0)
+        flags = are_finite(tensors, factor.reciprocal(), dtype)
+        found_inf.masked_fill_(flags.all().logical_not(), 1.0)
     multiply_(tensors, factor, found_inf)
     if on_cpu and not factor.item() <= 1.0:
         found_inf.masked_fill_(are_finite(tensors, torch.ones_like(factor), dtype).all().logical_not(), 1.0)
+    return flags
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor) -> None:

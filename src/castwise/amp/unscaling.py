@@ -24,19 +24,22 @@ class Facts(NamedTuple):
     """bool, shape (len(params),), on their device; once they are unscaled."""
 
 
-def unscale_(factors: Factors, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+def unscale_(factors: Factors, found_inf: torch.Tensor) -> tuple[dict[torch.device, torch.Tensor], list[Facts]]:
     """Multiply gradients in place, each by its factor, and look for what is not finite.
 
     Returns:
-        Per device a copy of `found_inf` (fp32, one element) that is 1 if a gradient is not finite, before or after.
+        Per device a copy of `found_inf` (fp32, one element) that is 1 if a gradient is not finite, before or after;
+        and the facts that were found out on the way.
     """
-    found_infs = MultiDeviceReplicator(found_inf)
+    found_infs, facts = MultiDeviceReplicator(found_inf), []
     with torch.no_grad():
         for factor, grads in factors:
             copies = MultiDeviceReplicator(factor)
             for values in grads.values():
-                measuring.unscale_(values.tensors, copies.get(values.device), found_infs.get(values.device))
-    return found_infs.copies
+                flags = measuring.unscale_(values.tensors, copies.get(values.device), found_infs.get(values.device))
+                if flags is not None:
+                    facts.append(Facts(values.params, flags))
+    return found_infs.copies, facts
 
 
 def multiply_(factors: Factors) -> None:

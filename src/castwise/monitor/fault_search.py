@@ -73,7 +73,7 @@ def find(case: Case, scale: float) -> Fault | None:
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
         return fault
     # What no scale would cure is the graver fault, also if the scale is too high besides.
-    return fault._replace(is_due_to_scale=True)
+    return _replay(case, 1.0) or fault._replace(is_due_to_scale=True)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -33,7 +33,7 @@ def run_record(
             "parameters": sum(parameter.numel() for parameter in parameters),
             "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
             "learning rate": optimizers[0].param_groups[0].get("lr", "unknown"),
-            "schedule": str(scaler._schedule()) if is_scaled else "no scaling",
+            "schedule": str(scaler.schedule) if is_scaled else "no scaling",
             "every": every,
             "ranks": ranks,
         },
