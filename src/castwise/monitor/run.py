@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from castwise.amp.simulation import GradientRange
+from castwise.monitor.formats import FP16
 from castwise.monitor.sinks import file_in
 
 Record = dict[str, Any]
@@ -58,6 +62,15 @@ class Run:
             run._add(record)
         return run
 
+    def gradient_ranges(self) -> list[GradientRange]:
+        """Return what the sampled steps met, for `castwise.schedules.simulate`: all steps, if `every` was 1.
+
+        Of a step that overflowed it is known only that its largest gradient was too large at its scale: it counts as
+        having been so by a factor of two at most.
+        """
+        losses = {step["step"]: step["loss"] for step in self.steps}
+        return [_range_of(sample, losses.get(sample["step"])) for sample in self.samples]
+
     def _add(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "run":
@@ -80,6 +93,18 @@ class Run:
     def _forget_from(self, step: int) -> None:
         for records in (self.steps, self.samples, self.diagnoses):
             records[:] = [record for record in records if record["step"] < step]
+
+
+def _range_of(sample: Record, loss: float | None) -> GradientRange:
+    exponents: Counter[int] = Counter()
+    for stats in sample["gradients"].values():
+        lowest, counts = stats["exponents"]["lowest"], stats["exponents"]["counts"]
+        exponents.update({lowest + place: count for place, count in enumerate(counts) if count})
+    largest = max((stats["largest"] for stats in sample["gradients"].values()), default=0.0)
+    overflowed = any(stats["nonfinite"] for stats in sample["gradients"].values())
+    if overflowed:
+        largest = max(largest, 2.0 * FP16.largest / sample["scale"])
+    return GradientRange(largest, dict(sorted(exponents.items())), loss is None or math.isfinite(loss))
 
 
 def _records(path: Path) -> Iterator[Record]:
