@@ -283,8 +283,8 @@ class Headroom(Schedule):
         ValueError: An argument is out of its range, or `init_scale` is not within the bounds.
     """
 
-    headroom_bits: float = field(default=3.0, kw_only=True)
-    half_life: float = field(default=100.0, kw_only=True)
+    headroom_bits: float = field(default=2.0, kw_only=True)
+    half_life: float = field(default=50.0, kw_only=True)
     relax_interval: int = field(default=2000, kw_only=True)
     largest_number: float = field(default=65504.0, kw_only=True)
     min_scale: float = field(default=MIN_SCALE, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,6 +37,30 @@ class GradientRange:
 
     def __post_init__(self) -> None:
         at_least("largest", self.largest, 0.0)
+
+
+def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
+    """Write a trace to a file, one line of JSON a step."""
+    lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
+    """Read what `write_trace` has written.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It holds something else.
+    """
+    trace = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            largest, loss_is_finite, exponents = json.loads(line)
+            counts = None if exponents is None else {int(e): int(count) for e, count in exponents.items()}
+            trace.append(GradientRange(largest, counts, bool(loss_is_finite)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number} is no step of a trace: {error}") from None
+    return trace
 
 
 @dataclass(frozen=True)
