@@ -14,5 +14,5 @@ _SHARED = {"ranks", "four_ranks", "undisturbed", "in_one_process", "outcome"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for name in _SHARED.intersection(getattr(item, "fixturenames", ())):
+        for name in sorted(_SHARED.intersection(getattr(item, "fixturenames", ()))):
             item.add_marker(pytest.mark.xdist_group(f"{item.path}:{name}"))

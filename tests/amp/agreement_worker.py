@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tests.distributed.ranks import join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import castwise
 
@@ -308,6 +309,23 @@ def hang(rank: int, _: int, kind: str) -> Any:
     except RuntimeError as error:
         return {"error": str(error), "weights": training.weights()}
     return None
+
+
+def blame(rank: int, _: int, kind: str) -> Any:
+    """A step that is skipped for an inf of rank 1, of DTensors that rank 0 has fewer gradients of."""
+    mesh = init_device_mesh("cpu", (2,))
+    placements = [Replicate(), Shard(0)]
+    params = [torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in placements]
+    optimizer = torch.optim.SGD(params, lr=0.5, **KINDS[kind])
+    scaler = castwise.GradScaler("cpu", process_group=mesh)
+    facts: list[castwise.amp.outcomes.StepFacts] = []
+    scaler.register_step_hook(facts.append)
+    scaler.scale(torch.ones(()))
+    params[0].grad = distribute_tensor(torch.ones(4), mesh, [Replicate()]) if rank else None
+    params[1].grad = DTensor.from_local(torch.full((2,), math.inf if rank else 1.0), mesh, [Shard(0)])
+    scaler.step(optimizer)
+    scaler.update()
+    return {"cause": facts[0].cause, "blamed": [param is params[1] for param in facts[0].parameters]}
 
 
 SCHEDULES = {

@@ -28,7 +28,11 @@ SCHEDULES = ["headroom", "hold", "hysteresis", "guard"]
 CASES = {
     2: [
         *(f"several|{kind}|{optimizers}" for kind in KINDS for optimizers in (2, 4, 40)),
-        *(f"{name}|{kind}" for name in ("orders", "lonely_loss", "stages_without_a_loss", "outside") for kind in KINDS),
+        *(
+            f"{name}|{kind}"
+            for name in ("orders", "lonely_loss", "stages_without_a_loss", "outside", "blame")
+            for kind in KINDS
+        ),
         *(f"closure|{kind}|{clip}" for kind in KINDS for clip in ("clip", "no")),
         *(f"only_sparse|{fault}" for fault in ("0", "1", "none")),
         *(f"schedule|{kind}|{name}|{clip}" for kind in KINDS for name in SCHEDULES for clip in ("clip", "no")),
@@ -124,6 +128,14 @@ def test_every_schedule_holds_the_same_scale_on_all_ranks(ranks: Any, kind: str,
         assert first["scales"][2:4] == [16.0, 16.0]
     if name == "headroom":  # rank 1 alone has gradients of 4**11
         assert first["scales"][-1] * 2.0 ** (22 + 2) <= 65504.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_to_blame_is_asked_of_no_other_rank(ranks: Any, kind: str) -> None:
+    assert ranks(f"blame|{kind}") == [
+        {"cause": "another rank", "blamed": []},
+        {"cause": "overflow", "blamed": [True]},
+    ]
 
 
 def test_norms_of_any_order_are_those_of_one_process(ranks: Any) -> None:

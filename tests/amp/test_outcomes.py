@@ -76,7 +76,7 @@ def test_a_step_that_is_taken_has_no_cause(implementation: dict[str, Any], clip:
     world.step(loss=2.5, clip=clip)
     norm = pytest.approx(math.sqrt(5.0)) if clip else None
     assert world.told == [
-        StepFacts(1, world.optimizer, 1024.0, skipped=False, loss=2.5, grad_norm=norm)  # type: ignore[arg-type]
+        StepFacts(1, world.optimizer, 1024.0, skipped=False, loss=2.5, grad_norm=norm, iteration=1)  # type: ignore[arg-type]
     ]
 
 
@@ -123,6 +123,74 @@ def test_without_a_loss_the_cause_is_unknown(implementation: dict[str, Any]) -> 
     world.scaler.step(world.optimizer)
     world.scaler.update()
     assert world.told[0].cause is Cause.UNKNOWN
+
+
+def test_a_frozen_mask_of_infs_is_no_broken_weight(implementation: dict[str, Any]) -> None:
+    world = World(**implementation).listen()
+    mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
+    world.optimizer.add_param_group({"params": [mask]})
+    world.step(loss=math.nan, gradient=math.nan)
+    assert world.told[0].cause is Cause.NONFINITE_LOSS
+
+
+def test_a_norm_that_fp32_cannot_hold_is_no_other_ranks_fault() -> None:
+    world = World(Dynamic(2.0**120)).listen()
+    world.backward()
+    world.scaler.clip_grad_norm_(world.optimizer, 1e-6)
+    world.scaler.step(world.optimizer)
+    world.scaler.update()
+    assert world.told[0].cause is Cause.OVERFLOW
+
+
+def test_of_several_losses_and_optimizers_it_is_not_known_whose_loss_it_was() -> None:
+    world = World().listen()
+    other = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], lr=1.0)
+    world.scaler.scale(torch.tensor(math.nan, requires_grad=True))
+    world.backward(gradient=math.inf)
+    weight.grad = torch.ones(1)
+    world.scaler.step(world.optimizer)
+    world.scaler.step(other)
+    world.scaler.update()
+    assert [facts.cause for facts in world.told] == [Cause.UNKNOWN, None]
+
+
+def test_a_closure_forgets_no_other_optimizers_loss() -> None:
+    world = World().listen()
+    world.scaler.scale(torch.tensor(math.inf, requires_grad=True))
+
+    def closure() -> torch.Tensor:
+        world.backward(gradient=math.inf)
+        return torch.tensor(1.0)
+
+    world.scaler.step(world.optimizer, closure)
+    world.scaler.update()
+    assert world.told[0].loss == math.inf
+
+
+def test_an_update_that_is_refused_counts_no_step() -> None:
+    world = World().listen()
+    world.backward()
+    world.scaler.step(world.optimizer)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="new_scale must be a finite number > 0"):
+            world.scaler.update(-1.0)
+    world.scaler.update()
+    assert world.scaler.state_dict()["steps_taken"] == len(world.told) == 1
+
+
+def test_facts_are_of_the_iteration_in_which_their_gradients_were_shown() -> None:
+    world, shown = World().listen(), []
+    world.scaler.register_gradients_hook(lambda *_: shown.append(world.scaler.iteration))
+    for number in range(4):
+        world.backward()
+        if number == 1:
+            world.scaler.unscale_(world.optimizer)
+            world.scaler.skip(world.optimizer)
+        elif number != 2:
+            world.scaler.step(world.optimizer)
+        world.scaler.update(1024.0)
+    assert shown == [1, 2, 4]
+    assert [(facts.number, facts.iteration) for facts in world.told] == [(1, 1), (2, 4)]
 
 
 def test_the_loss_of_an_iteration_is_not_that_of_the_next(implementation: dict[str, Any]) -> None:
@@ -259,7 +327,7 @@ def test_steps_are_counted_and_the_numbers_travel() -> None:
     for scaler in (fresh, started, copy.deepcopy(world.scaler), pickle.loads(pickle.dumps(world.scaler))):
         scaler.scale(torch.ones(()))
         assert scaler.state_dict() == state
-        assert (scaler._outcomes.steps, scaler._outcomes.skips_in_a_row) == (6, 2)
+        assert scaler._outcomes.counts == (6, 3, 2)
 
 
 def test_a_disabled_scaler_answers() -> None:
@@ -311,6 +379,49 @@ def test_a_schedule_is_advanced_as_often_as_the_optimizer_was_stepped(
         else:
             world.scaler.synchronize()
         assert scheduler.last_epoch == taken == len(calls) == world.scaler.state_dict()["steps_taken"]
+
+
+def test_a_lambda_in_a_loop_is_one_and_the_same_and_two_are_two() -> None:
+    world, calls = World(), []
+
+    def calling(name: str) -> Callable[[], None]:
+        return lambda: calls.append(name)
+
+    world.step()
+    for _ in range(3):
+        world.scaler.step_scheduler(lambda: calls.append("loop"))
+        world.scaler.step_scheduler(lambda calls=calls: calls.append("default"))  # type: ignore[misc]
+        world.scaler.step_scheduler(calls.append, "method")
+    for name in ("first", "second"):
+        world.scaler.step_scheduler(calling(name))
+    assert calls == ["loop", "default", "method", "first", "second"]
+
+
+def test_a_schedule_of_an_optimizer_that_nobody_steps_is_pointed_out_once() -> None:
+    world = World()
+    stranger = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), 1)
+    world.scaler.step_scheduler(stranger)  # nothing was stepped at all
+    world.step()
+    with pytest.warns(UserWarning, match="the optimizer of this StepLR was never stepped with this scaler") as caught:
+        world.scaler.step_scheduler(stranger)
+    world.scaler.step_scheduler(stranger)
+    assert len(caught) == 1
+    assert stranger.last_epoch == 0
+
+
+@pytest.mark.usefixtures("slow_host")
+def test_loading_drops_what_is_still_on_its_way() -> None:
+    world = World(fused=True).listen()
+    scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 1)
+    world.step()
+    state = world.scaler.state_dict()
+    world.step()
+    world.scaler.step_scheduler(scheduler)
+    world.scaler.load_state_dict(state)
+    world.scaler.step_scheduler(scheduler)
+    world.scaler.synchronize()
+    assert scheduler.last_epoch == 0
+    assert len(world.told) == 1
 
 
 def test_torchs_idiom_advances_the_schedule_on_skipped_steps_and_warns() -> None:
@@ -399,6 +510,24 @@ def test_after_so_many_skips_in_a_row_there_is_one_warning_with_the_cause(implem
         "gradients were not"
     )
     assert caught[0].filename == __file__
+
+
+def test_skips_in_a_row_are_those_of_one_optimizer() -> None:
+    world = World(Dynamic(2.0**100, patience=3))
+    other = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], lr=1.0)
+
+    def step() -> None:
+        world.backward(gradient=math.nan)
+        weight.grad = torch.ones(1)
+        world.scaler.step(world.optimizer)
+        world.scaler.step(other)
+        world.scaler.update()
+
+    step()
+    step()
+    assert world.scaler.state_dict()["skips_in_a_row"] == 2
+    with pytest.warns(UserWarning, match="3 steps in a row were skipped"):
+        step()
 
 
 def test_the_twentieth_skip_warns_by_default_and_the_nineteenth_does_not() -> None:
@@ -511,6 +640,23 @@ def test_a_schedule_goes_on_where_it_was(schedule: Schedule, load: str) -> None:
         world.scaler.load_state_dict(state)
     assert run(world, then) == expected
     assert world.scaler.state_dict() == whole.scaler.state_dict()
+
+
+def test_a_scale_that_was_set_by_hand_is_kept_by_its_own_schedule() -> None:
+    scaler = GradScaler("cpu", schedule=Static(1024.0))
+    scaler.scale(torch.ones(()))
+    scaler.update(512.0)
+    restored = GradScaler("cpu", schedule=Static(1024.0))
+    restored.load_state_dict(scaler.state_dict())
+    assert restored.scale(torch.ones(())).item() == 512.0
+
+
+def test_another_kind_of_schedule_counts_anew() -> None:
+    world = World(Headroom(64.0))
+    run(world, [1.0, 1.0])
+    dynamic = GradScaler("cpu", schedule=Dynamic(growth_interval=3))
+    dynamic.load_state_dict(world.scaler.state_dict())
+    assert dynamic._get_growth_tracker() == 0
 
 
 def test_torchs_checkpoint_gives_its_scale_to_any_schedule() -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from castwise.schedules import Dynamic, GradientRange, Guard, Headroom, Schedule, Static, simulate
+from castwise.schedules import (
+    Dynamic,
+    GradientRange,
+    Guard,
+    Headroom,
+    Schedule,
+    Static,
+    read_trace,
+    simulate,
+    write_trace,
+)
 
 
 def test_the_steps_that_overflow_are_skipped_until_the_scale_has_fallen() -> None:
@@ -60,3 +71,19 @@ def test_what_cannot_be_simulated_is_refused(wrong: Any, error: type[Exception],
     with pytest.raises(error) as caught:
         wrong()
     assert message in str(caught.value)
+
+
+def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
+    trace = [GradientRange(1.5, {-3: 2, 0: 1}), GradientRange(0.0, None, loss_is_finite=False)]
+    write_trace(tmp_path / "trace.jsonl", trace)
+    assert read_trace(tmp_path / "trace.jsonl") == trace
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[1.0]", "[-1.0, true, null]", '["a", true, null]', "no json", "[1, true, [2]]"]
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"[1.0, true, null]\n{line}\n")
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 2 is no step of a trace"):
+        read_trace(file)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,14 @@ class LastStep:
     def __init__(self, found_infs: Sequence[torch.Tensor] = (), flag: Flag | None = None) -> None:
         self.found_infs = found_infs
         self._flag = flag
-        self.followers: list[object] = []
+        self._followers: list[object] = []
+
+    def is_new_to(self, follower: object) -> bool:
+        """Say whether somebody asks for the first time, and remember it; a lambda in a loop is the same each time."""
+        if any(_are_same(follower, other) for other in self._followers):
+            return False
+        self._followers.append(follower)
+        return True
 
     def is_skipped(self) -> Flag | None:
         """Return whether it was skipped, perhaps on its way to the host; None if nobody has looked."""
@@ -68,6 +77,13 @@ class AfterSteps:
             self._calls.popleft()
             if not first.flag:
                 first.call()
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
+        return one is other or (isinstance(one, (BuiltinMethodType, MethodType)) and bool(one == other))
+    mine, others = ((*(f.__closure__ or ()), *(f.__defaults__ or ())) for f in (one, other))
+    return one.__code__ is other.__code__ and len(mine) == len(others) and all(map(operator.is_, mine, others))
 
 
 def advance_of(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:

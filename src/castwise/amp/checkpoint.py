@@ -67,9 +67,12 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     trackers = schedule.trackers()
     if entry is not None and _name(entry) == type(schedule).__name__:
         schedule, trackers = _schedule(entry, schedule)
-    elif isinstance(schedule, Dynamic):
-        schedule = dataclasses.replace(schedule, **factors)
-    scale = schedule.adopt(scale)
+    else:
+        if isinstance(schedule, Dynamic):
+            schedule = dataclasses.replace(schedule, **factors)
+        if entry is not None or not isinstance(schedule, Dynamic):
+            growth_tracker = 0
+        scale = schedule.adopt(scale)
     return Saved(scale, schedule, growth_tracker, trackers, (taken, skipped, in_a_row))
 
 

@@ -164,6 +164,16 @@ class GradScaler(torch.amp.GradScaler):
         """How the scale moves: what was given, or `schedules.Dynamic`."""
         return self._schedule()
 
+    @property
+    def agrees(self) -> bool:
+        """Whether it has a group whose ranks take and skip the same steps."""
+        return self._agreement is not None
+
+    @property
+    def iteration(self) -> int:
+        """The number of the iteration under way: from 1, one more after each `update`, and anew in each process."""
+        return self._outcomes.updates + 1
+
     def _forget_device_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
@@ -177,6 +187,7 @@ class GradScaler(torch.amp.GradScaler):
         self._outcomes = Outcomes()
         self._after_steps = AfterSteps()
         self._last_step: LastStep | None = None
+        self._has_warned_of_strangers = False
         self._gradients_hooks: OrderedDict[int, Callable[[torch.optim.Optimizer, torch.Tensor], object]] = OrderedDict()
         self._gradients_seen: set[int] = set()
 
@@ -653,8 +664,7 @@ class GradScaler(torch.amp.GradScaler):
     def _look_for_the_bad(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Find out which gradients of a skipped step are not finite, now: they may be gone before `update`."""
         if "finite" not in state:
-            grads = self._memory_of(optimizer).collector(optimizer)
-            state["finite"] = unscaling.check(grads, torch.ones_like(self._inv_scale()))
+            state["finite"] = unscaling.check_local(*present(optimizer))
 
     def _step_with_scale(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
@@ -741,10 +751,12 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale and check after every evaluation; a fused optimizer is no exception, its step comes later."""
         allow_fp16 = self._allow_fp16_gradients or self._memory_of(optimizer).takes_grad_scale(optimizer)
 
+        loss_before = self._outcomes.loss  # of other optimizers
+
         def evaluate() -> Any:
             state.clear()
             state.update(_refresh_per_optimizer_state())
-            self._outcomes.loss = None
+            self._outcomes.loss = loss_before
             with self._unscaled.closure():
                 loss = closure()
             self._show_gradients(optimizer)
@@ -825,9 +837,16 @@ class GradScaler(torch.amp.GradScaler):
         call = advance_of(scheduler, args, kwargs)
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
         last = self._last_step if optimizer is None else self._memory_of(optimizer).last_step
-        if last is not None and scheduler not in last.followers:
-            last.followers.append(scheduler)
+        if last is not None and last.is_new_to(scheduler):
             self._after_steps.add(self._outcomes.updates, last.is_skipped(), call)
+        elif last is None and self._last_step is not None and not self._has_warned_of_strangers:
+            self._has_warned_of_strangers = True
+            warn(
+                f"step_scheduler() advances nothing yet: the optimizer of this {type(scheduler).__name__} was never "
+                "stepped with this scaler, others were; if it is wrapped, say whose step counts with optimizer=...",
+                UserWarning,
+                2,
+            )
         self._after_steps.run(self._outcomes.updates)
 
     @never_traced
@@ -838,7 +857,7 @@ class GradScaler(torch.amp.GradScaler):
             ScaleExhausted: If the schedule wants it so.
         """
         self._after_steps.run()
-        self._outcomes.settle(self._rule, 2, all_=True)
+        self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees, all_=True)
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
         """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
@@ -904,43 +923,43 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        number = None if new_scale is None else self._number(new_scale)
         self._agree("update")
         states = self._states()
         found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
         all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
-        steps = self._steps_to_look_at()
-        before = self._scale.clone() if steps and self._scale is not None else None
-        if new_scale is not None or not all_skipped:
-            self._move_scale(new_scale, found_infs)
+        steps = self._steps()
+        before = self._scale.clone() if self._scale is not None and any(is_wanted for _, is_wanted in steps) else None
+        if number is not None or not all_skipped:
+            self._move_scale(number, found_infs)
         self._outcomes.add(steps, before, self._scale)
         if self._agreement is not None:
-            self._agreement.note_update(None if new_scale is None else self._number(new_scale))
+            self._agreement.note_update(number)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._states_of_dead_optimizers.clear()
         self._owners.clear()
         self._unscaled.clear()
         self._gradients_seen.clear()
         self._after_steps.run(self._outcomes.updates)
-        self._outcomes.settle(self._rule, 2)
+        self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees)
 
-    def _steps_to_look_at(self) -> list[Step]:
-        """Count the steps of this iteration, and return those of which there is more to know."""
-        steps: list[Step] = []
+    def _steps(self) -> list[tuple[Step, bool]]:
+        """Return the steps of this iteration, each with whether there is more to know of it."""
+        steps: list[tuple[Step, bool]] = []
         dead = ((_nobody, state) for state in self._states_of_dead_optimizers)
         alive = ((self._owners.get(key, _nobody), state) for key, state in self._per_optimizer_states.items())
         for optimizer, state in itertools.chain(dead, alive):
             found = state["found_inf_per_device"]
             if state["stage"] is OptState.STEPPED and found and not state.get("skipped") and self._scale is not None:
                 found_inf = unscaling.combine(found.values(), self._scale)
-                if self._outcomes.count(found_inf):
-                    facts = state.get("finite", ()), state.get("norm")
-                    steps.append(Step(self._outcomes.steps, optimizer, found_inf, *facts))
+                step = Step(optimizer, found_inf, state.get("finite", ()), state.get("norm"))
+                steps.append((step, self._outcomes.wants(step)))
         return steps
 
-    def _move_scale(self, new_scale: float | torch.Tensor | None, found_infs: list[torch.Tensor]) -> None:
+    def _move_scale(self, new_scale: float | None, found_infs: list[torch.Tensor]) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            scale.fill_(self._number(new_scale))
+            scale.fill_(new_scale)
         elif found_infs:
             trackers = {"growth_tracker": growth_tracker, **self._trackers}
             self._schedule().advance_(scale, trackers, self._met(unscaling.combine(found_infs, scale)))
@@ -1067,6 +1086,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
 
+        What is still on its way of earlier steps is dropped: it advances no schedule, and no hook is told of it.
+
         Raises:
             RuntimeError: It is empty, as a disabled scaler's is.
             TypeError: It is not a mapping, or an entry has the wrong type. Nothing has been changed then.
@@ -1079,6 +1100,10 @@ class GradScaler(torch.amp.GradScaler):
             self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
         self._take(saved.schedule, saved.trackers)
         self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
+        self._after_steps = AfterSteps()
+        self._last_step = None
+        for memory in self._memories.values():
+            memory.last_step = None
         taken, skips, skips_in_a_row = saved.counts
         self._outcomes.counts = taken + skips, skips, skips_in_a_row
         if self._scale is not None:
@@ -1130,6 +1155,7 @@ _PROCESS_LOCAL = (
     "_outcomes",
     "_after_steps",
     "_last_step",
+    "_has_warned_of_strangers",
     "_gradients_hooks",
     "_gradients_seen",
 )

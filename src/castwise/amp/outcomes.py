@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from castwise._warnings import warn
-from castwise.amp import measuring
+from castwise.amp import measuring, unscaling
 from castwise.amp.devices import is_capturing
-from castwise.amp.gradients import is_plain, params_of, regroup
+from castwise.amp.gradients import is_plain, params_of
 from castwise.amp.readback import Readback
 from castwise.amp.schedules import Schedule
 from castwise.amp.unscaling import Facts
@@ -39,7 +40,8 @@ class Cause(str, Enum):
     ANOTHER_RANK = "another rank"
     """This rank's loss and gradients were finite."""
     UNKNOWN = "unknown"
-    """No loss was given to `scale`: another rank's stage of a pipeline has it, or a CUDA graph."""
+    """No loss was given to `scale`: another rank's stage of a pipeline has it, or a CUDA graph. Or one of several
+    losses was not finite, and several optimizers were stepped."""
 
     __str__ = str.__str__
 
@@ -50,7 +52,7 @@ _MEANING = {
     Cause.NONFINITE_LOSS: "the loss was not finite, so the forward or the data is at fault, and the scale is innocent",
     Cause.NONFINITE_WEIGHTS: "weights hold an inf or NaN, which no step can mend: go back to a checkpoint",
     Cause.ANOTHER_RANK: "loss and gradients of this rank were finite, those of another one were not",
-    Cause.UNKNOWN: "gradients were not finite, and no loss was seen",
+    Cause.UNKNOWN: "gradients were not finite, and it is not known whether their loss was",
 }
 
 
@@ -73,6 +75,8 @@ class StepFacts:
     """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen."""
     grad_norm: float | None = None
     """That `clip_grad_norm_` has found; None if it was not called."""
+    iteration: int = 0
+    """What `GradScaler.iteration` was: from 1, counts the calls of `update`."""
 
 
 class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopIteration does a loop
@@ -96,7 +100,6 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopI
 class Step(NamedTuple):
     """One optimizer's step as the scaler knows it: tensors."""
 
-    number: int
     optimizer: Callable[[], Any]
     found_inf: torch.Tensor
     facts: Sequence[Facts]
@@ -111,6 +114,8 @@ class _Pending(NamedTuple):
     numbers: Readback
     """found_inf, scale before, scale after, loss, norm (NaN: unknown), and 1 for each of `params` that is finite."""
     has_loss: bool
+    is_loss_of_others: bool
+    """Whether it may be another optimizer's: there were several, and several losses."""
     has_norm: bool
 
 
@@ -120,20 +125,34 @@ class Outcomes:
     def __init__(self) -> None:
         self.hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
         self.loss: torch.Tensor | None = None
+        self.has_several_losses = False
         self.updates = 0
-        self.steps, self.skips, self.skips_in_a_row = 0, 0, 0
+        self.steps, self.skips = 0, 0
+        self._streaks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._first_streak = 0
         self._has_warned = False
         self._pending: deque[_Pending] = deque()
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many steps there were, how many of them were skipped, and how many in a row; all that are settled."""
-        return self.steps, self.skips, self.skips_in_a_row
+        """How many steps there were, how many skipped ones are known of, and how many of an optimizer in a row."""
+        return self.steps, self.skips, max(self._streaks.values(), default=self._first_streak)
 
     @counts.setter
     def counts(self, counts: tuple[int, int, int]) -> None:
-        self.steps, self.skips, self.skips_in_a_row = counts
+        """Count on from these numbers, and forget what is still on its way."""
+        self.steps, self.skips, self._first_streak = counts
+        self._streaks.clear()
         self._pending.clear()
+
+    def _streak(self, optimizer: Any, is_skipped: bool) -> int:
+        """Return how many steps of an optimizer in a row were skipped, now that it is known of one more."""
+        try:
+            before = self._streaks.get(optimizer, self._first_streak)
+            self._streaks[optimizer] = before + 1 if is_skipped else 0
+            return self._streaks[optimizer]
+        except TypeError:  # it is dead, or cannot be hashed or referenced weakly
+            return 0
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add to this iteration's loss, so that a step that is skipped has a cause."""
@@ -145,6 +164,7 @@ class Outcomes:
         if self.loss is None:
             self.loss = loss
         else:
+            self.has_several_losses = True
             self.loss = self.loss + loss.to(self.loss.device, non_blocking=True)
 
     def loss_is_nonfinite(self, like: torch.Tensor) -> torch.Tensor:
@@ -153,35 +173,40 @@ class Outcomes:
             return torch.zeros_like(like, dtype=torch.float32)
         return self.loss.isfinite().logical_not().float().to(like.device, non_blocking=True)
 
-    def count(self, found_inf: torch.Tensor) -> bool:
-        """Count a step, and say whether there is more to know: if it was skipped, or nobody knows yet, or wants to."""
-        self.steps += 1
-        if found_inf.device.type != "cpu" or self.hooks:
-            return not is_capturing(found_inf)
-        if found_inf.item():
-            return True
-        self.skips_in_a_row = 0
-        return False
+    def wants(self, step: Step) -> bool:
+        """Say whether there is more to know of a step: if it was skipped, or nobody knows yet, or somebody listens."""
+        if step.found_inf.device.type != "cpu" or self.hooks:
+            return not is_capturing(step.found_inf)
+        return bool(step.found_inf)
 
-    def add(self, steps: list[Step], before: torch.Tensor | None, after: torch.Tensor | None) -> None:
-        """Take note of the steps of one iteration of which there is more to know.
+    def add(self, steps: list[tuple[Step, bool]], before: torch.Tensor | None, after: torch.Tensor | None) -> None:
+        """Take note of the steps of one iteration.
 
         Args:
-            steps: Those.
-            before: The scale while they were taken, which nobody will write to.
+            steps: Each with whether there is more to know of it.
+            before: The scale while they were taken, which nobody will write to; None if no more is to know of any.
             after: The scale now.
         """
-        loss, self.loss = self.loss, None
+        loss, is_loss_of_others = self.loss, self.has_several_losses and len(steps) > 1
+        self.loss, self.has_several_losses = None, False
         self.updates += 1
-        if before is not None and after is not None:
-            self._pending += [_ask_for(step, self.updates, before, after, loss) for step in steps]
+        for step, is_wanted in steps:
+            self.steps += 1
+            if is_wanted and before is not None and after is not None:
+                numbers = _ask_for(step, before, after, loss)
+                has = loss is not None, is_loss_of_others, step.norm is not None
+                params = [param for of_group, _ in step.facts for param in of_group]
+                self._pending.append(_Pending(self.steps, self.updates, step.optimizer, params, numbers, *has))
+            elif self._streaks or self._first_streak:
+                self._streak(step.optimizer(), is_skipped=False)
 
-    def settle(self, schedule: Schedule, stacklevel: int, *, all_: bool = False) -> None:
+    def settle(self, schedule: Schedule, stacklevel: int, *, ranks_agree: bool, all_: bool = False) -> None:
         """Look at the facts that are due, tell the hooks, and the user if steps are skipped again and again.
 
         Args:
             schedule: Says when that is, and how.
             stacklevel: Of the warning, counted from the caller.
+            ranks_agree: Whether steps are skipped because of other ranks, too.
             all_: Look at all there are, which waits for the device.
 
         Raises:
@@ -189,10 +214,9 @@ class Outcomes:
         """
         exhausted: ScaleExhausted | None = None
         while self._pending and (all_ or self._is_due(self._pending[0])):
-            facts, after = _facts_of(self._pending.popleft())
+            facts, after = _facts_of(self._pending.popleft(), ranks_agree=ranks_agree)
             self.skips += facts.skipped
-            self.skips_in_a_row = self.skips_in_a_row + 1 if facts.skipped else 0
-            message = self._is_exhausted(facts, after, schedule)
+            message = _exhaustion(facts, after, self._streak(facts.optimizer, facts.skipped), schedule)
             if message and schedule.on_exhausted == "raise":
                 exhausted = exhausted or ScaleExhausted(message, facts)
             elif message and not self._has_warned:
@@ -208,42 +232,33 @@ class Outcomes:
     def _is_due(self, pending: _Pending) -> bool:
         return pending.numbers.is_on_host or self.updates - pending.update >= DELAY
 
-    def _is_exhausted(self, facts: StepFacts, after: float, schedule: Schedule) -> str:
-        if not facts.skipped or facts.cause is None:
-            return ""
-        if self.skips_in_a_row >= schedule.patience:
-            what = f"{self.skips_in_a_row} steps in a row were skipped, the last at scale {facts.scale:g}"
-        elif after < 1.0 <= facts.scale:
-            what = f"the scale has fallen below 1, to {after:g}, after {self.skips_in_a_row} skipped steps in a row"
-        else:
-            return ""
-        where = f" ({len(facts.parameters)} gradients are not finite)" if facts.parameters else ""
-        return (
-            f"{what}. Cause: {facts.cause}: {_MEANING[facts.cause]}{where}. castwise.diagnose(model, loss_fn, batch, "
-            "scaler) names the module and the op"
-        )
 
-
-def _ask_for(step: Step, update: int, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None) -> _Pending:
-    dtype, device = measuring.wide(after.device), after.device
-    unknown = torch.full((), math.nan, dtype=dtype, device=device)
-    numbers = [
-        step.found_inf,
-        before,
-        after,
-        unknown if loss is None else loss,
-        step.norm if step.norm is not None else unknown,
-    ]
-    flags = [flags for _, flags in step.facts]
-    parts = [number.reshape(1) for number in numbers] + flags
-    together = torch.cat([part.to(device=device, dtype=dtype, non_blocking=True) for part in parts])
-    params = [param for of_group, _ in step.facts for param in of_group]
-    return _Pending(
-        step.number, update, step.optimizer, params, Readback(together), loss is not None, step.norm is not None
+def _exhaustion(facts: StepFacts, after: float, streak: int, schedule: Schedule) -> str:
+    """Return what to tell the user after so many skips in a row, if anything."""
+    if facts.cause is None:
+        return ""
+    if streak >= schedule.patience:
+        what = f"{streak} steps in a row were skipped, the last at scale {facts.scale:g}"
+    elif after < 1.0 <= facts.scale:
+        what = f"the scale has fallen below 1, to {after:g}, after {streak} skipped steps in a row"
+    else:
+        return ""
+    where = f" ({len(facts.parameters)} gradients are not finite)" if facts.parameters else ""
+    return (
+        f"{what}. Cause: {facts.cause}: {_MEANING[facts.cause]}{where}. castwise.diagnose(model, loss_fn, batch, "
+        "scaler) names the module and the op"
     )
 
 
-def _facts_of(pending: _Pending) -> tuple[StepFacts, float]:
+def _ask_for(step: Step, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None) -> Readback:
+    dtype, device = measuring.wide(after.device), after.device
+    unknown = torch.full((), math.nan, dtype=dtype, device=device)
+    numbers = [step.found_inf, before, after, *(unknown if it is None else it for it in (loss, step.norm))]
+    parts = [number.reshape(1) for number in numbers] + [flags for _, flags in step.facts]
+    return Readback(torch.cat([part.to(device=device, dtype=dtype, non_blocking=True) for part in parts]))
+
+
+def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float]:
     """Return the facts and the scale after the step; waits for the device."""
     found_inf, scale, after, loss, norm, *are_finite = pending.numbers.wait().tolist()
     skipped = found_inf != 0.0
@@ -254,36 +269,27 @@ def _facts_of(pending: _Pending) -> tuple[StepFacts, float]:
         optimizer=optimizer,
         scale=scale,
         skipped=skipped,
-        cause=_cause(optimizer, loss if pending.has_loss else None, bool(bad)) if skipped else None,
+        cause=_cause(pending, loss, gradients_are_bad=bool(bad), ranks_agree=ranks_agree) if skipped else None,
         parameters=tuple(bad) if skipped else (),
         loss=loss if pending.has_loss else None,
         grad_norm=norm if pending.has_norm else None,
+        iteration=pending.update,
     )
     return facts, after
 
 
-def _cause(optimizer: Any, loss: float | None, gradients_are_bad: bool) -> Cause:
-    if optimizer is not None and not _are_finite(params_of(optimizer)):
+def _cause(pending: _Pending, loss: float, *, gradients_are_bad: bool, ranks_agree: bool) -> Cause:
+    optimizer = pending.optimizer()
+    if not (pending.has_loss and math.isfinite(loss)) and optimizer is not None and not _are_finite(optimizer):
         return Cause.NONFINITE_WEIGHTS
-    if loss is None:
+    if not pending.has_loss or (not math.isfinite(loss) and pending.is_loss_of_others):
         return Cause.UNKNOWN
     if not math.isfinite(loss):
         return Cause.NONFINITE_LOSS
-    return Cause.OVERFLOW if gradients_are_bad else Cause.ANOTHER_RANK
+    return Cause.ANOTHER_RANK if ranks_agree and not gradients_are_bad else Cause.OVERFLOW
 
 
-@torch.no_grad()
-def _are_finite(weights: list[torch.Tensor]) -> bool:
-    """Read the weights, of DTensors this rank's part; waits for the device."""
-    local = [getattr(weight, "to_local", lambda weight=weight: weight)().detach() for weight in weights]
-    local = [torch.view_as_real(weight) if weight.is_complex() else weight for weight in local]
-    floats = [weight for weight in local if weight.is_floating_point() and weight.layout is torch.strided]
-    return all(
-        bool(
-            measuring.are_finite(
-                tensors, torch.ones((), device=device), torch.promote_types(dtype, torch.float32)
-            ).all()
-        )
-        for (dtype, _, device, _), group in regroup(floats).items()
-        if (tensors := [floats[index] for index in group])
-    )
+def _are_finite(optimizer: Any) -> bool:
+    """Read the weights that an optimizer trains, of DTensors this rank's part; waits for the device."""
+    weights = [param for param in params_of(optimizer) if param.requires_grad]
+    return all(bool(flags.all()) for _, flags in unscaling.check_local(weights, weights))

@@ -8,12 +8,16 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from castwise._torch_private import stored_values
 from castwise.amp import measuring
 from castwise.amp.devices import MultiDeviceReplicator
-from castwise.amp.gradients import Gradients, Values
+from castwise.amp.gradients import Gradients, Values, regroup
 
 # Gradients in groups, each with what it has to be multiplied with: fp32, one element.
 Factors: TypeAlias = list[tuple[torch.Tensor, Gradients]]
+
+
+_LOOKED_AT = (torch.strided, torch.sparse_coo)
 
 
 class Facts(NamedTuple):
@@ -63,6 +67,31 @@ def check(grads: Gradients, divisor: torch.Tensor) -> list[Facts]:
             )
             for values in grads.values()
         ]
+
+
+def check_local(params: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[Facts]:
+    """Find out which tensors hold no inf or NaN, of DTensors in this rank's part: no collective, whoever asks.
+
+    Args:
+        params: What the tensors belong to.
+        tensors: Gradients or weights; those that are not dense or COO-sparse numbers are left out.
+    """
+    with torch.no_grad():
+        local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)().detach() for tensor in tensors]
+        chosen = [i for i, tensor in enumerate(local) if tensor.layout in _LOOKED_AT and not _is_exact(tensor.dtype)]
+        values = [stored_values(local[i]) if local[i].layout is torch.sparse_coo else local[i] for i in chosen]
+        values = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in values]
+        facts = []
+        for group in regroup(values).values():
+            parts = [values[index] for index in group]
+            one = torch.ones((), device=parts[0].device)
+            flags = measuring.are_finite(parts, one, _at_least_fp32(parts))
+            facts.append(Facts([params[chosen[index]] for index in group], flags))
+    return facts
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def all_finite(params: list[torch.Tensor]) -> list[Facts]:

@@ -5,6 +5,7 @@ Run by `test_sharded_grad_scaler.py`, once for each rank: `python worker.py RANK
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -59,18 +60,24 @@ def ddp(_: int) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(model())
 
 
+@functools.cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """One for all cases: every group of gloo has threads of its own."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def fsdp1(use_orig_params: bool) -> Callable[[int], torch.nn.Module]:
     return lambda _: FullyShardedDataParallel(model(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 
 
 def fsdp2(world_size: int) -> torch.nn.Module:
     split = model()
-    fully_shard(split, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(split, mesh=mesh_of(world_size))
     return split
 
 
 def tensor_parallel(world_size: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     return parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
@@ -78,7 +85,7 @@ def by_hand(*placements: Any) -> Callable[[int], torch.nn.Module]:
     """Parameters that are each placed by hand, None for a plain one; gathered whole for the forward."""
 
     def split_model(world_size: int) -> torch.nn.Module:
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = mesh_of(world_size)
         split = model()
         names = [name for name, _ in split.named_parameters()]
         for name, placement in zip(names, placements, strict=True):
@@ -111,7 +118,7 @@ def with_partial_gradients(world_size: int) -> torch.nn.Module:
 
 
 def fsdp2_and_tp(_: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     split = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(split, mesh=mesh["dp"])
     return split
@@ -119,12 +126,12 @@ def fsdp2_and_tp(_: int) -> torch.nn.Module:
 
 def hsdp(_: int) -> torch.nn.Module:
     split = model()
-    fully_shard(split, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(split, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     return split
 
 
 def hybrid_fsdp1(_: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
         model(), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=True, device_id=torch.device("cpu")
@@ -392,7 +399,7 @@ def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
         make = {"castwise": castwise.ShardedGradScaler, "torch": Torchs}[library]
         group: Any = dist.group.WORLD
         if split.endswith("HSDP"):
-            group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            group = mesh_of(2, 2, names=("replicate", "shard"))
 
         def run(
             split: str = split,
