@@ -316,7 +316,7 @@ def blame(rank: int, _: int, kind: str) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     placements = [Replicate(), Shard(0)]
     params = [torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in placements]
-    optimizer = torch.optim.SGD(params, lr=0.5, **KINDS[kind])
+    optimizer = torch.optim.AdamW(params, lr=0.5, **KINDS[kind])
     scaler = castwise.GradScaler("cpu", process_group=mesh)
     facts: list[castwise.amp.outcomes.StepFacts] = []
     scaler.register_step_hook(facts.append)
