@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from castwise.amp import grad_scaler, measuring, readback
 from castwise.amp.grad_scaler import GradScaler
+from castwise.amp.outcomes import DELAY
+from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
 CALLS = ["unscale_", "clip_grad_norm_", "clip_grad_value_"]
 ORDERS = [order for count in range(4) for order in itertools.permutations(CALLS, count)]
@@ -65,6 +67,31 @@ def test_nothing_is_read_from_the_gpu_for_a_fused_optimizer(order: tuple[str, ..
         scaler.update()
     assert scaler._scale is not None
     assert scaler._scale.device.type == "cuda"
+
+
+SCHEDULES = [
+    Headroom(),
+    Dynamic(hysteresis=2, cooldown=3, on_nonfinite_loss="hold"),
+    Static(4.0),
+    Guard(),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+@pytest.mark.parametrize("order", [order for order in ORDERS if len(order) < 2], ids="-".join)
+def test_nothing_is_read_for_any_schedule_and_not_for_what_the_program_asks(
+    schedule: Schedule, order: tuple[str, ...]
+) -> None:
+    scaler, optimizer = GradScaler("cuda", schedule=schedule), optimizer_on(True, "cuda")
+    scaler.register_gradients_hook(lambda *_: None)
+    for _ in range(DELAY):  # the facts of the first are looked at after that
+        prepare(scaler, optimizer, order, 2.0)
+        scaler.step(optimizer)
+        assert scaler.step_skipped.device.type == "cuda"
+        scaler.step_scheduler(lambda: None)
+        scaler.update()
+    with pytest.raises(DataDependentOutputException):
+        scaler.synchronize()
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)

@@ -20,12 +20,13 @@ class LastStep:
     """The last step of an optimizer: what was found, and who has gone on because of it.
 
     Args:
+        iteration: In which it was, as `GradScaler.iteration`.
         found_infs: One element each, non-zero if a gradient was not finite; empty if nobody has looked.
         flag: The same on its way to the host.
     """
 
-    def __init__(self, found_infs: Sequence[torch.Tensor] = (), flag: Flag | None = None) -> None:
-        self.found_infs = found_infs
+    def __init__(self, iteration: int, found_infs: Sequence[torch.Tensor] = (), flag: Flag | None = None) -> None:
+        self.iteration, self.found_infs = iteration, found_infs
         self._flag = flag
         self._followers: list[object] = []
 
@@ -44,7 +45,7 @@ class LastStep:
 
 
 class _Call(NamedTuple):
-    time: int
+    iteration: int
     flag: Flag | None
     call: Callable[[], object]
 
@@ -55,24 +56,19 @@ class AfterSteps:
     def __init__(self) -> None:
         self._calls: deque[_Call] = deque()
 
-    def add(self, time: int, flag: Flag | None, call: Callable[[], object]) -> None:
-        """Ask for a call.
+    def add(self, step: LastStep, call: Callable[[], object]) -> None:
+        """Ask for a call if a step was taken."""
+        self._calls.append(_Call(step.iteration, step.is_skipped(), call))
 
-        Args:
-            time: Now, in updates.
-            flag: Whether the step was skipped; None if it was taken.
-            call: What to call.
-        """
-        self._calls.append(_Call(time, flag, call))
+    def run(self, updates: int | None = None) -> None:
+        """Make the calls that are due after so many updates: of steps that the host knows of, or `DELAY` updates ago.
 
-    def run(self, time: int | None = None) -> None:
-        """Make the calls that are due at a time: of steps that the host knows of, and of those `DELAY` updates ago.
-
-        Without a time all of them are due, which waits for the device.
+        Without a number all of them are due, which waits for the device.
         """
         while self._calls:
             first = self._calls[0]
-            if time is not None and not (first.flag is None or first.flag.is_on_host or time - first.time >= DELAY):
+            is_known = first.flag is None or first.flag.is_on_host
+            if not (updates is None or is_known or updates - first.iteration >= DELAY):
                 return
             self._calls.popleft()
             if not first.flag:

@@ -29,7 +29,7 @@ from castwise.amp.after_step import AfterSteps, LastStep, advance_of
 from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
-from castwise.amp.devices import amp_definitely_not_available, device_type
+from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Contents, Gradients, are_contiguous, params_of, present, repeat
 from castwise.amp.ledger import Ledger
 from castwise.amp.optimizer_state import (
@@ -614,7 +614,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             returned = optimizer.step(*args, **kwargs)
-            self._last_step = self._memory_of(optimizer).last_step = LastStep()
+            self._last_step = self._memory_of(optimizer).last_step = LastStep(self.iteration)
             return returned
         state = self._state_of(optimizer)
         refuse_if_over(state, "step")
@@ -644,7 +644,7 @@ class GradScaler(torch.amp.GradScaler):
             self._agree("step")
             returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state = self._finish(optimizer)
-        self._last_step = self._memory_of(optimizer).last_step = last_step(state)
+        self._last_step = self._memory_of(optimizer).last_step = last_step(state, self.iteration)
         return returned
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -838,7 +838,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
         last = self._last_step if optimizer is None else self._memory_of(optimizer).last_step
         if last is not None and last.is_new_to(scheduler):
-            self._after_steps.add(self._outcomes.updates, last.is_skipped(), call)
+            self._after_steps.add(last, call)
         elif last is None and self._last_step is not None and not self._has_warned_of_strangers:
             self._has_warned_of_strangers = True
             warn(
@@ -940,8 +940,9 @@ class GradScaler(torch.amp.GradScaler):
         self._owners.clear()
         self._unscaled.clear()
         self._gradients_seen.clear()
-        self._after_steps.run(self._outcomes.updates)
-        self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees)
+        if self._scale is None or not is_capturing(self._scale):  # there nobody may wait for anything
+            self._after_steps.run(self._outcomes.updates)
+            self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees)
 
     def _steps(self) -> list[tuple[Step, bool]]:
         """Return the steps of this iteration, each with whether there is more to know of it."""

@@ -106,9 +106,9 @@ def is_to_be_skipped(state: dict[str, Any]) -> bool:
     return bool(readback)
 
 
-def last_step(state: Mapping[str, Any]) -> LastStep:
+def last_step(state: Mapping[str, Any], iteration: int) -> LastStep:
     """Return what `step` leaves for those who ask afterwards whether it was taken."""
-    return LastStep(list(state["found_inf_per_device"].values()), state.get("readback"))
+    return LastStep(iteration, list(state["found_inf_per_device"].values()), state.get("readback"))
 
 
 @contextmanager

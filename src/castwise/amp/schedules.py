@@ -183,8 +183,7 @@ class Dynamic(Schedule):
 
     def _advance_with_options_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
         t, h, c = trackers["growth_tracker"], trackers["hysteresis_left"], trackers["cooldown_left"]
-        nonfinite = met.found_inf.reshape(()) != 0
-        finite = ~nonfinite
+        nonfinite, finite = met.found_inf.reshape(()) != 0, met.found_inf.reshape(()) == 0
         if self.needs_loss and met.loss_is_nonfinite is not None:
             nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
         counts = nonfinite & (c == 0)
@@ -195,8 +194,8 @@ class Dynamic(Schedule):
         grows = finite & (t >= self.growth_interval)
         t.masked_fill_(nonfinite | grows, 0)
         h.masked_fill_(grows, self.hysteresis)
-        scale.copy_(torch.where(grows, _times(scale, self.growth_factor), scale))
-        scale.copy_(torch.where(backs_off, _times(scale, self.backoff_factor), scale))
+        torch.where(grows, _times(scale, self.growth_factor), scale, out=scale)
+        torch.where(backs_off, _times(scale, self.backoff_factor), scale, out=scale)
 
 
 @dataclass(frozen=True)
@@ -327,25 +326,24 @@ class Headroom(Schedule):
         """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
         assert met.largest is not None
         t, peak, margin = trackers["growth_tracker"], trackers["peak"], trackers["margin"]
-        nonfinite = met.found_inf.reshape(()) != 0
-        finite = ~nonfinite
+        nonfinite, finite = met.found_inf.reshape(()) != 0, met.found_inf.reshape(()) == 0
         if met.loss_is_nonfinite is not None:
             nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
         decayed = peak * 2.0 ** (-1.0 / self.half_life)
-        peak.copy_(torch.where(finite, torch.maximum(met.largest.reshape(()).to(peak.dtype), decayed), peak))
+        torch.where(finite, torch.maximum(met.largest.reshape(()).to(peak.dtype), decayed), peak, out=peak)
         # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
         # log2 is off a little in fp32, and a target that was made from a scale shall give that scale.
         raised = torch.where(seen, torch.minimum((free - margin + _SLACK).floor(), exponent + 1), exponent)
         lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
-        margin.copy_(torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin))
+        torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin, out=margin)
         t.add_(finite.to(t.dtype))
         relaxes = finite & (t >= self.relax_interval)
         t.masked_fill_(nonfinite | relaxes, 0)
-        margin.copy_(torch.where(relaxes, (margin - 1.0).clamp(min=0.0), margin))
+        torch.where(relaxes, (margin - 1.0).clamp(min=0.0), margin, out=margin)
         chosen = torch.ldexp(torch.ones_like(scale), torch.where(finite, raised, lowered).to(torch.int32))
-        scale.copy_(torch.where(finite | nonfinite, chosen, scale).clamp(self.min_scale, self.max_scale))
+        torch.where(finite | nonfinite, chosen, scale, out=scale).clamp_(self.min_scale, self.max_scale)
 
 
 def on_device(trackers: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
