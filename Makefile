@@ -25,6 +25,8 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/scale_out.py
 	$(BIN)/python benchmarks/weight_cache.py
 	$(BIN)/python benchmarks/policy_overhead.py
+	$(BIN)/python benchmarks/monitor_cost.py
+	$(BIN)/python -m pip install --quiet 'transformers>=4.40' && $(BIN)/python benchmarks/fault_finding.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
