@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 import warnings
@@ -369,7 +370,7 @@ def test_a_schedule_is_advanced_as_often_as_the_optimizer_was_stepped(
                 world.scaler.update()
             for _ in range(2):  # a second call for the same step is none
                 world.scaler.step_scheduler(scheduler)
-                world.scaler.step_scheduler(calls.append, gradient)
+            world.scaler.step_scheduler(calls.append, gradient)
             if before_update:
                 world.scaler.update()
             assert taken - DELAY - before_update <= scheduler.last_epoch <= taken
@@ -381,20 +382,18 @@ def test_a_schedule_is_advanced_as_often_as_the_optimizer_was_stepped(
         assert scheduler.last_epoch == taken == len(calls) == world.scaler.state_dict()["steps_taken"]
 
 
-def test_a_lambda_in_a_loop_is_one_and_the_same_and_two_are_two() -> None:
+def test_functions_are_called_as_often_as_it_is_asked_for_until_something_is_scaled_again() -> None:
     world, calls = World(), []
-
-    def calling(name: str) -> Callable[[], None]:
-        return lambda: calls.append(name)
-
-    world.step()
-    for _ in range(3):
-        world.scaler.step_scheduler(lambda: calls.append("loop"))
-        world.scaler.step_scheduler(lambda calls=calls: calls.append("default"))  # type: ignore[misc]
-        world.scaler.step_scheduler(calls.append, "method")
-    for name in ("first", "second"):
-        world.scaler.step_scheduler(calling(name))
-    assert calls == ["loop", "default", "method", "first", "second"]
+    for step in range(6):
+        world.backward()
+        if step % 3 == 2:  # three micro-batches a step
+            world.scaler.step(world.optimizer)
+            world.scaler.update()
+        for name in ("first", "second"):
+            world.scaler.step_scheduler(lambda: calls.append(name))  # noqa: B023
+        world.scaler.step_scheduler(calls.append, "argument")
+        world.scaler.step_scheduler(functools.partial(calls.append, "partial"))
+    assert calls == ["first", "second", "argument", "partial"] * 2
 
 
 def test_a_schedule_of_an_optimizer_that_nobody_steps_is_pointed_out_once() -> None:
@@ -506,8 +505,8 @@ def test_after_so_many_skips_in_a_row_there_is_one_warning_with_the_cause(implem
         assert len(caught) == 1
         assert before == 1
     assert str(caught[0].message).startswith(
-        "3 steps in a row were skipped, the last at scale 7.92282e+28. Cause: overflow: the loss was finite and the "
-        "gradients were not"
+        "the last 3 steps were skipped, the last one at scale 7.92282e+28. Cause: overflow: the loss was finite and "
+        "the gradients were not"
     )
     assert caught[0].filename == __file__
 
@@ -526,7 +525,7 @@ def test_skips_in_a_row_are_those_of_one_optimizer() -> None:
     step()
     step()
     assert world.scaler.state_dict()["skips_in_a_row"] == 2
-    with pytest.warns(UserWarning, match="3 steps in a row were skipped"):
+    with pytest.warns(UserWarning, match="the last 3 steps were skipped"):
         step()
 
 
@@ -534,12 +533,14 @@ def test_the_twentieth_skip_warns_by_default_and_the_nineteenth_does_not() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         collapse(Dynamic(2.0**100), 19)
-    with pytest.warns(UserWarning, match="20 steps in a row were skipped"):
+    with pytest.warns(UserWarning, match="the last 20 steps were skipped"):
         collapse(Dynamic(2.0**100), 20)
 
 
 def test_a_scale_that_falls_below_one_warns() -> None:
-    with pytest.warns(UserWarning, match=r"the scale has fallen below 1, to 0.5, after 3 .*Cause: non-finite loss"):
+    with pytest.warns(
+        UserWarning, match=r"the scale has fallen below 1, to 0.5, and the last 3 .*Cause: non-finite loss"
+    ):
         collapse(Dynamic(4.0), 3, loss=math.nan)
 
 
@@ -562,13 +563,14 @@ def test_an_error_carries_the_facts(schedule: Schedule) -> None:
     assert facts.cause is Cause.OVERFLOW
     assert facts.parameters == (world.bad,)
     assert caught.value.diagnosis == f"diagnosis {facts.number}"
+    assert str(caught.value).endswith(f". diagnosis {facts.number}")
     assert isinstance(caught.value, ScaleExhausted)
     world.step()  # it was raised by a finished update
     assert torch.equal(world.bad, torch.full((2,), 0.875))
 
 
 def test_a_nan_loss_that_holds_the_scale_exhausts_patience_alone() -> None:
-    with pytest.warns(UserWarning, match="5 steps in a row were skipped, the last at scale 4"):
+    with pytest.warns(UserWarning, match="the last 5 steps were skipped, the last one at scale 4"):
         world = collapse(Dynamic(4.0, on_nonfinite_loss="hold", patience=5), 6, loss=math.nan)
     assert world.scaler.get_scale() == 4.0
 
@@ -651,12 +653,14 @@ def test_a_scale_that_was_set_by_hand_is_kept_by_its_own_schedule() -> None:
     assert restored.scale(torch.ones(())).item() == 512.0
 
 
-def test_another_kind_of_schedule_counts_anew() -> None:
-    world = World(Headroom(64.0))
-    run(world, [1.0, 1.0])
-    dynamic = GradScaler("cpu", schedule=Dynamic(growth_interval=3))
+@pytest.mark.parametrize(("other", "scale"), [(Headroom(64.0), 128.0), (Static(64.0), 64.0), (Guard(), 2.0**16)])
+def test_another_kind_of_schedule_gives_its_scale_and_nothing_else(other: Schedule, scale: float) -> None:
+    world, schedule = World(other), Dynamic(growth_factor=4.0, growth_interval=3, max_scale=2.0**20)
+    run(world, [100.0, 100.0])
+    dynamic = GradScaler("cpu", schedule=schedule)
     dynamic.load_state_dict(world.scaler.state_dict())
-    assert dynamic._get_growth_tracker() == 0
+    assert dynamic.schedule == schedule
+    assert (dynamic.scale(torch.ones(())).item(), dynamic._get_growth_tracker()) == (scale, 0)
 
 
 def test_torchs_checkpoint_gives_its_scale_to_any_schedule() -> None:
@@ -701,6 +705,11 @@ def test_torch_reads_what_any_schedule_has_saved() -> None:
             ValueError,
             "half_life must be a finite number > 0, got -1.0",
         ),
+        (
+            {"schedule": {"name": "Headroom", "settings": {}, "trackers": {"peak": 1.0, "margin": math.nan}}},
+            ValueError,
+            "margin must be a finite number >= 0, got nan",
+        ),
     ],
 )
 def test_a_bad_state_is_refused_and_changes_nothing(
@@ -722,8 +731,10 @@ def test_a_bad_state_is_refused_and_changes_nothing(
 def test_a_schedule_and_a_number_beside_it_are_refused(scaler: Callable[..., Any], number: dict[str, float]) -> None:
     (name, value), *_ = number.items()
     # A number that equals the default, but was given.
-    with pytest.raises(ValueError, match=f"a schedule carries all its own numbers: give {name}={value!r} to it"):
-        scaler("cpu", schedule=Static(), **{name: type(value)(str(value))})
+    given = {name: type(value)(str(value))}
+    with pytest.raises(ValueError, match=f"a schedule carries all its own numbers: give {name}={value!r} to Static"):
+        scaler("cpu", schedule=Static(), **given)
+    assert scaler("cpu", schedule=Static(), enabled=False, **given).get_scale() == 1.0  # nobody looks at it
 
 
 def test_the_schedule_can_be_asked_for() -> None:
@@ -736,6 +747,8 @@ def test_the_schedule_can_be_asked_for() -> None:
 def test_what_is_no_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match="schedule must be one of castwise"):
         GradScaler("cpu", schedule=2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="schedule must be one of castwise"):
+        GradScaler("cpu", schedule=Schedule())
     scaler = GradScaler("cpu", schedule=Static(4.0))
     with pytest.raises(RuntimeError, match=r"Static\(init_scale=4.0.* has no growth_factor: it would have no effect"):
         scaler.set_growth_factor(3.0)

@@ -220,6 +220,12 @@ OPTIONS_REFUSED: list[tuple[type[Schedule], dict[str, Any], type[Exception], str
     (Dynamic, {"min_scale": 0.0}, ValueError, "min_scale must be a finite number > 0"),
     (Dynamic, {"max_scale": math.inf}, ValueError, "max_scale must be a finite number > 0"),
     (Dynamic, {"max_scale": 4.0}, ValueError, "init_scale must be within [min_scale, max_scale] = ["),
+    (
+        Dynamic,
+        {"min_scale": 2.0, "max_scale": 1.0},
+        ValueError,
+        "min_scale must not be above max_scale, got 2.0 and 1.0",
+    ),
     (Dynamic, {"on_nonfinite_loss": "ignore"}, ValueError, "must be one of 'backoff', 'hold', got 'ignore'"),
     (Static, {"patience": 0}, ValueError, "patience must be an integer in [1, 2**31), got 0"),
     (Guard, {"on_exhausted": "stop"}, ValueError, "on_exhausted must be one of 'warn', 'raise', got 'stop'"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +29,8 @@ class LastStep:
         self._followers: list[object] = []
 
     def is_new_to(self, follower: object) -> bool:
-        """Say whether somebody asks for the first time, and remember it; a lambda in a loop is the same each time."""
-        if any(_are_same(follower, other) for other in self._followers):
+        """Say whether somebody asks for the first time, and remember it."""
+        if any(follower is other for other in self._followers):
             return False
         self._followers.append(follower)
         return True
@@ -73,13 +71,6 @@ class AfterSteps:
             self._calls.popleft()
             if not first.flag:
                 first.call()
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
-        return one is other or (isinstance(one, (BuiltinMethodType, MethodType)) and bool(one == other))
-    mine, others = ((*(f.__closure__ or ()), *(f.__defaults__ or ())) for f in (one, other))
-    return one.__code__ is other.__code__ and len(mine) == len(others) and all(map(operator.is_, mine, others))
 
 
 def advance_of(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from castwise.amp.checks import check_scale, count, real_number
+from castwise.amp.checks import at_least, check_scale, count
 from castwise.amp.schedules import Dynamic, Schedule
 
 KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -38,7 +38,8 @@ def _settings(schedule: Schedule) -> dict[str, Any]:
 def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     """Return what a state dict holds for a scaler with a schedule.
 
-    The state of a schedule of another kind, or of a scaler of torch's, gives its scale, and `Dynamic` its factors.
+    One without a schedule, as of torch, gives its scale, and `Dynamic` its factors; one with a schedule of another
+    kind its scale, unless that was `Guard`'s.
 
     Raises:
         RuntimeError: It is empty, as a disabled scaler's is.
@@ -67,12 +68,12 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     trackers = schedule.trackers()
     if entry is not None and _name(entry) == type(schedule).__name__:
         schedule, trackers = _schedule(entry, schedule)
-    else:
-        if isinstance(schedule, Dynamic):
-            schedule = dataclasses.replace(schedule, **factors)
-        if entry is not None or not isinstance(schedule, Dynamic):
-            growth_tracker = 0
+    elif entry is None and isinstance(schedule, Dynamic):
+        schedule = dataclasses.replace(schedule, **factors)
         scale = schedule.adopt(scale)
+    else:
+        growth_tracker = 0
+        scale = schedule.adopt(schedule.init_scale if entry is not None and _name(entry) == "Guard" else scale)
     return Saved(scale, schedule, growth_tracker, trackers, (taken, skipped, in_a_row))
 
 
@@ -91,7 +92,7 @@ def _schedule(entry: Mapping[str, Any], like: Schedule) -> tuple[Schedule, dict[
     if not isinstance(entry["trackers"], Mapping) or set(entry["trackers"]) != set(first):
         raise ValueError(f"{entry['name']} remembers {', '.join(first) or 'nothing'}, got {entry['trackers']!r}")
     trackers: dict[str, float] = {
-        name: count(name, value, 0) if isinstance(first[name], int) else real_number(name, value)
+        name: count(name, value, 0) if isinstance(first[name], int) else at_least(name, value, 0.0)
         for name, value in entry["trackers"].items()
     }
     return schedule, trackers

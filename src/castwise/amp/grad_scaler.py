@@ -125,7 +125,9 @@ class GradScaler(torch.amp.GradScaler):
         self._init_trackers: dict[str, float] = {}
         self._rule: Schedule = Dynamic() if schedule is None else schedule
         if schedule is not None:
-            _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
+            _check_schedule(schedule)
+            if enabled:
+                _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
             self._take(schedule)
         elif enabled:
             self._take(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
@@ -821,7 +823,9 @@ class GradScaler(torch.amp.GradScaler):
         """Advance a learning-rate schedule, or call a function, if the optimizer's last `step` was really taken.
 
         Call it once an iteration, after `step`, before or after `update`. It is advanced as often as the optimizer
-        was stepped: a skipped step, or a call without a new step, advances nothing. On an accelerator where the host
+        was stepped: a skipped step, or a call without a new step, advances nothing. A function is not told from
+        another one, so it is called whenever the step was in the iteration under way, or, until something is scaled
+        again, in the one before. On an accelerator where the host
         does not know yet (a fused optimizer's step) it is advanced up to two updates later; `synchronize()`,
         `state_dict()` and pickling advance what is left.
 
@@ -837,7 +841,8 @@ class GradScaler(torch.amp.GradScaler):
         call = advance_of(scheduler, args, kwargs)
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
         last = self._last_step if optimizer is None else self._memory_of(optimizer).last_step
-        if last is not None and last.is_new_to(scheduler):
+        is_function = not hasattr(scheduler, "step")
+        if last is not None and (self._is_recent(last) if is_function else last.is_new_to(scheduler)):
             self._after_steps.add(last, call)
         elif last is None and self._last_step is not None and not self._has_warned_of_strangers:
             self._has_warned_of_strangers = True
@@ -848,6 +853,10 @@ class GradScaler(torch.amp.GradScaler):
                 2,
             )
         self._after_steps.run(self._outcomes.updates)
+
+    def _is_recent(self, step: LastStep) -> bool:
+        is_of_the_last = step.iteration == self.iteration - 1 and self._outcomes.loss is None
+        return step.iteration == self.iteration or is_of_the_last
 
     @never_traced
     def synchronize(self) -> None:
@@ -1196,11 +1205,14 @@ def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     return handle
 
 
-def _refuse_numbers_beside(schedule: Schedule, *numbers: float) -> None:
-    if not isinstance(schedule, Schedule):
+def _check_schedule(schedule: object) -> None:
+    if not isinstance(schedule, Schedule) or type(schedule) is Schedule:
         raise TypeError(
             f"schedule must be one of castwise.schedules, such as Dynamic(init_scale=1024.0), got {schedule!r}"
         )
+
+
+def _refuse_numbers_beside(schedule: Schedule, *numbers: float) -> None:
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     defaults = (INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL)
     beside = [
@@ -1209,4 +1221,5 @@ def _refuse_numbers_beside(schedule: Schedule, *numbers: float) -> None:
         if given is not default
     ]
     if beside:
-        raise ValueError(f"a schedule carries all its own numbers: give {', '.join(beside)} to it, got {schedule}")
+        name = type(schedule).__name__
+        raise ValueError(f"a schedule carries all its own numbers: give {', '.join(beside)} to {name}, or leave it out")

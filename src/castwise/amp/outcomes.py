@@ -56,6 +56,9 @@ _MEANING = {
 }
 
 
+_WHERE = "castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """One optimizer's step: what was found, as plain numbers on the host."""
@@ -94,7 +97,7 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopI
         """What a Monitor with `on_skip="diagnose"` has found out of it."""
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return f"{self.args[0]}. {_WHERE if self.diagnosis is None else self.diagnosis}"
 
 
 class Step(NamedTuple):
@@ -221,11 +224,11 @@ class Outcomes:
                 exhausted = exhausted or ScaleExhausted(message, facts)
             elif message and not self._has_warned:
                 self._has_warned = True
-                warn(message, UserWarning, stacklevel + 1)
+                warn(f"{message}. {_WHERE}", UserWarning, stacklevel + 1)
             for hook in tuple(self.hooks.values()):
                 told = hook(facts)
                 if exhausted is not None and exhausted.step is facts:
-                    exhausted.diagnosis = told or exhausted.diagnosis
+                    exhausted.diagnosis = exhausted.diagnosis if told is None else told
         if exhausted is not None:
             raise exhausted
 
@@ -238,16 +241,17 @@ def _exhaustion(facts: StepFacts, after: float, streak: int, schedule: Schedule)
     if facts.cause is None:
         return ""
     if streak >= schedule.patience:
-        what = f"{streak} steps in a row were skipped, the last at scale {facts.scale:g}"
+        what = f"the last {_several(streak, 'step')} skipped, the last one at scale {facts.scale:g}"
     elif after < 1.0 <= facts.scale:
-        what = f"the scale has fallen below 1, to {after:g}, after {streak} skipped steps in a row"
+        what = f"the scale has fallen below 1, to {after:g}, and the last {_several(streak, 'step')} skipped"
     else:
         return ""
-    where = f" ({len(facts.parameters)} gradients are not finite)" if facts.parameters else ""
-    return (
-        f"{what}. Cause: {facts.cause}: {_MEANING[facts.cause]}{where}. castwise.diagnose(model, loss_fn, batch, "
-        "scaler) names the module and the op"
-    )
+    where = f" ({_several(len(facts.parameters), 'gradient')} not finite)" if facts.parameters else ""
+    return f"{what}. Cause: {facts.cause}: {_MEANING[facts.cause]}{where}"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{noun} was" if count == 1 else f"{count} {noun}s were"
 
 
 def _ask_for(step: Step, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None) -> Readback:

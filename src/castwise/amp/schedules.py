@@ -359,6 +359,8 @@ def _times(scale: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _check_bounds(init_scale: float, min_scale: float, max_scale: float) -> None:
+    if min_scale > max_scale:
+        raise ValueError(f"min_scale must not be above max_scale, got {min_scale!r} and {max_scale!r}")
     if not min_scale <= init_scale <= max_scale:
         raise ValueError(
             f"init_scale must be within [min_scale, max_scale] = [{min_scale!r}, {max_scale!r}], got {init_scale!r}"
