@@ -203,6 +203,7 @@ def outside(rank: int, _: int, kind: str) -> Any:
     """The last rank is not in the group."""
     group = dist.new_group([0])
     scaler = castwise.ShardedGradScaler("cpu", process_group=group)
+    assert not scaler.agrees
     param = torch.nn.Parameter(torch.ones(1))
     scaler.scale(param.sum()).backward()
     try:
@@ -342,6 +343,7 @@ def schedule(rank: int, size: int, kind: str, name: str, clip: str) -> Any:
     training.scaler = castwise.GradScaler("cpu", schedule=SCHEDULES[name], process_group=dist.group.WORLD)
     facts: list[castwise.amp.outcomes.StepFacts] = []
     training.scaler.register_step_hook(facts.append)
+    assert training.scaler.agrees
     (param,), (optimizer,) = training.params, training.optimizers
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scales, collectives = [], []

@@ -99,6 +99,12 @@ class Agreement:
         """Return the number of ranks."""
         return math.prod(torch.distributed.get_world_size(group) for group in self._groups())
 
+    def is_of_all_ranks(self) -> bool:
+        """Say whether no rank is outside of the group."""
+        if not torch.distributed.is_initialized() or _is_outside(self.ranks):
+            return False
+        return self.size() == torch.distributed.get_world_size()
+
     def ranks_of_a_stage(self) -> int:
         """Return how many ranks a stage of the pipeline is on; raise a ValueError if that does not come out even."""
         size = self.size()

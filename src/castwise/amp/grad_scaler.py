@@ -168,8 +168,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def agrees(self) -> bool:
-        """Whether it has a group whose ranks take and skip the same steps."""
-        return self._agreement is not None
+        """Whether all ranks there are take and skip the same steps: its group is not one of some of them."""
+        return self._agreement is not None and self._agreement.is_of_all_ranks()
 
     @property
     def iteration(self) -> int:
@@ -866,7 +866,7 @@ class GradScaler(torch.amp.GradScaler):
             ScaleExhausted: If the schedule wants it so.
         """
         self._after_steps.run()
-        self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees, all_=True)
+        self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None, all_=True)
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
         """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
@@ -951,7 +951,7 @@ class GradScaler(torch.amp.GradScaler):
         self._gradients_seen.clear()
         if self._scale is None or not is_capturing(self._scale):  # there nobody may wait for anything
             self._after_steps.run(self._outcomes.updates)
-            self._outcomes.settle(self._rule, 2, ranks_agree=self.agrees)
+            self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
 
     def _steps(self) -> list[tuple[Step, bool]]:
         """Return the steps of this iteration, each with whether there is more to know of it."""
