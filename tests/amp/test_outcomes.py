@@ -143,16 +143,22 @@ def test_a_norm_that_fp32_cannot_hold_is_no_other_ranks_fault() -> None:
     assert world.told[0].cause is Cause.OVERFLOW
 
 
-def test_of_several_losses_and_optimizers_it_is_not_known_whose_loss_it_was() -> None:
+@pytest.mark.parametrize(
+    ("other_gradient", "causes"),
+    [(1.0, [Cause.UNKNOWN, None]), (math.nan, [Cause.NONFINITE_LOSS, Cause.NONFINITE_LOSS])],
+)
+def test_of_several_losses_and_optimizers_it_is_known_whose_loss_it_was_if_all_are_skipped(
+    other_gradient: float, causes: list[Cause | None]
+) -> None:
     world = World().listen()
     other = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], lr=1.0)
     world.scaler.scale(torch.tensor(math.nan, requires_grad=True))
     world.backward(gradient=math.inf)
-    weight.grad = torch.ones(1)
+    weight.grad = torch.full((1,), other_gradient)
     world.scaler.step(world.optimizer)
     world.scaler.step(other)
     world.scaler.update()
-    assert [facts.cause for facts in world.told] == [Cause.UNKNOWN, None]
+    assert [facts.cause for facts in world.told] == causes
 
 
 def test_a_closure_forgets_no_other_optimizers_loss() -> None:

@@ -41,7 +41,7 @@ class Cause(str, Enum):
     """This rank's loss and gradients were finite."""
     UNKNOWN = "unknown"
     """No loss was given to `scale`: another rank's stage of a pipeline has it, or a CUDA graph. Or one of several
-    losses was not finite, and several optimizers were stepped."""
+    losses was not finite, and of several optimizers only some were skipped."""
 
     __str__ = str.__str__
 
@@ -115,10 +115,10 @@ class _Pending(NamedTuple):
     optimizer: Callable[[], Any]
     params: list[torch.Tensor]
     numbers: Readback
-    """found_inf, scale before, scale after, loss, norm (NaN: unknown), and 1 for each of `params` that is finite."""
+    """found_inf, the least one of the iteration's steps, scale before, scale after, loss, norm (NaN: unknown), and 1 for
+    each of `params` that is finite."""
     has_loss: bool
-    is_loss_of_others: bool
-    """Whether it may be another optimizer's: there were several, and several losses."""
+    has_several_losses: bool
     has_norm: bool
 
 
@@ -190,14 +190,16 @@ class Outcomes:
             before: The scale while they were taken, which nobody will write to; None if no more is to know of any.
             after: The scale now.
         """
-        loss, is_loss_of_others = self.loss, self.has_several_losses and len(steps) > 1
+        loss, has_several_losses = self.loss, self.has_several_losses
         self.loss, self.has_several_losses = None, False
+        found_infs = [step.found_inf.reshape(()) for step, _ in steps]
         self.updates += 1
         for step, is_wanted in steps:
             self.steps += 1
             if is_wanted and before is not None and after is not None:
-                numbers = _ask_for(step, before, after, loss)
-                has = loss is not None, is_loss_of_others, step.norm is not None
+                least = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).amin()
+                numbers = _ask_for(step, least, before, after, loss)
+                has = loss is not None, has_several_losses, step.norm is not None
                 params = [param for of_group, _ in step.facts for param in of_group]
                 self._pending.append(_Pending(self.steps, self.updates, step.optimizer, params, numbers, *has))
             elif self._streaks or self._first_streak:
@@ -254,18 +256,22 @@ def _several(count: int, noun: str) -> str:
     return f"{noun} was" if count == 1 else f"{count} {noun}s were"
 
 
-def _ask_for(step: Step, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None) -> Readback:
+def _ask_for(
+    step: Step, least: torch.Tensor, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None
+) -> Readback:
     dtype, device = measuring.wide(after.device), after.device
     unknown = torch.full((), math.nan, dtype=dtype, device=device)
-    numbers = [step.found_inf, before, after, *(unknown if it is None else it for it in (loss, step.norm))]
+    numbers = [step.found_inf, least, before, after, *(unknown if it is None else it for it in (loss, step.norm))]
     parts = [number.reshape(1) for number in numbers] + [flags for _, flags in step.facts]
     return Readback(torch.cat([part.to(device=device, dtype=dtype, non_blocking=True) for part in parts]))
 
 
 def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float]:
     """Return the facts and the scale after the step; waits for the device."""
-    found_inf, scale, after, loss, norm, *are_finite = pending.numbers.wait().tolist()
+    found_inf, least, scale, after, loss, norm, *are_finite = pending.numbers.wait().tolist()
     skipped = found_inf != 0.0
+    # Of several losses and optimizers, some of which had finite gradients, it may be another one's.
+    is_its_loss = pending.has_loss and (least != 0.0 or not pending.has_several_losses)
     optimizer = pending.optimizer()
     bad = [param for param, is_finite in zip(pending.params, are_finite, strict=True) if not is_finite]
     facts = StepFacts(
@@ -273,7 +279,7 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
         optimizer=optimizer,
         scale=scale,
         skipped=skipped,
-        cause=_cause(pending, loss, gradients_are_bad=bool(bad), ranks_agree=ranks_agree) if skipped else None,
+        cause=_cause(optimizer, loss, bool(bad), is_its_loss, ranks_agree) if skipped else None,
         parameters=tuple(bad) if skipped else (),
         loss=loss if pending.has_loss else None,
         grad_norm=norm if pending.has_norm else None,
@@ -282,14 +288,12 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
     return facts, after
 
 
-def _cause(pending: _Pending, loss: float, *, gradients_are_bad: bool, ranks_agree: bool) -> Cause:
-    optimizer = pending.optimizer()
-    if not (pending.has_loss and math.isfinite(loss)) and optimizer is not None and not _are_finite(optimizer):
+def _cause(optimizer: Any, loss: float, gradients_are_bad: bool, is_its_loss: bool, ranks_agree: bool) -> Cause:
+    """Return why a step was skipped; a loss of NaN may be one that is not known."""
+    if not math.isfinite(loss) and optimizer is not None and not _are_finite(optimizer):
         return Cause.NONFINITE_WEIGHTS
-    if not pending.has_loss or (not math.isfinite(loss) and pending.is_loss_of_others):
-        return Cause.UNKNOWN
     if not math.isfinite(loss):
-        return Cause.NONFINITE_LOSS
+        return Cause.NONFINITE_LOSS if is_its_loss else Cause.UNKNOWN
     return Cause.ANOTHER_RANK if ranks_agree and not gradients_are_bad else Cause.OVERFLOW
 
 
