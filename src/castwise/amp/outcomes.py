@@ -115,8 +115,8 @@ class _Pending(NamedTuple):
     optimizer: Callable[[], Any]
     params: list[torch.Tensor]
     numbers: Readback
-    """found_inf, the least one of the iteration's steps, scale before, scale after, loss, norm (NaN: unknown), and 1 for
-    each of `params` that is finite."""
+    """found_inf, the least one of the iteration's steps, scale before, scale after, loss, norm (NaN: unknown), and 1
+    for each of `params` that is finite."""
     has_loss: bool
     has_several_losses: bool
     has_norm: bool
