@@ -80,10 +80,8 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            if self.use_reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.use_reentrant)  # type: ignore[assignment]
+            again = self.use_reentrant
+            x = block(x) if again is None else checkpoint(block, x, use_reentrant=again)  # type: ignore[assignment]
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 

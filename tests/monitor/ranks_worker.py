@@ -50,10 +50,14 @@ def split(net: nn.Module, how: str) -> nn.Module:
 
 
 def train(how: str, fault: str, rank: int, world_size: int, **options: Any) -> list[dict[str, Any]]:
-    """Train, each rank on its part of the batch; "alone" on the whole batch. The fault is in the second step."""
+    """Train, each rank on its part of the batch; "alone" on the whole batch. The fault is in the second step.
+
+    Ranks "apart" have models of their own, and scalers that do not agree.
+    """
     net = split(model(), how)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
-    scaler = (castwise.GradScaler if how == "alone" else castwise.ShardedGradScaler)("cpu", init_scale=2.0**4)
+    is_by_itself = how in ("alone", "apart")
+    scaler = (castwise.GradScaler if is_by_itself else castwise.ShardedGradScaler)("cpu", init_scale=2.0**4)
     records: list[dict[str, Any]] = []
     with Monitor(net, optimizer, scaler, every=2, sinks=[records.append], **options):
         for number in range(1, STEPS + 1):
@@ -107,6 +111,8 @@ def main() -> None:
         if (how, fault) != ("ddp", "gradient of rank 1")
     }
     runs["ddp, diagnosed"] = train("ddp", "data of rank 1", rank, world_size, on_skip="diagnose")
+    runs["apart, data of rank 1"] = train("apart", "data of rank 1", rank, world_size)
+    runs["apart, diagnosed"] = train("apart", "data of rank 1", rank, world_size, on_skip="diagnose")
     error, held = refused(), parts(rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -153,15 +153,41 @@ def test_a_bad_input_is_named_with_its_index(bad: float) -> None:
         assert f"input {name} is {bad} at (1, 2)" in str(found)
 
 
-def test_a_weight_that_is_lost_is_named_whether_it_is_used_or_not() -> None:
+def test_a_weight_that_is_lost_is_named_if_it_is_used() -> None:
     model = nn.ModuleDict({"used": Calls(lambda x: x), "unused": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign, assignment]
     with torch.no_grad():
         model["unused"].weight[1, 0] = NAN
-    found = diagnose(model, mean, ONES)
-    assert (found.phase, found.module, found.parameter) == ("weight", "unused", "unused.weight")
+    assert not diagnose(model, mean, ONES)
+    with torch.no_grad():
+        model["used"].last.weight[1, 0] = model["used"].last.bias[0] = NAN  # type: ignore[union-attr, index, operator]
+    found = diagnose(model, mean, torch.full((2, 4), NAN))
+    assert (found.phase, found.module, found.parameter) == ("weight", "used.last", "used.last.weight")
     assert (found.index, found.value, found.remedy) == ((1, 0), "nan", "weight")
-    assert str(found).startswith("weight: unused.weight is nan at (1, 0)")
+    assert str(found).startswith("weight: used.last.weight is nan at (1, 0)")
+    assert "2 more weights are not finite" in found.advice
+
+
+def test_a_row_of_an_embedding_counts_if_it_is_looked_up() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight[3, 1] = NAN  # type: ignore[operator, index]
+    assert not diagnose(model, mean, torch.tensor([0, 1, 2]))
+    found = diagnose(model, mean, torch.tensor([0, 3]))
+    assert (found.phase, found.parameter, found.index) == ("weight", "0.weight", (3, 1))
+
+
+def test_a_weight_that_reaches_a_gradient_only_is_named() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gate = nn.Parameter(torch.tensor([1.0, NAN])), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x > 0, self.gate * self.weight, x)
+
+    found = diagnose(Gated(), mean, torch.tensor([1.0, -1.0]))
+    assert (found.phase, found.parameter, found.index) == ("weight", "weight", (1,))
 
 
 def test_a_buffer_counts_if_it_reaches_the_loss() -> None:
@@ -314,6 +340,19 @@ def test_nothing_is_blamed_where_infinities_reach_nothing(function: Any) -> None
     assert not found
     assert str(found).startswith("clean: the loss and all gradients are finite (loss")
     assert found == Diagnosis(False, loss=found.loss)
+
+
+def test_a_mask_may_be_a_trained_parameter() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = nn.Parameter(torch.zeros(4, 4).masked_fill(torch.eye(4).bool(), -INF))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) + self.mask).softmax(-1)  # type: ignore[no-any-return]
+
+    assert not diagnose(Masked(), lambda y: y[:, 0].sum(), torch.ones(4, 4))
 
 
 def test_a_fault_beside_masks_is_told_from_them() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from castwise.monitor import exponents, pieces
+from castwise.monitor import exponents
 from castwise.monitor.exponents import count, tally
 from castwise.monitor.tally import Tally
 
@@ -84,7 +84,7 @@ def test_many_pieces_are_counted_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     tensor = torch.randn(70, 30, generator=generator) * torch.exp2(torch.randint(-140, 120, (70, 30)).float())
     whole = tally(count(tensor))
     assert whole == reference(numbers_of(tensor))
-    monkeypatch.setattr(pieces, "_ON_CPU", 64)
+    monkeypatch.setattr(exponents, "_PIECE_ON_CPU", 64)
     assert tally(count(tensor)) == whole
     assert tally(count(tensor.t())) == whole
     assert tally(count(tensor.repeat(1, 2)[:, ::2])) == reference(numbers_of(tensor.repeat(1, 2)[:, ::2]))

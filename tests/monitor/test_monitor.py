@@ -14,6 +14,7 @@ from torch import nn
 
 import castwise
 from castwise.amp.outcomes import ScaleExhausted
+from castwise.amp.readback import Readback
 from castwise.monitor.monitor import Monitor
 from castwise.monitor.run import Run
 
@@ -295,19 +296,26 @@ def test_another_optimizer_of_the_scaler_is_none_of_the_monitors_business() -> N
     assert list(training.of("sample")[0]["modules"]) == ["0", "1.1"]
 
 
-def test_a_step_that_the_user_leaves_out_is_left_out() -> None:
+@pytest.mark.parametrize("says_so", [True, False], ids=["skip", "no step"])
+def test_a_step_that_the_user_leaves_out_is_left_out(says_so: bool) -> None:
     training = Training(every=1)
     scaler, optimizer = training.scaler, training.optimizer
     assert scaler is not None
+    largest = []
     with training.monitor:
-        training.step()
-        scaler.scale(training.model(torch.ones(5, 4)).sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.skip(optimizer)
-        scaler.update()
-        training.step()
-        training.step()
-    assert training.numbers("sample") == training.numbers("step") == [1, 2, 3]
+        for power in range(6):
+            training.optimizer.zero_grad()
+            scaler.scale(training.model(torch.ones(5, 4)).sum() * 2.0**power).backward()
+            scaler.unscale_(optimizer)
+            if power in (1, 3):
+                if says_so:
+                    scaler.skip(optimizer)
+            else:
+                largest.append(training.model[0].weight.grad.abs().max().item())
+                scaler.step(optimizer)
+            scaler.update()
+    assert training.numbers("sample") == training.numbers("step") == [1, 2, 3, 4]
+    assert [sample["gradients"]["0.weight"]["largest"] for sample in training.of("sample")] == largest
 
 
 # -- being there and not being there --------------------------------------------------------------------------------
@@ -332,6 +340,71 @@ def test_leaving_removes_every_hook() -> None:
     records = list(training.records)
     training.step()
     assert training.records == records
+
+
+def copies_of(weight: torch.Tensor) -> int:
+    """How many tensors beside a weight and its gradient have its shape, which no other has."""
+    gc.collect()
+    known = {weight.data_ptr(), 0 if weight.grad is None else weight.grad.data_ptr()}
+    alike = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.shape == weight.shape]
+    return sum(each.data_ptr() not in known for each in alike)
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["skipped", "left out"])
+def test_copies_of_weights_are_gone_when_it_is_known_that_there_is_no_step(left_out: bool) -> None:
+    model = nn.Linear(4, 97)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, copies = castwise.GradScaler("cpu"), []
+    monitor = Monitor(model, optimizer, scaler, every=2)
+    with monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((5, 4), math.inf)).sum()).backward()
+            scaler.unscale_(optimizer)
+            copies.append(copies_of(model.weight))
+            (scaler.skip if left_out else scaler.step)(optimizer)
+            scaler.update()
+            copies.append(copies_of(model.weight))
+    assert copies == ([1, 1, 0, 0, 1, 1] if left_out else [1, 0, 0, 0, 1, 0])
+    assert copies_of(model.weight) == 0
+    assert not monitor._handles  # it is still there, and holds nothing
+
+
+def test_the_last_steps_are_recorded_also_if_an_error_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An accelerator tells of a step two updates later, which a CPU can be made to do.
+    monkeypatch.setattr(Readback, "is_on_host", property(lambda _: False))
+    training = Training(every=1)
+
+    def fail() -> None:
+        with training.monitor:
+            for _ in range(3):
+                training.step()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert training.numbers("step") == training.numbers("sample") == [1, 2, 3]
+    assert training.numbers("end") == [3]
+
+
+def test_facts_that_a_loaded_checkpoint_has_dropped_are_missed_by_no_other_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Readback, "is_on_host", property(lambda _: False))
+    training = Training(every=1)
+    scaler = training.scaler
+    assert scaler is not None
+    saved, largest = scaler.state_dict(), []
+    with training.monitor:
+        for number in range(6):
+            if number == 3:
+                scaler.load_state_dict(saved)
+                training.records.clear()
+                largest.clear()
+            training.step(bad=2.0**number)
+            largest.append(training.model[0].weight.grad.abs().max().item())
+    assert training.numbers("sample") == training.numbers("step") == [1, 2, 3]
+    assert [sample["gradients"]["0.weight"]["largest"] for sample in training.of("sample")] == largest
 
 
 def test_an_error_in_the_training_ends_the_record_in_order(tmp_path: Path) -> None:
@@ -417,6 +490,64 @@ def test_a_skipped_step_is_diagnosed_if_asked_for() -> None:
     assert found["text"] == str(training.monitor.diagnosis)
     assert found["advice"] == training.monitor.diagnosis.advice
     assert training.of("step")[1]["cause"] == "non-finite weights"
+
+
+def test_optimizers_of_one_backward_share_its_diagnosis() -> None:
+    calls: list[int] = []
+    model, records = mlp(), list[dict[str, Any]]()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = castwise.GradScaler("cpu", init_scale=SCALE)
+    monitor = Monitor(model, optimizers, scaler, on_skip="diagnose", sinks=[records.append])
+    model.register_forward_pre_hook(lambda *_: calls.append(0))
+    with monitor:
+        scaler.scale(model(torch.full((5, 4), math.nan)).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert [found["phase"] for found in records if found["kind"] == "diagnosis"] == ["input", "input"]
+    assert len(calls) == 2  # one replay
+    assert monitor.diagnosis is not None
+    assert monitor.diagnosis.phase == "input"
+
+
+def test_optimizers_of_backwards_of_their_own_have_their_own_diagnoses() -> None:
+    model, records = mlp(), list[dict[str, Any]]()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = castwise.GradScaler("cpu", init_scale=SCALE)
+    with Monitor(model, optimizers, scaler, on_skip="diagnose", sinks=[records.append]):
+        for optimizer, factor in zip(optimizers, (1.0, math.nan), strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(5, 4)).sum() * factor).backward()
+            scaler.step(optimizer)
+        scaler.update()
+    first, second = (record for record in records if record["kind"] == "step")
+    (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
+    assert (first["skipped"], second["skipped"]) == (False, True)
+    assert (diagnosis["step"], diagnosis["phase"]) == (2, "loss")
+
+
+def test_a_step_of_which_nothing_was_recorded_has_no_diagnosis() -> None:
+    training = Training(on_skip="diagnose")
+    assert training.scaler is not None
+    with training.monitor:
+        training.scaler.scale(training.model[0](torch.ones(5, 4)).sum() * math.inf).backward()  # past the model
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+    assert training.of("step")[0]["skipped"]
+    assert training.of("diagnosis") == []
+    assert training.monitor.diagnosis is None
+
+
+def test_a_step_that_was_left_out_has_no_part_in_the_diagnosis_of_the_next() -> None:
+    training = Training(on_skip="diagnose")
+    assert training.scaler is not None
+    with training.monitor:
+        training.scaler.scale(training.model(torch.full((5, 4), math.nan)).sum()).backward()
+        training.scaler.skip(training.optimizer)
+        training.scaler.update()
+        training.step(bad=math.inf)
+    (diagnosis,) = training.of("diagnosis")
+    assert diagnosis["phase"] == "loss"
 
 
 def test_an_exhausted_scale_carries_the_diagnosis() -> None:

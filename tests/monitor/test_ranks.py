@@ -60,6 +60,14 @@ def test_a_skip_has_the_cause_that_the_rank_at_fault_knows(
     assert parameters is None or skipped["parameters"] == parameters
 
 
+@pytest.mark.parametrize("run", ["apart, data of rank 1", "apart, diagnosed"])
+def test_ranks_that_do_not_agree_skip_alone_and_nobody_waits_for_them(run: str, ranks: list[dict[str, Any]]) -> None:
+    records = ranks[0]["runs"][run]
+    assert [step["skipped"] for step in of(records, "step")] == [False] * 3
+    assert [sample["step"] for sample in of(records, "sample")] == [1, 3]
+    assert of(records, "diagnosis") == []
+
+
 def test_the_diagnosis_is_that_of_the_rank_at_fault(ranks: list[dict[str, Any]]) -> None:
     (found,) = of(ranks[0]["runs"]["ddp, diagnosed"], "diagnosis")
     assert (found["step"], found["cause"], found["phase"]) == (2, "non-finite loss", "input")

@@ -26,9 +26,13 @@ def numbers(records: list[dict[str, Any]]) -> list[int]:
 
 
 def test_a_run_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
-    steps = [{"kind": "step", "step": n, "loss": loss} for n, loss in ((1, 0.5), (2, math.inf), (3, -math.inf))]
-    sample = {"kind": "sample", "step": 1, "modules": {"nan": {"headroom_bits": -math.inf}}}
-    diagnosis = {"kind": "diagnosis", "step": 2, "module": "inf_layer"}
+    steps = [
+        {"kind": "step", "step": n, "skipped": False, "loss": loss}
+        for n, loss in ((1, 0.5), (2, math.inf), (3, -math.inf))
+    ]
+    sample = {"kind": "sample", "step": 1, "scale": 1.0, "modules": {"nan": {"headroom_bits": -math.inf}}}
+    texts = dict.fromkeys(("cause", "phase", "op", "text", "advice"), "")
+    diagnosis = {"kind": "diagnosis", "step": 2, "module": "inf_layer", **texts}
     write(tmp_path, HEADER, *steps, sample, diagnosis, {"kind": "end", "step": 3})
     for path in (tmp_path, tmp_path / "monitor.jsonl", str(tmp_path)):
         run = Run.read(path)
@@ -37,14 +41,14 @@ def test_a_run_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
 
 
 def test_nan_is_a_number_again(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, {"kind": "step", "step": 1, "loss": math.nan, "cause": "overflow"})
+    write(tmp_path, HEADER, {"kind": "step", "step": 1, "skipped": True, "loss": math.nan, "cause": "overflow"})
     (step,) = Run.read(tmp_path).steps
     assert math.isnan(step["loss"])
     assert step["cause"] == "overflow"
 
 
 def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, {"kind": "step", "step": 1})
+    write(tmp_path, HEADER, {"kind": "step", "step": 1, "skipped": False})
     with open(tmp_path / "monitor.jsonl", "a") as file:
         file.write('{"kind": "step", "st')
     run = Run.read(tmp_path)
@@ -53,8 +57,9 @@ def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
 
 
 def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
-    both = [{"kind": kind, "step": n, "try": 1} for n in (1, 2, 3) for kind in ("step", "sample")]
-    again = [{"kind": "step", "step": 3, "try": 2}, {"kind": "step", "step": 4, "try": 2}]
+    facts = {"skipped": False, "scale": 1.0}
+    both = [{"kind": kind, "step": n, "try": 1, **facts} for n in (1, 2, 3) for kind in ("step", "sample")]
+    again = [{"kind": "step", "step": n, "try": 2, **facts} for n in (3, 4)]
     write(tmp_path, HEADER, *both, {"kind": "end", "step": 3}, HEADER, *again)
     run = Run.read(tmp_path)
     assert [(step["step"], step["try"]) for step in run.steps] == [(1, 1), (2, 1), (3, 2), (4, 2)]
@@ -62,7 +67,13 @@ def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
     assert not run.ended
 
 
-@pytest.mark.parametrize("line", ["no json", "[1]", '{"step": 1}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("no json", "[1]", '{"step": 1}', '{"kind": "run", "format": 1}', '{"kind": "step", "step": 1}'),
+        *('{"kind": "sample", "step": 1}', '{"kind": "diagnosis", "step": 1, "cause": "overflow"}'),
+    ],
+)
 def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(HEADER)}\n")
     with pytest.raises(ValueError, match=r"monitor\.jsonl, line 2 is no record of a monitor"):

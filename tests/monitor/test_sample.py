@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.amp import readback
 from castwise.monitor.exponents import count, tally
@@ -13,7 +16,19 @@ from castwise.monitor.sample import Measured, OfGradient, Sample, combined, samp
 from castwise.monitor.tally import Tally
 
 
-def test_no_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+class Histograms(TorchDispatchMode):
+    """Counts those that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket is torch.ops.aten.histc
+        return func(*args, **kwargs or {})
+
+
+def test_an_accelerator_is_not_waited_for_and_reads_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readback, "_WITH_EVENTS", ())  # the copies themselves need a real GPU
     with FakeTensorMode():  # whose tensors on a GPU have no values to read
         model = nn.ParameterDict({"weight": torch.empty(3, 2, device="cuda"), "bias": torch.empty(3, device="cuda")})
@@ -21,7 +36,9 @@ def test_no_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         sample = Sample(model, {"": [count(torch.empty(5, 2, device="cuda"))]})
-        sample.measure_gradients(optimizer, torch.empty((), device="cuda"))
+        with Histograms() as of_gradients:
+            sample.measure_gradients(optimizer, torch.empty((), device="cuda"))
+        assert of_gradients.number == 2
         sample.measure_update(optimizer)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from castwise.monitor.skips import Skip, agreed
+from castwise.monitor.ranks import Skip, agreed
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,22 @@ def test_multiplying_by_a_power_of_two_moves_the_exponents(numbers: list[float],
     assert of(*numbers).times_two_to_the(power) == of(*(number * 2.0**power for number in numbers))
 
 
+@given(st.lists(st.floats(-20, 20).map(lambda power: 2.0**power), min_size=1), st.floats(-40, 40))
+@settings(max_examples=100)
+def test_dividing_by_a_scale_is_exact_but_for_exponents_of_scales_between_powers_of_two(
+    numbers: list[float], log2_scale: float
+) -> None:
+    numbers, scale = torch.tensor(numbers).tolist(), 2.0**log2_scale
+    divided = of(*numbers).divided_by(scale)
+    quotients = [number / scale for number in numbers]
+    assert (divided.largest, divided.smallest) == (max(quotients), min(quotients))
+    exact = sorted(math.frexp(quotient)[1] - 1 for quotient in quotients)
+    found = sorted(exponent for exponent, n in divided.counts.items() for _ in range(n))
+    assert all(abs(mine - right) <= 1 for mine, right in zip(found, exact, strict=True))
+    power = 2.0 ** round(log2_scale)
+    assert of(*numbers).divided_by(power) == of(*numbers).times_two_to_the(-round(log2_scale))
+
+
 def test_copies_count_once() -> None:
     elements = of(1.0, 2.0, 0.0, math.inf)
     assert (elements + elements).of_copies(held=2, distinct=1) == elements

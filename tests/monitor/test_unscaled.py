@@ -31,7 +31,20 @@ def test_facts_come_as_late_as_those_of_a_scaler(device: str, told: list[int]) -
     handle.remove()
     optimizer.step()
     assert len(facts) == 4
-    assert facts[0] == StepFacts(1, optimizer, scale=1.0, skipped=False)
+    assert facts[0] == StepFacts(1, optimizer, scale=1.0, skipped=False, iteration=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_facts_of_a_step_have_the_number_that_was_told_before_it(device: str) -> None:
+    optimizers, facts = [optimizer_on(device), optimizer_on(device)], list[StepFacts]()
+    steps = UnscaledSteps(optimizers, steps_before=5)
+    steps.register_step_hook(facts.append)
+    before = []
+    for optimizer in optimizers * 2:
+        before.append((optimizer, steps.iteration))
+        optimizer.step()
+    steps.synchronize()
+    assert [(fact.optimizer, fact.iteration) for fact in facts] == before
 
 
 def test_gradients_are_shown_before_the_step_with_a_scale_of_1() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from castwise.monitor import pieces
+from castwise.monitor import exponents
 from castwise.monitor.updates import Updates, compare, update_record
 
 
@@ -55,7 +55,7 @@ def test_many_pieces_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     before, after = torch.randn(2, 30, 40)
     whole = record(before, after)
-    monkeypatch.setattr(pieces, "_ON_CPU", 64)
+    monkeypatch.setattr(exponents, "_PIECE_ON_CPU", 64)
     assert record(before, after) == pytest.approx(whole)
     assert record(before.t(), after.t()) == pytest.approx(whole)
 

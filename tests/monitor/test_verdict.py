@@ -127,6 +127,18 @@ def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
     assert (beside["lost"].mean_flush, beside["embedding"].mean_flush) == (1, 0)
 
 
+def test_zeros_before_the_first_gradients_are_no_underflow(tmp_path: Path) -> None:
+    """A weight that begins as zero hands nothing back at the first step."""
+    records = samples()
+    vanished = {**records[0]["modules"]["b"], **tally(count(torch.zeros(1 << 16))).record()}
+    for kind, name in (("modules", "b"), ("gradients", "b.weight")):
+        records[0][kind][name] = vanished
+    assert told(write(tmp_path / "first", *steps(), *records), "fp16 is safe here").severity == "good"
+    records[0], records[1] = samples()[0], {**records[0], "step": 200}
+    advice = told(write(tmp_path / "later", *steps(), *records), "b loses up to 100% of its gradients")
+    assert advice.evidence["vanished_samples"] == 1
+
+
 def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_path: Path) -> None:
     outputs = {"": 6.0, "blocks": 6.0, "blocks.1": 6.0, "blocks.2": 1.0}
     run = write(tmp_path, *steps(), *samples(outputs=outputs))
@@ -192,6 +204,46 @@ def test_a_scale_that_goes_down_without_end_is_critical(tmp_path: Path) -> None:
     held = [step(i, 2.0**7, "non-finite loss", loss="nan") for i in range(3, 23)]
     assert "20 steps in a row were skipped from step 3 on" in str(verdict(write(tmp_path / "b", *steps(2), *held)))
     assert "collapsed" not in str(verdict(write(tmp_path / "c", *steps(30, scale=0.5))))
+
+
+def test_overflows_that_ended_at_a_lower_scale_ask_to_start_lower(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (41 - i), "overflow") for i in range(1, 24)]
+    found = verdict(write(tmp_path, *falling, *(step(i, 2.0**17) for i in range(24, 30))))
+    assert "The first 23 steps were skipped for overflow, until the scale had come down to 2^17: start lower." in str(
+        found
+    )
+    assert "No scale helps" not in str(found)
+
+
+def test_overflows_at_every_scale_are_not_told_to_start_lower(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
+    found = str(verdict(write(tmp_path, *falling, *samples())))
+    assert "No scale helps" in found
+    assert "start lower" not in found
+    assert "suits" not in found
+
+
+def test_skips_are_a_usual_price_only_once_a_step_was_taken(tmp_path: Path) -> None:
+    skips = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 7)]
+    assert "none was taken since" in told(write(tmp_path / "a", *skips), "6 steps skipped for overflow").text
+    taken = (step(i, 2.0**10) for i in range(7, 9))
+    assert "usual price" in told(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
+
+
+def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_told_again(tmp_path: Path) -> None:
+    killed = [step(i, 2.0**14, "non-finite weights", loss="nan") for i in range(10, 20)]
+    assert "The loss was" not in str(verdict(write(tmp_path, *steps(9), *killed)))
+
+
+def test_a_diagnosis_gives_its_advice_once_and_asks_for_no_other(tmp_path: Path) -> None:
+    advice = "drop or repair such samples"
+    found = {"kind": "diagnosis", "cause": "non-finite loss", "phase": "input", "module": "", "op": "", "step": 3}
+    text = {"text": f"input: input 0 is nan\n{advice}", "advice": advice}
+    bad = step(3, 2.0**14, "non-finite loss", loss="nan")
+    printed = str(verdict(write(tmp_path / "a", *steps(2), bad, {**found, **text})))
+    assert printed.count(advice) == 1
+    assert "castwise.diagnose" not in printed
+    assert "castwise.diagnose" in str(verdict(write(tmp_path / "b", *steps(2), bad)))
 
 
 def test_diagnoses_are_told_once_for_each_place(tmp_path: Path) -> None:

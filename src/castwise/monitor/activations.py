@@ -19,6 +19,7 @@ from castwise._torch_private import (
 from castwise.amp.gradients import is_plain
 from castwise.monitor import names
 from castwise.monitor.exponents import count
+from castwise.monitor.guard import Guard
 from castwise.monitor.replay import is_replaying
 from castwise.monitor.shards import is_split, part_of
 
@@ -29,6 +30,7 @@ class Activations:
     Of each module the outputs of one forward of the model are counted, those of all calls if that calls it more than
     once. Later forwards (of further micro-batches), those without gradients (a validation) and those that a backward
     repeats (activation checkpointing) are not. Nothing is counted in compiled code, nor under functorch's transforms.
+    Scripted modules, which take no hooks, are left out, and so are nested tensors and what else cannot be counted.
     Modules that are known to be compiled get no hooks; if others are traced with theirs in place, that is compiled once
     more without them, so give the compiled model and not what it wraps.
 
@@ -44,12 +46,13 @@ class Activations:
         self._done: set[str] = set()
         self._depth = 0
         self._counts = False
+        self._guard = Guard()
 
     def watch(self) -> None:
         """Count what the next forward returns."""
         compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
         for name, module in names.modules(self._model).items():
-            if module in compiled:
+            if module in compiled or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._handles += [
                 module.register_forward_pre_hook(self._enter),
@@ -82,7 +85,8 @@ class Activations:
             has_output = output is not None and not are_functorch_transforms_active()
             if self._counts and has_output and name not in self._done:
                 self._in_this_forward.add(name)
-                self._found.setdefault(name, []).extend(count(tensor) for tensor in _tensors(output))
+                with self._guard:
+                    self._found.setdefault(name, []).extend([count(tensor) for tensor in _tensors(output)])
             self._depth -= 1
             if self._depth == 0:
                 self._done |= self._in_this_forward
@@ -97,5 +101,5 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta:
             if is_split(leaf):
                 yield part_of(leaf).local
-            elif is_plain(leaf):
+            elif is_plain(leaf) and not leaf.is_nested:
                 yield leaf

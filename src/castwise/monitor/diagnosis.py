@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from castwise._torch_private import tree_leaves
 from castwise.amp.module_rules import named_modules
-from castwise.monitor.fault_search import Case, Fault, find
+from castwise.monitor.cases import OfLoss, OfOutput
+from castwise.monitor.fault_search import Fault, find
 from castwise.monitor.origins import Birth, Phase
 from castwise.monitor.ranges import Range, Value, first_not_finite, range_of
 from castwise.monitor.remedies import Remedy, remedy_of
-from castwise.monitor.replay import Root
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ class Diagnosis:
         if self.phase == "input":
             return f"input {self.argument} is {self.value} at {self.index}"
         reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+        if not self.op and self.phase == "loss" and self.loss is None:
+            return f"the gradient of the model's output is {self.value}"
         if not self.op:
             return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
         where = self.module or ("the loss function" if self.in_loss else "the model itself")
@@ -98,12 +99,14 @@ def diagnose(
     """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
 
     The forward and the loss run in the autocast region that the caller is in, and the backward outside of it: call
-    this where the training calls the model. Weights, buffers, gradients (the same tensors), `batch`, the state of
-    random number generators and training flags are put back, also when the model raises; what hooks of the model do is
-    not, and generators that the program has made are not put back either. What overlaps the backward (optimizers in
-    it, DDP's all-reduce) does not run; collectives that the forward calls need all ranks to call this.
+    this where the training calls the model. Weights, buffers, gradients (the same tensors), tensors in `batch`, the
+    state of random number generators and training flags are put back, also when the model raises. Not put back are
+    other attributes that the forward sets (counters, caches, tensors that are no buffers), what hooks and `loss_fn` do,
+    and generators that the program has made. What overlaps the backward (optimizers in it, DDP's all-reduce) does not
+    run; collectives that the forward calls need all ranks to call this.
 
-    Infinities and NaNs that reach neither, as those of masks do, are nobody's fault. Every op syncs with the host: a
+    Infinities and NaNs that reach neither are nobody's fault: those of masks, or of a weight that the batch does not
+    use. Every op syncs with the host: a
     replay takes several times a step, and twice that if the scale may be the cause.
 
     Args:
@@ -129,7 +132,7 @@ def diagnose(
     """
     model = _unwrapped(model)
     args, kwargs = _arguments(batch)
-    case = _OfLoss(model, args, kwargs, loss_fn)
+    case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
     return _diagnosis(find(case, scale), scale, case.loss)
 
@@ -142,95 +145,30 @@ def diagnose_replay(
     *,
     scale: float = 1.0,
     region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    loss_is_finite: bool | None = None,
+    with_backward: bool = True,
 ) -> Diagnosis:
     """Do what `diagnose` does without a loss: the backward begins with gradients of the model's output.
 
-    If these are not finite and the output is, the fault is one of the loss: phase "loss", without an op.
+    If these are not finite and the output is, they overflowed or the fault is one of the loss: phase "loss", without
+    an op.
 
     Args:
         model: As for `diagnose`.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output_gradients: Gradients, scaled, of the floating-point tensors in the output, in order; None of those that
-            the loss did not use.
+        output_gradients: Gradients, scaled, of the tensors in the output that `cases.outputs_of` lists; None of those
+            that the loss did not use.
         scale: Of these gradients.
         region: Makes what the forward runs in; it is called for each replay.
+        loss_is_finite: Whether the loss was; None if it is not known.
+        with_backward: False looks for faults of the forward only.
 
     Raises:
         Exception: What the model raises.
     """
-    model = _unwrapped(model)
-    return _diagnosis(find(_OfOutput(model, args, kwargs, output_gradients, scale, region), scale), scale, None)
-
-
-def outputs_of(output: Any) -> list[torch.Tensor]:
-    """List the floating-point tensors in a model's output, in order."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-class _OfLoss(Case):
-    """A batch and a loss function."""
-
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
-        self.model, self.args, self.kwargs, self._loss_fn = model, args, kwargs, loss_fn
-        self.loss: float | None = None
-
-    def region(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # the caller's
-
-    def ends(self, output: Any) -> list[torch.Tensor]:
-        loss = self._loss_fn(output)
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss_fn must return the loss as a tensor, got {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise RuntimeError(f"the loss must have one element, got shape {tuple(loss.shape)}: reduce it in loss_fn")
-        self.loss = float(loss.detach())
-        return [loss]
-
-    def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [loss for loss in ends if not loss.isfinite().all()]
-
-    def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
-        # As GradScaler.scale does: a half loss is promoted by the scale, which is fp32.
-        return [(loss.reshape(()) * torch.tensor(scale, device=loss.device), None) for loss in ends]
-
-
-class _OfOutput(Case):
-    """A batch and the gradients of the model's output."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: Any,
-        kwargs: Any,
-        gradients: Sequence[torch.Tensor | None],
-        scale: float,
-        region: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self._gradients, self._scale, self._region = gradients, scale, region
-
-    def region(self) -> AbstractContextManager[Any]:
-        return self._region()
-
-    def ends(self, output: Any) -> list[torch.Tensor]:
-        return outputs_of(output)
-
-    def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        # An output may be infinite where it is masked. It is not if the loss gives it a gradient that is not finite.
-        gradients_are_finite = all(gradient is None or gradient.isfinite().all() for gradient in self._gradients)
-        has_backward = any(gradient is not None for gradient in self._gradients)
-        if has_backward and gradients_are_finite:
-            return []
-        return [end for end in ends if not end.isfinite().all()]
-
-    def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
-        pairs = zip(ends, self._gradients, strict=True)
-        return [
-            (end, gradient * (scale / self._scale))
-            for end, gradient in pairs
-            if gradient is not None and end.requires_grad
-        ]
+    case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
+    return _diagnosis(find(case, scale), scale, None)
 
 
 def _diagnosis(fault: Fault | None, scale: float, loss: float | None) -> Diagnosis:

@@ -18,7 +18,7 @@ from castwise.monitor.origins import Birth, Origins
 from castwise.monitor.ranges import range_of
 from castwise.monitor.replay import Root, gradients_of, unchanged
 
-Reached = Literal["weight", "loss", "scaled loss", "gradient of the output", "gradient"]
+Reached = Literal["loss", "scaled loss", "gradient of the output", "gradient"]
 
 
 class Case(Protocol):
@@ -27,6 +27,8 @@ class Case(Protocol):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    loss_is_finite: bool | None
+    """Whether the loss is known to be; None if it is not known."""
 
     def region(self) -> AbstractContextManager[Any]:
         """Return what the forward runs in."""
@@ -40,6 +42,9 @@ class Case(Protocol):
     def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
         """Return where the backward begins, scaled."""
 
+    def lost_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients, of those the backward begins with, that are not finite."""
+
 
 class Fault(NamedTuple):
     """What is not finite and should be, and why.
@@ -50,7 +55,8 @@ class Fault(NamedTuple):
         tensors: What is not finite: losses, gradients, ...
         parameter: Whose gradient, or the weight.
         is_due_to_scale: Whether the gradients are finite without scaling.
-        others: How many more weights are not finite.
+        loss_is_finite: Whether the loss is known to be; None if it is not known.
+        others: If a weight is to blame, how many more are not finite.
     """
 
     reached: Reached
@@ -58,6 +64,7 @@ class Fault(NamedTuple):
     tensors: list[torch.Tensor]
     parameter: str = ""
     is_due_to_scale: bool = False
+    loss_is_finite: bool | None = None
     others: int = 0
 
 
@@ -67,7 +74,9 @@ def find(case: Case, scale: float) -> Fault | None:
     Raises:
         Exception: What the model or the loss raises.
     """
-    fault = _among_weights(case.model) or _replay(case, scale)
+    fault = _replay(case, scale)
+    if fault is None and (lost := case.lost_gradients()):
+        return Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
     if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:
         return fault
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
@@ -86,19 +95,6 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]
                 yield f"{module_name}.{name}" if module_name else name, module_name, param
 
 
-def _among_weights(model: nn.Module) -> Fault | None:
-    """Find weights that training has lost: whether they reach the loss of this batch or not."""
-    trained = [(name, module, param) for name, module, param in named_parameters(model) if param.requires_grad]
-    lost = [found for found in trained if not _is_finite(found[2])]
-    if not lost:
-        return None
-    name, module, param = lost[0]
-    found = range_of(param)
-    outputs = () if found is None else (found,)
-    birth = Birth("weight", 0, "weight", module=module, outputs=outputs, name=name, tensor=param)
-    return Fault("weight", birth, [param], name, others=len(lost) - 1)
-
-
 def _replay(case: Case, scale: float) -> Fault | None:
     with (
         torch.inference_mode(False),
@@ -115,7 +111,7 @@ def _replay(case: Case, scale: float) -> Fault | None:
             ends = case.ends(output)
         not_finite = case.not_finite(ends)
         if not_finite:
-            return _fault("loss", origins, not_finite)
+            return _fault("loss", case, origins, not_finite)
         with _without_autocast(case.model, ends), origins:
             return _replay_backward(case, scale, ends, module_of_op, origins)
 
@@ -123,29 +119,33 @@ def _replay(case: Case, scale: float) -> Fault | None:
 def _replay_backward(
     case: Case, scale: float, ends: list[torch.Tensor], module_of_op: ModuleOfOp, origins: Origins
 ) -> Fault | None:
-    roots = case.roots([end for end in ends if end.requires_grad], scale)
+    roots = case.roots(ends, scale)
     trained = [(name, param) for name, _, param in named_parameters(case.model) if param.requires_grad]
     if not roots or not trained:
         return None
     for tensor, seed in roots:
         if seed is None and not _is_finite(tensor):
-            return _fault("scaled loss", origins, [tensor])
+            return _fault("scaled loss", case, origins, [tensor])
         if seed is not None and not _is_finite(seed):
-            return Fault("gradient of the output", None, [seed])
+            return None  # there is nothing to learn of the backward
     origins.phase = "backward"
     module_of_op.begin_backward()
     gradients = gradients_of(roots, [param for _, param in trained])
     named = zip((name for name, _ in trained), gradients, strict=True)
     lost = [(name, gradient) for name, gradient in named if gradient is not None and not _is_finite(gradient)]
-    return _fault("gradient", origins, [gradient for _, gradient in lost], lost[0][0]) if lost else None
+    return _fault("gradient", case, origins, [gradient for _, gradient in lost], lost[0][0]) if lost else None
 
 
-def _fault(reached: Reached, origins: Origins, tensors: list[torch.Tensor], parameter: str = "") -> Fault:
-    return Fault(reached, origins.blamed(tensors), tensors, parameter)
+def _fault(reached: Reached, case: Case, origins: Origins, tensors: list[torch.Tensor], parameter: str = "") -> Fault:
+    birth, others = origins.blamed(tensors), 0
+    if birth is not None and birth.kind == "weight":
+        weights = (param for _, _, param in named_parameters(case.model) if param.requires_grad)
+        others = sum(param is not birth.tensor and not _is_finite(param) for param in weights)
+    return Fault(reached, birth, tensors, parameter, loss_is_finite=case.loss_is_finite, others=others)
 
 
 def _expect(case: Case, origins: Origins) -> None:
-    """Tell of frozen weights, buffers and inputs; what is not finite of them may be meant to be."""
+    """Tell of weights, buffers and inputs; what is not finite of them may be meant to be, or reach nothing."""
     for name, module, param in named_parameters(case.model):
         origins.expect("weight", name, module, param)
     for module, owner in named_modules(case.model):

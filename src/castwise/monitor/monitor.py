@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,16 +14,15 @@ from typing_extensions import Self
 
 from castwise._warnings import warn
 from castwise.amp.outcomes import StepFacts
-from castwise.monitor import names
 from castwise.monitor.activations import Activations
+from castwise.monitor.guard import Guard
 from castwise.monitor.iterations import Iteration, Iterations
 from castwise.monitor.opening import run_record
-from castwise.monitor.ranks import Ranks
-from castwise.monitor.sample import Sample, combined, sample_record
+from castwise.monitor.ranks import Ranks, Skip, agreed
+from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
-from castwise.monitor.skips import Skip, agreed
-from castwise.monitor.unscaled import UnscaledSteps
+from castwise.monitor.unscaled import UnscaledSteps, steps_of
 
 if TYPE_CHECKING:
     from castwise.monitor.diagnosis import Diagnosis
@@ -45,11 +45,12 @@ class Monitor:
     one forward (see `activations.Activations`). Gradients are looked at before they are unscaled or clipped.
 
     Between samples there are no hooks on modules, and nothing is read. In a sampled step every gradient and output is
-    read once on its device, weights are copied once and compared; the host waits for no accelerator, and what was found
-    is recorded two steps later there. The monitor's own memory does not grow with the run.
+    read once on its device (gradients twice on a CPU if the scale is no power of two), weights are copied once and
+    compared; the host waits for no accelerator, and what was found is recorded two steps later there. The monitor's own
+    memory does not grow with the run. It never ends a training: what it cannot measure is left out, with a warning.
 
-    With several processes each measures its own part; at sampled and at skipped steps they put together what they have
-    found, and the first one writes it. All have to attach and detach alike.
+    With several processes each measures its own part; at sampled steps they put together what they have found, and at
+    skipped ones if their scalers agree. The first one writes it. All have to attach and detach alike.
 
     Args:
         model: The one that is trained, or what wraps it; names are those without wrappers.
@@ -61,7 +62,10 @@ class Monitor:
         sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
             that fails is dropped with a warning.
         on_skip: `"diagnose"` replays the batch of a skipped step and records the module and the op that produced the
-            first inf or NaN; the last one is in `diagnosis`.
+            first inf or NaN; the last one is in `diagnosis`. Until it is known what became of a step, for which an
+            accelerator takes two more, that keeps what its last 64 forwards were given, and the gradients that the
+            outputs of the last 8 have got: in each the size of the model's output, such as logits. Of forwards before
+            these 8 it is known whether their loss was finite, and only then is there something to replay.
         steps_before: How many steps the training has taken before, if no scaler knows: what it goes on counting from.
 
     Raises:
@@ -101,14 +105,15 @@ class Monitor:
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
                 raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
-        self._steps = _steps_of(scaler, self._optimizers, steps_before)
+        self._steps = steps_of(scaler, self._optimizers, steps_before)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
-        self._recording = _recording_of(model) if on_skip and self._is_scaled else None
+        self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
+        self._guard = Guard()
         self._handles: list[Any] = []
         self._last_step = steps_before
         self.diagnosis: Diagnosis | None = None
-        """That of the last skipped step, if `on_skip="diagnose"`."""
+        """That of the last skipped step, if `on_skip="diagnose"`; None if there was nothing recorded to replay."""
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
@@ -136,25 +141,27 @@ class Monitor:
             self._steps.register_step_hook(self._told),
         ]
         if self._recording is not None:
-            self._recording.attach()
-        self._activations.watch()
+            with self._guard:
+                self._recording.attach()
+        with self._guard:
+            self._activations.watch()
         return self
 
     def detach(self) -> None:
         """Record what is still on its way, which waits for the device, and remove all hooks."""
         if not self._handles:
             return
-        try:
+        with ExitStack() as last:
+            last.callback(self._remove)
+            last.callback(self._finish, all_=True)
             self._steps.synchronize()
-            self._finish(all_=True)
-        finally:
-            self._remove()
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._activations.stop()
+        self._iterations.clear()
         if self._recording is not None:
             self._recording.detach()
         self._write({"kind": "end", "step": self._last_step})
@@ -169,8 +176,11 @@ class Monitor:
     ) -> None:
         if error is None:
             self.detach()
-        elif self._handles:
+        elif self._handles and self._ranks.size > 1:
             self._remove()  # other ranks may not have failed, and would not come to put together what they have found
+        else:
+            with suppress(Exception):  # the training's own error is the one to raise
+                self.detach()
 
     # -- what happens in a step, in this order ------------------------------------------------------------------
 
@@ -178,33 +188,42 @@ class Monitor:
         """Look at gradients that nobody has changed yet."""
         if not self._knows(optimizer):
             return
-        iteration = self._iterations.note_gradients(optimizer)
-        if self._recording is not None:
-            iteration.batches[optimizer] = self._recording.take()
-        if iteration.sample is not None:
-            iteration.sample.measure_gradients(optimizer, scale)
+        with self._guard:
+            iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
+            if self._recording is not None:
+                iteration.note_batches(optimizer, self._recording.take())
+            if iteration.sample is not None:
+                iteration.sample.measure_gradients(optimizer, scale)
 
     def _begin(self, iteration: Iteration) -> None:
         self._finish()
         if iteration.number % self._every == 0:
             iteration.sample = Sample(self._model, self._activations.stop())
         if (iteration.number + 1) % self._every == 0:
-            self._activations.watch()
+            with self._guard:
+                self._activations.watch()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
         if iteration is not None and iteration.sample is not None:
-            iteration.sample.measure_update(optimizer)
+            with self._guard:
+                iteration.sample.measure_update(optimizer)
 
     def _told(self, facts: StepFacts) -> Diagnosis | None:
-        """Record a step, now that it is known what became of it."""
-        optimizer = facts.optimizer
+        """Record a step, now that it is known what became of it; return what an exhausted scale is to say of it."""
+        optimizer, diagnosis = facts.optimizer, None
         if optimizer is None or not self._knows(optimizer):
             return None
-        iteration = self._iterations.note_facts(optimizer, facts)
+        with self._guard:
+            iteration = self._iterations.note_facts(optimizer, facts)
+            diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+            self._record_step(facts, iteration, diagnosis)
+            self._finish()
+        return diagnosis
+
+    def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
         self._last_step = facts.number
-        diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
-        skip = self._agreed_skip(facts, diagnosis)
+        skip = self._skip(facts, diagnosis)
         self._write(
             {
                 "kind": "step",
@@ -220,42 +239,38 @@ class Monitor:
         )
         if skip is not None and skip.diagnosis is not None:
             self._write({"kind": "diagnosis", "step": facts.number, "cause": skip.cause, **skip.diagnosis})
-        self._finish()
-        return diagnosis
 
     # -- what comes of it ---------------------------------------------------------------------------------------
 
     def _finish(self, *, all_: bool = False) -> None:
         """Record samples of which all is known."""
-        for iteration in self._iterations.over(all_=all_):
-            if iteration.sample is None:
-                continue
-            first = next(iter(iteration.told.values()))
-            stepped = [optimizer for optimizer, facts in iteration.told.items() if not facts.skipped]
-            ranks = self._ranks.gather(iteration.sample.measured(first.scale, stepped))
-            if self._ranks.is_first:
-                self._write(sample_record(first.number, first.scale, combined(ranks)))
+        with self._guard:
+            for iteration in self._iterations.over(all_=all_):
+                if iteration.sample is not None:
+                    self._record_sample(iteration.sample, list(iteration.told.values()))
 
-    def _agreed_skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
-        if facts.cause is None:
-            return None
-        bad = set(facts.parameters)
-        named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
-        fields = None
-        if diagnosis is not None:
-            fields = {name: getattr(diagnosis, name) for name in ("phase", "module", "op", "advice")}
-            fields["text"] = str(diagnosis)
-        mine = Skip(facts.cause.value, named, fields, is_found=diagnosis is not None and diagnosis.found)
-        return agreed(self._ranks.gather(mine))
+    def _record_sample(self, sample: Sample, facts: list[StepFacts]) -> None:
+        first, measured = facts[0], Measured()  # of a rank that fails as well: the others wait for it
+        with self._guard:
+            measured = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
+        ranks = self._ranks.gather(measured)
+        if self._ranks.is_first:
+            self._write(sample_record(first.number, first.scale, combined(ranks)))
+
+    def _skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
+        mine = Skip.of(facts, self._model, diagnosis)
+        # Ranks that do not agree do not skip together: the others would not come.
+        return agreed(self._ranks.gather(mine)) if mine is not None and self._steps.agrees else mine
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
-        if batches is None or not facts.skipped:
+        if not facts.skipped:
             return None
-        try:
-            self.diagnosis = batches.diagnose(facts.scale)
-        except Exception as error:
-            warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning, 2)
-            return None
+        self.diagnosis = None
+        if batches is not None:
+            try:
+                self.diagnosis = batches.diagnose(facts.scale, facts.cause)
+            except Exception as error:
+                warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning, 2)
         return self.diagnosis
 
     def _write(self, record: Record) -> None:
@@ -279,19 +294,7 @@ def _check(every: int, on_skip: object, steps_before: int) -> None:
         raise ValueError(f"steps_before must be a number of steps >= 0, got {steps_before!r}")
 
 
-def _steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer], steps_before: int) -> Any:
-    """Return who tells of the steps: the scaler, or the optimizers themselves."""
-    if scaler is None or not scaler.is_enabled():
-        return UnscaledSteps(optimizers, steps_before)
-    if not hasattr(scaler, "register_step_hook"):
-        raise TypeError(
-            f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
-            "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
-        )
-    return scaler
-
-
-def _recording_of(model: nn.Module) -> Recording:
+def _recording_of(model: nn.Module, scaler: Any) -> Recording:
     from castwise.monitor.recording import Recording
 
-    return Recording(model)
+    return Recording(model, lambda: int(scaler.iteration))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from castwise.monitor import names
 from castwise.monitor.run import FORMAT
@@ -16,7 +17,7 @@ from castwise.monitor.run import FORMAT
 def run_record(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, every: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the record that begins a run; it reads no tensor."""
+    """Return the record that begins a run; it reads no tensor of an accelerator."""
     import castwise
 
     parameters = list(model.parameters())
@@ -30,14 +31,20 @@ def run_record(
         "device": _device_name(parameters[0].device if parameters else torch.device("cpu")),
         "settings": {
             "model": type(names.modules(model)[""]).__name__,
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)),
             "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
-            "learning rate": optimizers[0].param_groups[0].get("lr", "unknown"),
+            "learning rate": _learning_rate(optimizers[0].param_groups[0].get("lr")),
             "schedule": str(scaler.schedule) if is_scaled else "no scaling",
             "every": every,
             "ranks": ranks,
         },
     }
+
+
+def _learning_rate(lr: Any) -> float | str:
+    if isinstance(lr, torch.Tensor):
+        return float(lr) if lr.device.type == "cpu" and lr.numel() == 1 else f"a tensor on {lr.device}"
+    return float(lr) if isinstance(lr, SupportsFloat) else "unknown"
 
 
 def _device_name(device: torch.device) -> str:

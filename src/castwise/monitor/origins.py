@@ -103,7 +103,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten: dict[int, Birth] = {}
 
     def expect(self, kind: Kind, name: str, module: str | None, tensor: torch.Tensor) -> None:
-        """Note what is not finite of a tensor that the replay is given."""
+        """Note what is not finite of a tensor that the replay is given; of several the first is the one to blame."""
+        self._order += 1
         found = range_of(tensor)
         if found is not None and found.nonfinite and (memory := memory_of(tensor)) is not None:
             birth = Birth(

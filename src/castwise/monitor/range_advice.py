@@ -3,85 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from castwise.monitor.advice import Advice, Measured
-from castwise.monitor.formats import FP16
 from castwise.monitor.number_text import bits, percent, power_of_two, several
 from castwise.monitor.run_facts import Ranges, RunFacts, shown
-
-# Half of fp16's smallest subnormal: what is smaller rounds to zero.
-FP16_FLUSH_EXPONENT = FP16.smallest_subnormal_exponent - 1
+from castwise.monitor.scale_window import FLUSH_MATTERS, Fit, flush_at
+from castwise.monitor.underflow import MOSTLY
 
 # Fewer samples say nothing about how ranges move.
 ENOUGH_SAMPLES = 3
-# Micikevicius et al. 2018 (section 3.1) found accuracy lost where about 5% of gradient values were below 2^-24.
-FLUSH_MATTERS = 0.05
 # At a quarter, what is lost is no tail of the gradient any more.
 FLUSH_IS_CRITICAL = 0.25
-# One bit for a growth of Dynamic between two samples, and one for steps that were not sampled.
-GRADIENT_HEADROOM_BITS = 2.0
 # Outputs are not scaled, so nothing reacts when they grow: a factor of two is little for batches never seen.
 ACTIVATION_HEADROOM_BITS = 1.0
 # One update in twenty lost acts like a learning rate 5% lower, unevenly: about what one would still tune for.
 LOST_UPDATES_MATTER = 0.05
 # Longer lists are in the report's table.
 MODULES_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The scales at which all sampled gradients fit into fp16, as powers of two.
-
-    Args:
-        lowest: The least at which no module loses `FLUSH_MATTERS` of its gradients to underflow; of those that fp16
-            has cut off it is only known that they need more than they had.
-        neediest: The module with the gradients that need it.
-        highest: The greatest that leaves `GRADIENT_HEADROOM_BITS` above the largest gradient.
-        largest: The module with that gradient.
-    """
-
-    lowest: int
-    neediest: Ranges
-    highest: int
-    largest: Ranges
-
-    @classmethod
-    def of(cls, gradients: Collection[Ranges]) -> Fit | None:
-        """Return the scales that fit `gradients`; None if all of them were zero. There is none if lowest > highest."""
-        moving = [ranges for ranges in gradients if ranges.largest > 0]
-        if not moving:
-            return None
-        largest = max(moving, key=lambda ranges: ranges.largest)
-        highest = math.floor(math.log2(FP16.largest / largest.largest) - GRADIENT_HEADROOM_BITS)
-        neediest = max((ranges for ranges in gradients if ranges.exponents or ranges.cut_off), key=_lowest_scale)
-        return cls(_lowest_scale(neediest), neediest, highest, largest)
-
-    def headroom_bits(self, exponent: int) -> float:
-        """Bits between the largest gradient at scale 2^exponent and fp16's largest number."""
-        return math.log2(FP16.largest / self.largest.largest) - exponent
-
-    def nearest(self, scale: float) -> int:
-        """The exponent of the scale that fits and is nearest to `scale`."""
-        return min(max(math.floor(math.log2(scale)), self.lowest), self.highest)
-
-
-def flush_at(ranges: Ranges, exponent: int) -> float:
-    """Share of a module's gradients that round to zero in fp16 at scale 2^exponent; exact."""
-    return ranges.share_below(FP16_FLUSH_EXPONENT - exponent)
-
-
-def _lowest_scale(ranges: Ranges) -> int:
-    """The least exponent of a scale at which less than `FLUSH_MATTERS` of the gradients round to zero."""
-    if ranges.cut_off >= FLUSH_MATTERS * ranges.elements:
-        return math.floor(math.log2(ranges.scale)) + 1
-    lost = 0
-    for exponent in sorted(ranges.exponents):
-        lost += ranges.exponents[exponent]
-        if lost >= FLUSH_MATTERS * ranges.elements:
-            return FP16_FLUSH_EXPONENT - exponent  # this bin must stay: 2^exponent scaled is 2^-25
-    return FP16_FLUSH_EXPONENT - max(ranges.exponents)  # too many zeros for any scale to matter
 
 
 def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
@@ -96,7 +35,8 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
     if fit is None or not _enough(facts):
         return
     if fit.lowest > fit.highest:
-        yield _no_scale_fits(facts, fit)
+        if not fit.is_guess:  # else `underflow` tells it
+            yield _no_scale_fits(facts, fit)
         return
     used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
     exponent = fit.highest if used is None else fit.nearest(used)
@@ -113,6 +53,15 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
         "finite_samples": fit.largest.samples,
     }
     window = f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
+    if fit.is_guess:
+        needed = fit.lowest - 1
+        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and up to 2^{fit.highest} nothing overflows"
+    if used is None and facts.has_cut_off:
+        if not fit.is_guess:
+            window = f"up to 2^{fit.highest} nothing overflows"
+        text = f"Nothing was scaled here, and some gradients have vanished in fp16: scale the loss, {window}."
+        yield Advice(text, evidence, "warning")
+        return
     if used is None:
         yield Advice(f"Nothing was scaled here. With fp16, {window}.", evidence, "note")
         return
@@ -124,10 +73,29 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
     elif off < 0:
         text = f"The scale should be raised, by {bits(-off)} to {bits(fit.highest - math.log2(used))} bits: {window}."
         yield Advice(text, evidence, "note")
+    elif coarse := [ranges for ranges in gradients if ranges.mean_subnormal >= MOSTLY or ranges.flush >= FLUSH_MATTERS]:
+        yield _coarse(max(coarse, key=lambda ranges: ranges.mean_subnormal), used, fit)
     elif not in_trouble:
         yield Advice(f"fp16 is safe here at scale {power_of_two(used)}: {window}.", evidence, "good")
     else:
         yield Advice(f"The scale of {power_of_two(used)} suits the gradients: {window}.", evidence, "good")
+
+
+def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
+    can_rise = math.log2(used) < fit.highest
+    return Advice(
+        f"Gradients of {shown(ranges.module)} are at fp16's lower end at scale {power_of_two(used)}, where they lose "
+        f"bits or vanish: {f'raise it, up to 2^{fit.highest} nothing overflows' if can_rise else 'use bf16'}.",
+        {
+            "mean_subnormal_share": ranges.mean_subnormal,
+            "worst_flushed_share": ranges.flush,
+            "worst_step": ranges.flush_step,
+            "last_scale": used,
+            "highest_safe_scale": 2.0**fit.highest,
+            "finite_samples": ranges.samples,
+        },
+        "warning" if ranges.mean_subnormal >= MOSTLY else "note",
+    )
 
 
 def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
@@ -149,7 +117,7 @@ def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
 def underflow(facts: RunFacts) -> Iterator[Advice]:
     """Name modules whose gradients round to zero, and what would keep them."""
     fit = Fit.of(facts.gradients.values())
-    if fit is None or not facts.is_scaled or not _enough(facts):
+    if fit is None or not (facts.is_scaled or facts.has_cut_off) or not _enough(facts):
         return
     losing = [
         ranges
@@ -173,6 +141,7 @@ def underflow(facts: RunFacts) -> Iterator[Advice]:
 
 def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
     lost, then = ranges.mean_flush, flush_at(ranges, fit.highest)
+    told = ranges.flush if ranges.vanished_samples else lost
     evidence: dict[str, Measured] = {
         "mean_flushed_share": lost,
         "worst_flushed_share": ranges.flush,
@@ -183,8 +152,11 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
     }
     if ranges.cut_off_share >= lost / 2:
         up_to = "up to "
-        rest = "the rest ends" if ranges.largest else "gradients beside them end"
-        why = f" (they are zero, and {rest} at fp16's smallest number)"
+        why = " (they are zero, and the rest ends at fp16's smallest number)"
+        if ranges.vanished_samples:
+            evidence["vanished_samples"] = ranges.vanished_samples
+            found = f"{ranges.vanished_samples:,} of {several(ranges.samples, 'sample')}"
+            why = f" (all of them were zero in {found}, while those of other modules were not)"
         can_rise = math.log2(ranges.scale) < fit.highest
         remedy = f"bf16{f', or a higher scale: up to 2^{fit.highest} nothing overflows' if can_rise else ''}"
     else:
@@ -195,7 +167,7 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
         else:
             remedy = f"bf16, as even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
     return Advice(
-        f"{shown(ranges.module)} loses {up_to}{percent(lost)} of its gradients to underflow in fp16{why}: {remedy}.",
+        f"{shown(ranges.module)} loses {up_to}{percent(told)} of its gradients to underflow in fp16{why}: {remedy}.",
         evidence,
         "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
     )
@@ -267,13 +239,13 @@ def too_little(facts: RunFacts) -> Iterator[Advice]:
     """Say that there are too few samples to judge a format by."""
     if not _enough(facts):
         yield Advice(
-            f"Too little was recorded to judge a format: {several(len(facts.run.samples), 'sample')} of ranges in "
+            f"Too little was recorded to judge a format: {several(facts.finite_samples, 'finite sample')} of ranges in "
             f"{several(len(facts.run.steps), 'step')}, and {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
             "a smaller `every`.",
-            {"samples": len(facts.run.samples), "recorded_steps": len(facts.run.steps)},
+            {"finite_samples": facts.finite_samples, "recorded_steps": len(facts.run.steps)},
             "note",
         )
 
 
 def _enough(facts: RunFacts) -> bool:
-    return len(facts.run.samples) >= ENOUGH_SAMPLES
+    return facts.finite_samples >= ENOUGH_SAMPLES

@@ -1,12 +1,24 @@
-"""The processes that train together, and what they tell each other of their numbers."""
+"""The processes that train together, what they tell each other, and why a step was skipped as they see it together."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+
+from castwise.amp.outcomes import Cause, StepFacts
+from castwise.monitor import names
+
+if TYPE_CHECKING:
+    from castwise.monitor.diagnosis import Diagnosis
 
 _T = TypeVar("_T")
+
+# What one rank knows for certain outweighs what others have to suppose.
+_BY_WEIGHT = (Cause.NONFINITE_WEIGHTS, Cause.NONFINITE_LOSS, Cause.OVERFLOW, Cause.UNKNOWN, Cause.ANOTHER_RANK)
 
 
 class Ranks:
@@ -37,3 +49,45 @@ class Ranks:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A skipped step.
+
+    Args:
+        cause: A value of `Cause`.
+        parameters: The names of those whose gradients were not finite.
+        diagnosis: The fields of a diagnosis, if there is one.
+        is_found: Whether that names a module.
+    """
+
+    cause: str
+    parameters: tuple[str, ...]
+    diagnosis: dict[str, Any] | None = None
+    is_found: bool = False
+
+    @classmethod
+    def of(cls, facts: StepFacts, model: nn.Module, diagnosis: Diagnosis | None) -> Skip | None:
+        """Return what this rank knows; None if the step was taken."""
+        if facts.cause is None:
+            return None
+        bad = set(facts.parameters)
+        named = tuple(name for name, parameter in names.parameters(model).items() if parameter in bad)
+        fields = None
+        if diagnosis is not None:
+            fields = {name: getattr(diagnosis, name) for name in ("phase", "module", "op", "advice")}
+            fields["text"] = str(diagnosis)
+        return cls(facts.cause.value, named, fields, is_found=diagnosis is not None and diagnosis.found)
+
+
+def agreed(ranks: Sequence[Skip]) -> Skip:
+    """Return what ranks know together: a rank whose batch is at fault knows more than one that meets its gradients."""
+    cause = next(cause for cause in _BY_WEIGHT if any(rank.cause == cause.value for rank in ranks))
+    if cause is Cause.ANOTHER_RANK:
+        # There is no other one left. All losses and gradients were finite, but what they had to be multiplied with to
+        # be unscaled and clipped was not.
+        cause = Cause.OVERFLOW
+    named = dict.fromkeys(name for rank in ranks for name in rank.parameters)
+    diagnosed = [rank for rank in ranks if rank.is_found] or [rank for rank in ranks if rank.diagnosis] or list(ranks)
+    return Skip(cause.value, tuple(named), diagnosed[0].diagnosis, diagnosed[0].is_found)

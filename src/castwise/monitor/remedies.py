@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
+
 from castwise.monitor.fault_search import Fault
+from castwise.monitor.number_text import power_of_two
 from castwise.monitor.origins import Birth
 from castwise.monitor.ranges import Range
 
@@ -19,7 +22,7 @@ def remedy_of(fault: Fault, scale: float) -> tuple[Remedy, str]:
     if fault.is_due_to_scale:
         return "scale", _lower_scale(birth, scale)
     if birth is None:
-        return _without_birth(fault)
+        return _without_birth(fault, scale)
     if birth.kind == "weight":
         return "weight", f"training is lost from here: load a checkpoint in which {birth.name} is finite"
     if birth.kind == "input":
@@ -44,10 +47,22 @@ def low_precision(birth: Birth) -> str:
     return next((found.dtype for found in [*birth.outputs, *birth.inputs] if found.dtype in _LARGEST), "")
 
 
-def _without_birth(fault: Fault) -> tuple[Remedy, str]:
-    if fault.reached == "gradient of the output":
+def _without_birth(fault: Fault, scale: float) -> tuple[Remedy, str]:
+    if fault.reached != "gradient of the output":
+        return "code", "no op was seen to make it: a kernel that is not an op of torch may have"
+    if fault.loss_is_finite is None:
         return "code", "the model is innocent: look at the loss and its targets, or lower the scale if they are fine"
-    return "code", "no op was seen to make it: a kernel that is not an op of torch may have"
+    if not fault.loss_is_finite:
+        return "code", "the model's output is finite and the loss is not: look at the loss function and its targets"
+    if scale > 1.0 and any(tensor.dtype is torch.float16 and tensor.isinf().any() for tensor in fault.tensors):
+        return "scale", (
+            f"the gradient of the model's output overflowed at scale {power_of_two(scale)} with a finite loss: lower "
+            "the scale, or compute the model's last layer and the loss in fp32"
+        )
+    return "code", (
+        "the model's output and the loss are finite, so the loss's own backward makes it, as that of a square root at "
+        "0 does; a lower scale helps only if the loss computes in fp16"
+    )
 
 
 def _keep_in_float32(birth: Birth, low: str) -> str:

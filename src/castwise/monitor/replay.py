@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from castwise._torch_private import no_post_accumulate_hooks
+from castwise.monitor.forward_state import RandomState
 from castwise.monitor.op_facts import tensors_of
-from castwise.monitor.random_state import RandomState
 from castwise.monitor.ranges import memory_of
 
 _SCRIPTED = torch.jit.ScriptModule
@@ -25,6 +25,8 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 Root = tuple[torch.Tensor, "torch.Tensor | None"]
 """Where a backward begins: a tensor, and its gradient; None is 1."""
+
+Edge = tuple[Any, int]
 
 
 class _Thread(threading.local):
@@ -92,18 +94,30 @@ def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torc
     return [param.grad for param in params]
 
 
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Return where in its graph a tensor's gradient arrives: the node, and at which of the node's outputs."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def edges_below(tensors: Sequence[torch.Tensor]) -> set[Edge]:
+    """Return all edges that gradients of tensors go on to, at which are the tensors that they were computed from."""
+    return {(node, place) for above in _nodes_of(tensors) for node, place in above.next_functions}
+
+
 def _has_reentrant_checkpoint(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(node.name() == _REENTRANT for node in _nodes_of(tensors))
+
+
+def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
     seen: set[Any] = set()
-    to_see = [tensor.grad_fn for tensor in tensors]
+    to_see: list[Any] = [tensor.grad_fn for tensor in tensors]
     while to_see:
         node = to_see.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == _REENTRANT:
-            return True
-        seen.add(node)
-        to_see += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            to_see += [following for following, _ in node.next_functions]
 
 
 class CopyOnWrite:

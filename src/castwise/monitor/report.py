@@ -24,8 +24,9 @@ from castwise.monitor.figures.maps import KINDS, MEASURES, heat_map
 from castwise.monitor.figures.timeline import timeline
 from castwise.monitor.formats import LOW_PRECISION
 from castwise.monitor.number_text import headroom, percent, power_of_two
+from castwise.monitor.record_numbers import number
 from castwise.monitor.run import Run
-from castwise.monitor.run_facts import Ranges, RunFacts, number, shown
+from castwise.monitor.run_facts import Ranges, RunFacts, shown
 from castwise.monitor.verdict import Verdict, judge
 from castwise.monitor.worst_modules import WorstModule, worst_modules
 

@@ -19,6 +19,13 @@ Record = dict[str, Any]
 
 FORMAT = 1
 _NOT_FINITE = {"nan", "inf", "-inf"}
+# What has to be in a record of each kind: what is read of it without asking.
+_KEYS = {
+    "run": ("format", "settings"),
+    "step": ("step", "skipped"),
+    "sample": ("step", "scale"),
+    "diagnosis": ("step", "cause", "phase", "module", "op", "text", "advice"),
+}
 
 
 @dataclass
@@ -55,7 +62,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is no record, or the file has a format of a later castwise.
+            ValueError: A line before the last is no record, or lacks what one of its kind has, or the file has a format
+                of a later castwise.
         """
         run = cls(file_in(path))
         for record in _records(run.path):
@@ -68,7 +76,7 @@ class Run:
         Of a step that overflowed it is known only that its largest gradient was too large at its scale: it counts as
         having been so by a factor of two at most.
         """
-        losses = {step["step"]: step["loss"] for step in self.steps}
+        losses = {step["step"]: step.get("loss") for step in self.steps}
         return [_range_of(sample, losses.get(sample["step"])) for sample in self.samples]
 
     def _add(self, record: Record) -> None:
@@ -97,11 +105,12 @@ class Run:
 
 def _range_of(sample: Record, loss: float | None) -> GradientRange:
     exponents: Counter[int] = Counter()
-    for stats in sample["gradients"].values():
+    gradients = sample.get("gradients", {})
+    for stats in gradients.values():
         lowest, counts = stats["exponents"]["lowest"], stats["exponents"]["counts"]
         exponents.update({lowest + place: count for place, count in enumerate(counts) if count})
-    largest = max((stats["largest"] for stats in sample["gradients"].values()), default=0.0)
-    overflowed = any(stats["nonfinite"] for stats in sample["gradients"].values())
+    largest = max((stats["largest"] for stats in gradients.values()), default=0.0)
+    overflowed = any(stats["nonfinite"] for stats in gradients.values())
     if overflowed:
         largest = max(largest, 2.0 * FP16.largest / sample["scale"])
     return GradientRange(largest, dict(sorted(exponents.items())), loss is None or math.isfinite(loss))
@@ -112,13 +121,20 @@ def _records(path: Path) -> Iterator[Record]:
     for number, line in enumerate([*lines, unfinished] if unfinished else lines, start=1):
         try:
             record = json.loads(line)
-            if not isinstance(record, dict) or "kind" not in record:
-                raise ValueError("it has no kind")
+            _check(record)
         except ValueError as error:
             if line is unfinished:
                 return
             raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
         yield _with_numbers(record)
+
+
+def _check(record: object) -> None:
+    if not isinstance(record, dict) or "kind" not in record:
+        raise ValueError("it has no kind")
+    missing = [key for key in _KEYS.get(str(record["kind"]), ()) if key not in record]
+    if missing:
+        raise ValueError(f"a {record['kind']} without {' and '.join(missing)}")
 
 
 def _with_numbers(value: Any) -> Any:

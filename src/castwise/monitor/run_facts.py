@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-from castwise.monitor.formats import FP16, LOW_PRECISION
+from castwise.amp.outcomes import Cause
+from castwise.monitor.record_numbers import Record, exponent_counts, number
 from castwise.monitor.run import Run
+from castwise.monitor.underflow import Underflow
 
-Record = Mapping[str, Any]
-UNKNOWN_CAUSE = "unknown"
 WHOLE_MODEL = "(whole model)"
-# Gradients that fp16 has computed end at its smallest number. Fewer there are a tail that ends by itself.
-CUT_OFF_FROM = 0.01
-
-
-def number(value: object) -> float:
-    """Return what a record holds as a float: "nan", "inf" and "-inf" are spelled, and a missing value is NaN."""
-    return float(value) if isinstance(value, (int, float, str)) else math.nan
 
 
 def shown(module: str) -> str:
@@ -37,7 +29,7 @@ class Skips:
     """The skipped steps of one cause.
 
     Args:
-        cause: As recorded, such as "overflow".
+        cause: As recorded: a value of `Cause`, or what a later castwise has written.
         steps: Their numbers, ascending.
         parameters: Those whose gradients were not finite, with the number of such steps, most first.
     """
@@ -62,7 +54,8 @@ class Ranges:
         flush: Largest share of elements lost to underflow in fp16 in one sample, see `Underflow`.
         flush_step: Where it was seen.
         flushed: Elements lost to underflow in fp16 at the scale of their sample.
-        cut_off: Those of them that are zeros of a histogram that fp16 has cut off.
+        cut_off: Those of them that are zeros which fp16 has probably made.
+        vanished_samples: Number of samples in which all were zero, and not before the first that were not.
         scale: Of the last sample.
         subnormal: Elements that are subnormal there.
         samples: Number of finite samples.
@@ -80,6 +73,7 @@ class Ranges:
     flush_step: int = 0
     flushed: float = 0.0
     cut_off: float = 0.0
+    vanished_samples: int = 0
     scale: float = 1.0
     subnormal: float = 0.0
     samples: int = 0
@@ -116,7 +110,10 @@ class Ranges:
         self.exponents.update(exponent_counts(stats))
         self.scale = underflow.scale
         largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
-        flush = underflow.share(stats, "fp16")
+        flush = underflow.share(self.module, stats, "fp16")
+        if not self.largest and largest and not underflow.is_cut_off(self.module):
+            # Zero until now and healthy at once: what was learnt first was a weight that began as zero.
+            self.flush, self.flush_step, self.flushed, self.cut_off, self.vanished_samples = 0.0, 0, 0.0, 0.0, 0
         if largest > self.largest:
             self.largest, self.largest_step = largest, step
         if headroom < self.headroom_bits:
@@ -125,62 +122,8 @@ class Ranges:
             self.flush, self.flush_step = flush, step
         self.flushed += flush * numel
         self.cut_off += (flush - number(fp16["flush"])) * numel
+        self.vanished_samples += flush == 1.0 and not largest
         self.subnormal += number(fp16["subnormal"]) * numel
-
-
-def exponent_counts(stats: Record) -> dict[int, int]:
-    """The histogram of a STATS record, by exponent."""
-    lowest = int(stats["exponents"]["lowest"])
-    return {lowest + offset: int(count) for offset, count in enumerate(stats["exponents"]["counts"]) if count}
-
-
-@dataclass(frozen=True)
-class Underflow:
-    """How much of the numbers of one sample was lost to underflow, in a format that they may have been through.
-
-    What would round to zero is measured. Gradients that were computed in fp16 hold nothing that would: it is zero
-    already. That shows in a histogram that is cut off, with elements at fp16's smallest number and none below: there
-    all zeros are counted, and so are those of gradients that are zero altogether beside it. Some may be honest zeros,
-    so these shares are upper bounds.
-
-    Args:
-        scale: What the numbers were held times of.
-        has_cut_off: Whether fp16 has cut off a histogram of the sample.
-    """
-
-    scale: float
-    has_cut_off: bool
-
-    @classmethod
-    def of(cls, sample: Record, kind: str) -> Underflow:
-        """Of the "modules" (gradients, which are scaled) or the "activations" of a sample."""
-        scale = number(sample["scale"]) if kind == "modules" else 1.0
-        return cls(scale, any(_is_cut_off(stats, scale) for stats in sample.get(kind, {}).values()))
-
-    def share(self, stats: Record, number_format: str) -> float:
-        """Share of all elements that were lost.
-
-        Args:
-            stats: A STATS record of the sample.
-            number_format: A name in `LOW_PRECISION`.
-        """
-        measured = number(stats["formats"][number_format]["flush"])
-        if not self.has_cut_off or LOW_PRECISION[number_format].smallest_subnormal < FP16.smallest_subnormal:
-            return measured
-        zero = number(stats["zero"])
-        return min(measured + zero, 1.0) if zero == 1.0 or _is_cut_off(stats, self.scale) else measured
-
-
-def _is_cut_off(stats: Record, scale: float) -> bool:
-    counts = exponent_counts(stats)
-    lowest = min(counts, default=0)
-    at_the_end = counts.get(lowest, 0) >= CUT_OFF_FROM * int(stats["numel"])
-    return bool(counts) and lowest + log2_scale(scale) == FP16.smallest_subnormal_exponent and at_the_end
-
-
-def log2_scale(scale: float) -> int:
-    """The nearest power of two, by which a scale shifts exponents; 0 for what is no scale."""
-    return round(math.log2(scale)) if scale > 0 and math.isfinite(scale) else 0
 
 
 class RunFacts:
@@ -200,7 +143,7 @@ class RunFacts:
         named: dict[str, Counter[str]] = {}
         for record in self.run.steps:
             if record["skipped"]:
-                cause = record.get("cause") or UNKNOWN_CAUSE
+                cause = record.get("cause") or Cause.UNKNOWN.value
                 steps.setdefault(cause, []).append(record["step"])
                 named.setdefault(cause, Counter()).update(record.get("parameters") or [])
         return sorted(
@@ -224,6 +167,12 @@ class RunFacts:
         return best
 
     @cached_property
+    def skips_to_the_end(self) -> Sequence[Record]:
+        """The records of the skips since the last step that was taken."""
+        taken = max((place for place, record in enumerate(self.run.steps) if not record["skipped"]), default=-1)
+        return self.run.steps[taken + 1 :]
+
+    @cached_property
     def scales(self) -> list[tuple[int, float]]:
         """Step and scale of every step that had one; empty where nothing was scaled."""
         pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
@@ -234,11 +183,28 @@ class RunFacts:
         """Whether losses were scaled: bf16 and fp32 train without, or at scale 1."""
         return any(scale != 1.0 for _, scale in self.scales)
 
+    @property
+    def has_cut_off(self) -> bool:
+        """Whether gradients have lost what fp16 does not hold, so that they were computed in it."""
+        return any(ranges.cut_off > 0 for ranges in self.gradients.values())
+
     @cached_property
     def nonfinite_losses(self) -> list[int]:
         """Steps whose recorded loss is inf or NaN."""
         losses = ((record["step"], record.get("loss")) for record in self.run.steps)
         return [step for step, loss in losses if loss is not None and not math.isfinite(number(loss))]
+
+    @cached_property
+    def finite_samples(self) -> int:
+        """Number of samples in which all gradients were finite."""
+        return sum(not _has_nonfinite_gradients(sample) for sample in self.run.samples)
+
+    @cached_property
+    def poisoned(self) -> list[int]:
+        """Sampled steps that were taken with gradients that were not finite."""
+        skipped = {record["step"] for record in self.run.steps if record["skipped"]}
+        bad = (sample["step"] for sample in self.run.samples if _has_nonfinite_gradients(sample))
+        return [step for step in bad if step not in skipped]
 
     @cached_property
     def gradients(self) -> dict[str, Ranges]:
@@ -275,6 +241,10 @@ class RunFacts:
             for parameter, count in skips.parameters
             if parameter.rpartition(".")[0] == module
         )
+
+
+def _has_nonfinite_gradients(sample: Record) -> bool:
+    return any(number(stats["nonfinite"]) > 0 for stats in sample.get("modules", {}).values())
 
 
 def _ranges(samples: Iterable[Record], kind: str) -> dict[str, Ranges]:

@@ -97,7 +97,11 @@ class Sample:
         if found:
             self._updated[optimizer] = Arrivals(found)
 
-    def measured(self, scale: float, stepped: Iterable[torch.optim.Optimizer]) -> Measured:
+    def forget_weights(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop the copies of weights that wait for the step of an optimizer, or of all: there is none."""
+        self._updates.forget(optimizer)
+
+    def measured(self, scale: float, stepped: Iterable[torch.optim.Optimizer | None]) -> Measured:
         """Return what was measured, which on an accelerator waits until it is there.
 
         Args:
@@ -115,21 +119,24 @@ class Sample:
         activations: dict[str, Tally] = {}
         for (module, _), counts in self._outputs.wait().items():
             activations[module] = activations.get(module, Tally()) + tally(counts)
-        gradients = self._gradients_on_host(-math.frexp(scale)[1] + 1)
+        gradients = self._gradients_on_host(scale)
         modules = {
             name: [of_parameter[own] for own in module.parameters(recurse=False) if of_parameter[own] in gradients]
             for name, module in names.modules(self._model).items()
         }
         return Measured(gradients, {module: own for module, own in modules.items() if own}, activations, updates)
 
-    def _gradients_on_host(self, power: int) -> dict[str, OfGradient]:
+    def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
         gradients = {}
         for name, is_scaled in found:
             if is_scaled:
                 scaled = tally(found[name, True])
-                divided = tally(found[name, False]) if (name, False) in found else scaled
-                gradients[name] = OfGradient(scaled, divided.times_two_to_the(power), self._distinct[name])
+                if (name, False) in found:
+                    unscaled = tally(found[name, False]).times_two_to_the(1 - math.frexp(scale)[1])
+                else:
+                    unscaled = scaled.divided_by(scale)
+                gradients[name] = OfGradient(scaled, unscaled, self._distinct[name])
         return gradients
 
 
@@ -152,7 +159,8 @@ def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
 
     Returns:
         gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
-            magnitudes are unscaled, formats are judged on scaled ones.
+            magnitudes are unscaled, formats are judged on scaled ones. On an accelerator the exponents are right to
+            within one if the scale is no power of two (see `Tally.divided_by`); all else is exact.
         activations: The same of what modules return, where nothing is scaled.
         weights: By parameter, see `updates.update_record`.
     """
@@ -189,10 +197,12 @@ def _whole(parts: list[OfGradient]) -> OfGradient:
 
 
 def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:
-    """Return scale / 2**floor(log2(scale)), which is in [1, 2); None if it is known to be 1.
+    """Return scale / 2**floor(log2(scale)), which is in [1, 2), for a second count; None if one is enough.
 
-    Exponents of gradients that are divided by a power of two are known from those of the gradients as they are.
+    Exponents of gradients that are divided by a power of two are known from those of the gradients as they are. Of an
+    accelerator's scale nobody on the host knows whether it is one: gradients are read once there whatever it is.
     """
+    if scale.device.type != "cpu":
+        return None
     mantissa = torch.frexp(scale)[0] * 2
-    is_one = scale.device.type == "cpu" and mantissa.item() == 1.0  # of an accelerator's scale nobody on the host knows
-    return None if is_one else mantissa
+    return None if mantissa.item() == 1.0 else mantissa

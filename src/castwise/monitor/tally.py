@@ -50,6 +50,14 @@ class Tally:
             counts={exponent + power: n for exponent, n in self.counts.items()},
         )
 
+    def divided_by(self, scale: float) -> Tally:
+        """Return the tally of the same elements, each divided by a scale > 0.
+
+        Exponents are moved by log2(scale), rounded: right if that is a whole number, else to within one.
+        """
+        moved = self.times_two_to_the(-round(math.log2(scale)))
+        return replace(moved, largest=self.largest / scale, smallest=self.smallest / scale)
+
     def of_copies(self, held: int, distinct: int) -> Tally:
         """Return the tally of the elements themselves, of which this one counts copies: `held` for `distinct`."""
         if held == distinct:

@@ -26,6 +26,14 @@ class UnscaledSteps:
         self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
         self._waiting: deque[StepFacts] = deque()
 
+    agrees = False
+    """No step is skipped, so there is nothing to agree on."""
+
+    @property
+    def iteration(self) -> int:
+        """The number of the step that comes next, each being an iteration of its own."""
+        return self._steps + 1
+
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
         """Call a function with each optimizer and a scale of 1 before it steps."""
 
@@ -46,7 +54,7 @@ class UnscaledSteps:
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
-        self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False))
+        self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False, iteration=self._steps))
         self._tell(0 if _device_of(optimizer).type == "cpu" else DELAY * len(self._optimizers))
 
     def _tell(self, but: int) -> None:
@@ -54,6 +62,22 @@ class UnscaledSteps:
             facts = self._waiting.popleft()
             for hook in tuple(self._step_hooks.values()):
                 hook(facts)
+
+
+def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer], steps_before: int) -> Any:
+    """Return who tells of the steps: the scaler, or without one the optimizers themselves.
+
+    Raises:
+        TypeError: The scaler does not tell of them.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return UnscaledSteps(optimizers, steps_before)
+    if not hasattr(scaler, "register_step_hook"):
+        raise TypeError(
+            f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
+            "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
+        )
+    return scaler
 
 
 class _Handles:

@@ -8,7 +8,7 @@ import torch
 
 from castwise.amp.gradients import present
 from castwise.amp.measuring import wide
-from castwise.monitor import pieces
+from castwise.monitor.exponents import piece_size
 from castwise.monitor.shards import part_of
 
 
@@ -25,7 +25,7 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         dw != 0, and for how many of those bf16(bf16(w) + dw) == bf16(w).
     """
     found = torch.zeros(4, dtype=wide(after.device), device=after.device)
-    size = pieces.size_on(after.device)
+    size = piece_size(after.device)
     for old, new in zip(torch.split(_flat(before), size), torch.split(_flat(after), size), strict=True):
         exact = torch.promote_types(old.dtype, torch.float32)
         old = old.to(exact)
@@ -73,6 +73,11 @@ class Updates:
             for parameter in present(optimizer)[0]
             if parameter.is_floating_point() or parameter.is_complex()
         ]
+
+    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop the copies for an optimizer that does not step, or all."""
+        for each in list(self._before) if optimizer is None else [optimizer]:
+            self._before.pop(each, None)
 
     def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return a result of `compare` for each parameter, and forget the copies."""

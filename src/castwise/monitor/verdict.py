@@ -13,16 +13,18 @@ from castwise.monitor.run_facts import RunFacts
 
 __all__ = ["Advice", "Severity", "Verdict", "verdict"]
 
-_RULES = (
+_OF_STEPS = (
     step_advice.lost_weights,
+    step_advice.poisoned_weights,
     step_advice.collapse,
     step_advice.bad_losses,
     step_advice.diagnoses,
     step_advice.overflows,
     step_advice.other_skips,
+)
+_OF_RANGES = (
     range_advice.underflow,
     range_advice.outputs,
-    range_advice.bf16_weights,
     range_advice.too_little,
 )
 
@@ -64,7 +66,11 @@ def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
 
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on facts that were gathered already."""
-    advice = [piece for rule in _RULES for piece in rule(facts)]
-    in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
-    advice += range_advice.scale_fit(facts, in_trouble)
+    advice = [piece for rule in _OF_STEPS for piece in rule(facts)]
+    is_lost = any(piece.severity == "critical" for piece in advice)
+    advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
+    if not is_lost:  # else the samples are of a training that was none
+        in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
+        advice += range_advice.bf16_weights(facts)
+        advice += range_advice.scale_fit(facts, in_trouble)
     return Verdict(tuple(sorted(advice, key=lambda piece: SEVERITIES.index(piece.severity))))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from castwise.monitor.range_advice import ACTIVATION_HEADROOM_BITS, FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
+from castwise.monitor.range_advice import ACTIVATION_HEADROOM_BITS
 from castwise.monitor.run_facts import Ranges, RunFacts
+from castwise.monitor.scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
 
 
 @dataclass(frozen=True)

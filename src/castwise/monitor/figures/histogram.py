@@ -11,7 +11,7 @@ from typing import Any
 from castwise.monitor.figures import Figure, Trace, power_label
 from castwise.monitor.formats import FP16, LOW_PRECISION
 from castwise.monitor.number_text import percent, power_of_two
-from castwise.monitor.run_facts import Record, exponent_counts, log2_scale, number
+from castwise.monitor.record_numbers import Record, exponent_counts, log2_scale, number
 
 ALL_MODULES = "*"
 MOMENTS = {"whole": "whole run", "first": "first sample", "last": "last sample"}

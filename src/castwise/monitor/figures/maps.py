@@ -15,8 +15,11 @@ from typing import Any
 from castwise.monitor.downsampling import in_buckets
 from castwise.monitor.figures import Figure, Trace, plain
 from castwise.monitor.formats import LOW_PRECISION
-from castwise.monitor.range_advice import FLUSH_IS_CRITICAL, FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
-from castwise.monitor.run_facts import Record, Underflow, number, shown
+from castwise.monitor.range_advice import FLUSH_IS_CRITICAL
+from castwise.monitor.record_numbers import Record, number
+from castwise.monitor.run_facts import shown
+from castwise.monitor.scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
+from castwise.monitor.underflow import Underflow
 
 # Columns beyond this are thinner than three pixels on a laptop.
 MAX_COLUMNS = 120
@@ -152,7 +155,9 @@ def _worst(
             continue
         if number(stats["nonfinite"]) > 0:
             return math.nan
-        value = underflow.share(stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
+        value = (
+            underflow.share(module, stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
+        )
         worst = value if worst is None else measure.worse(worst, value)
     return worst
 

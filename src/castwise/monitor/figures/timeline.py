@@ -7,17 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from castwise.amp.outcomes import Cause
 from castwise.monitor.downsampling import Point, changes, extremes, in_buckets
 from castwise.monitor.figures import Figure, Trace, plain, power_label
 from castwise.monitor.number_text import several
-from castwise.monitor.run_facts import RunFacts, Skips, number
+from castwise.monitor.record_numbers import number
+from castwise.monitor.run_facts import RunFacts, Skips
 
 # Colour and shape of each cause: shapes are told apart where colours are not.
-MARKERS = {
-    "overflow": ("--cause-overflow", "triangle-up"),
-    "non-finite loss": ("--cause-loss", "x"),
-    "non-finite weights": ("--cause-weights", "square"),
-    "another rank": ("--cause-rank", "diamond"),
+MARKERS: dict[str, tuple[str, str]] = {
+    Cause.OVERFLOW: ("--cause-overflow", "triangle-up"),
+    Cause.NONFINITE_LOSS: ("--cause-loss", "x"),
+    Cause.NONFINITE_WEIGHTS: ("--cause-weights", "square"),
+    Cause.ANOTHER_RANK: ("--cause-rank", "diamond"),
 }
 OTHER_MARKER = ("--cause-other", "circle")
 # With more skips than pixels, neighbours share a mark that counts them.

@@ -1,0 +1,77 @@
+"""Facts of steps find the iteration they belong to by its number, however late they come and whatever is left out."""
+
+from __future__ import annotations
+
+import torch
+
+from castwise.amp.outcomes import StepFacts
+from castwise.monitor.iterations import Iteration, Iterations
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def of(optimizer: torch.optim.Optimizer, iteration: int) -> StepFacts:
+    return StepFacts(iteration, optimizer, scale=1.0, skipped=False, iteration=iteration)
+
+
+def numbers(iterations: Iterations) -> list[int]:
+    return [iteration.number for iteration in iterations.over()]
+
+
+def test_facts_that_come_late_find_their_iteration() -> None:
+    one, begun = optimizer(), list[Iteration]()
+    iterations = Iterations(1, begun.append)
+    for number in (1, 2, 3):
+        iterations.note_gradients(one, number)
+    assert [iterations.note_facts(one, of(one, number)) for number in (1, 2)] == begun[:2]
+    assert numbers(iterations) == [0, 1]
+
+
+def test_an_iteration_of_which_no_facts_come_is_dropped() -> None:
+    one, begun = optimizer(), list[Iteration]()
+    iterations = Iterations(1, begun.append)
+    for number in (1, 2, 3):  # the first two are left out, or a checkpoint is loaded before their facts are there
+        iterations.note_gradients(one, number)
+    assert iterations.note_facts(one, of(one, 3)) is begun[2]
+    assert numbers(iterations) == [2]
+    iterations.note_gradients(one, 4)
+    assert iterations.note_facts(one, of(one, 4)) is begun[3]
+
+
+def test_an_optimizer_that_is_left_out_does_not_hold_up_the_others() -> None:
+    one, other, begun = optimizer(), optimizer(), list[Iteration]()
+    iterations = Iterations(2, begun.append)
+    for number in (1, 2):
+        iterations.note_gradients(one, number)
+        iterations.note_gradients(other, number)
+    assert iterations.note_facts(other, of(other, 1)) is begun[0]
+    assert numbers(iterations) == []
+    assert iterations.note_facts(one, of(one, 2)) is begun[1]
+    assert numbers(iterations) == [0]
+    iterations.note_facts(other, of(other, 2))
+    assert numbers(iterations) == [1]
+
+
+def test_one_that_was_left_out_begins_anew() -> None:
+    one, other, begun = optimizer(), optimizer(), list[Iteration]()
+    iterations = Iterations(2, begun.append)
+    iterations.note_gradients(one, 1)
+    iterations.note_gradients(other, 2)
+    iterations.note_facts(other, of(other, 2))
+    assert iterations.note_gradients(one, 3) is begun[1]
+
+
+def test_of_a_step_that_was_begun_twice_the_last_time_counts() -> None:
+    one, begun = optimizer(), list[Iteration]()
+    iterations = Iterations(1, begun.append)
+    for _ in range(2):  # as when a step raises, and is taken again
+        iterations.note_gradients(one, 1)
+    assert iterations.note_facts(one, of(one, 1)) is begun[1]
+
+
+def test_facts_of_what_was_not_seen_belong_nowhere() -> None:
+    one = optimizer()
+    iterations = Iterations(1, lambda _: None)
+    assert iterations.note_facts(one, of(one, 1)) is None
