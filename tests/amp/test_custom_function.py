@@ -445,7 +445,7 @@ VALUES: list[Any] = [
     (torch.ones(1), 2, None),
     {"a": torch.ones(1), 3: {"b": [torch.ones(1)]}},
     collections.OrderedDict(a=torch.ones(1)),
-    {"x", "y"},
+    {"x"},
     range(3),
     "text",
     b"bytes",

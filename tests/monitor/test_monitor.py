@@ -621,3 +621,8 @@ def test_no_optimizer_is_refused() -> None:
         Monitor(mlp(), [])
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer or several, got Linear"):
         Monitor(mlp(), [nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
+def test_on_skip_without_a_scaler_that_skips_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="on_skip has no effect: no step is skipped without a scaler"):
+        Training(scale=None, on_skip="diagnose")

@@ -109,6 +109,9 @@ class Monitor:
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
+        if on_skip and not self._is_scaled:
+            text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
+            warn(text, UserWarning, 2)
         self._guard = Guard()
         self._handles: list[Any] = []
         self._last_step = steps_before
