@@ -12,7 +12,7 @@ demo: .venv/.ready
 
 # A process a core, of one thread each: most tests are too small for more.
 test: .venv/.ready lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

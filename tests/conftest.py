@@ -1,5 +1,7 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and which tests share a process."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -8,11 +10,23 @@ settings.register_profile("ci", max_examples=1000, derandomize=True, **_COMMON)
 settings.register_profile("long", max_examples=30_000, **_COMMON)
 settings.load_profile("ci")
 
-# Fixtures that take many seconds, once for all tests of a module that are in one process.
-_SHARED = {"ranks", "four_ranks", "undisturbed", "in_one_process", "outcome"}
+# Files with fixtures that take many seconds, once for all their tests that are in one process.
+_TOGETHER = (
+    "tests/amp/test_agreement.py",
+    "tests/cli/test_demo_ranks.py",
+    "tests/cli/test_demo_results.py",
+    "tests/distributed/fsdp/test_sharded_grad_scaler.py",
+    "tests/distributed/test_policy_fsdp.py",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name in sorted(_SHARED.intersection(getattr(item, "fixturenames", ()))):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path}:{name}"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # pytest-xdist's own groups (3.8) do not reach pytest 9.2's ids
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file in _TOGETHER else nodeid
+
+    return Scheduling(config, log)
