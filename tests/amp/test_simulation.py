@@ -63,6 +63,11 @@ def test_every_schedule_can_be_simulated(schedule: Schedule) -> None:
         (lambda: simulate([1.0], Dynamic()), TypeError, "a trace is made of GradientRange, got 1.0 at 0"),  # type: ignore[list-item]
         (lambda: simulate([], "Dynamic"), TypeError, "schedule must be one of castwise.schedules"),  # type: ignore[arg-type]
         (lambda: simulate([], Dynamic(), largest_number=0), ValueError, "largest_number must be a finite number > 0"),
+        (
+            lambda: simulate([], Dynamic(), flushed_below=math.nan),
+            ValueError,
+            "flushed_below must be a finite number >= 0",
+        ),
         (lambda: GradientRange(math.nan), ValueError, "largest must be a finite number >= 0, got nan"),
         (lambda: GradientRange("1"), TypeError, "largest must be a number, got '1' of type str"),  # type: ignore[arg-type]
     ],

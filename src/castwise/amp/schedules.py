@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from castwise.amp import measuring
 from castwise.amp.checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, count, one_of, real_number
 
 _SLACK = 2.0**-10
@@ -355,7 +356,7 @@ def on_device(trackers: Mapping[str, float], device: torch.device) -> dict[str, 
 
 
 def _times(scale: torch.Tensor, factor: float) -> torch.Tensor:
-    return scale.to(torch.float64).mul(factor).float() if scale.device.type != "mps" else scale * factor
+    return scale.to(measuring.wide(scale.device)).mul(factor).float()
 
 
 def _check_bounds(init_scale: float, min_scale: float, max_scale: float) -> None:

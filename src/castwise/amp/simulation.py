@@ -13,8 +13,9 @@ import torch
 from castwise.amp.checks import at_least, check_scale
 from castwise.amp.schedules import Met, Schedule, on_device
 
-_FP16_LARGEST = 65504.0
-_FP16_FLUSHED = 2.0**-25  # below half of the smallest subnormal number, 2**-24, fp16 rounds to zero
+_FP16 = torch.finfo(torch.float16)
+_FP16_LARGEST = _FP16.max
+_FP16_FLUSHED = _FP16.smallest_normal * _FP16.eps / 2.0  # below half of its smallest subnormal number it rounds to zero
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of castwise.schedules, such as Dynamic(), got {schedule!r}")
     largest_number = check_scale("largest_number", largest_number)
+    flushed_below = at_least("flushed_below", flushed_below, 0.0)
     scale = torch.full((), schedule.init_scale, dtype=torch.float32, device="cpu")
     trackers = on_device({"growth_tracker": 0, **schedule.trackers()}, scale.device)
     scales: list[float] = []
@@ -124,13 +126,14 @@ def simulate(
         now = scale.item()
         scales.append(now)
         overflows = step.loss_is_finite and now * step.largest > largest_number
-        if overflows or not step.loss_is_finite:
+        is_skipped = overflows or not step.loss_is_finite
+        if is_skipped:
             skipped.append(index)
             wasted += overflows
         elif step.exponents is not None:
             seen += sum(step.exponents.values())
             flushed += sum(count for e, count in step.exponents.items() if now * 2.0 ** (e + 1) <= flushed_below)
-        found_inf = torch.tensor(float(index in skipped[-1:]), device="cpu")
+        found_inf = torch.tensor(float(is_skipped), device="cpu")
         loss = torch.tensor(float(not step.loss_is_finite), device="cpu")
         schedule.advance_(scale, trackers, Met(found_inf, loss, torch.tensor(step.largest, device="cpu")))
     return Simulation(tuple(scales), tuple(skipped), wasted, flushed / seen if seen else None)
