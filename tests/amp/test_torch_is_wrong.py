@@ -330,3 +330,40 @@ def test_a_wrong_state_dict_is_neither_accepted_nor_partly_loaded() -> None:
         with pytest.raises(ValueError, match=r"scale|growth_interval"):
             ours.load_state_dict(wrong)
         assert ours.state_dict() == good
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_fused_sgd_that_skips_its_first_step_has_no_momentum_of_it(nesterov: bool) -> None:
+    """Torch has: whatever was in the memory that it makes room in, and the next step adds that to the weights."""
+
+    def trained(scaler: Any, steps: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        param = weight(1.0, 2.0)
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True, nesterov=nesterov)
+        for step in range(steps):
+            optimizer.zero_grad()
+            scaler.scale((param * (math.inf if step == 0 and steps > 1 else 3.0)).sum()).backward()
+            scaler.step(optimizer)
+            if step == 0:
+                has_momentum.append("momentum_buffer" in optimizer.state[param])
+            scaler.update()
+        return param, optimizer
+
+    has_momentum: list[bool] = []
+    trained(THEIRS("cpu"), 2)
+    skipped, of_skipped = trained(GradScaler("cpu"), 2)
+    assert has_momentum == [True, False]
+    alone, of_alone = trained(GradScaler("cpu"), 1)
+    assert torch.equal(skipped, alone)
+    assert torch.equal(of_skipped.state[skipped]["momentum_buffer"], of_alone.state[alone]["momentum_buffer"])
+
+
+def test_momentum_that_was_there_outlives_a_skipped_step() -> None:
+    param = weight(1.0, 2.0)
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True)
+    scaler = GradScaler("cpu")
+    for factor in (3.0, math.inf):
+        optimizer.zero_grad()
+        scaler.scale((param * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.state[param]["momentum_buffer"].tolist() == [3.0, 3.0]

@@ -12,7 +12,7 @@ import torch
 
 from castwise.amp import unscaling
 from castwise.amp.after_step import LastStep
-from castwise.amp.gradients import Collector
+from castwise.amp.gradients import Collector, params_of
 from castwise.amp.measuring import Probe
 from castwise.amp.readback import Flag
 
@@ -127,3 +127,24 @@ def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Ite
         raise
     for name in facts:
         delattr(optimizer, name)
+
+
+@contextmanager
+def no_momentum_of_a_skipped_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> Iterator[None]:
+    """Leave no momentum that a fused SGD has made room for in a step that it skips: it fills the room in a later one.
+
+    torch 2.13 takes what happens to be in that memory for the momentum of the next step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        yield
+        return
+    params = [param for param in params_of(optimizer) if "momentum_buffer" not in optimizer.state.get(param, {})]
+    yield
+    for param in params:
+        made = optimizer.state.get(param, {}).get("momentum_buffer")
+        if made is None:
+            continue
+        if found_inf.device.type != "cpu":
+            made.masked_fill_(found_inf.to(made.device, non_blocking=True) != 0, 0.0)
+        elif found_inf.item():
+            del optimizer.state[param]["momentum_buffer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -156,6 +157,7 @@ def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool
     """Train, print and write the outcome; returns whether all pairs are identical."""
     console = _console()
     torch.set_num_threads(settings.threads)
+    warnings.filterwarnings("ignore", ".*its ops are emulated")  # the table says so
     make_deterministic(torch.device(settings.device))
     source = settings.data or "Python's standard library"
     where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"

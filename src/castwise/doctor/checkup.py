@@ -1,0 +1,139 @@
+"""All that `castwise doctor` finds out, as one value."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.cpu import get_capabilities
+
+from castwise.amp.emulation import limit_of_onednn, units
+from castwise.doctor.advice import Recommendation, recommend
+from castwise.doctor.formats import DTYPES, Native, of_device, to_try
+from castwise.doctor.notes import Note, notes_on
+from castwise.doctor.speed import Quartiles, Speed, measure
+
+BUDGET_S = 6.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can do.
+
+    Attributes:
+        device: Its name in torch, such as `"cuda:0"`.
+        name: Its name on the market.
+        threads: Of a CPU, how many torch computes with.
+        vectors: Of a CPU, the instruction set of torch's own kernels.
+        units: Of a CPU, the instruction sets that multiply in bf16 and in fp16.
+        limit: Of a CPU, the variable that keeps oneDNN from using all of it, such as `ONEDNN_MAX_CPU_ISA=AVX2`.
+        capability: Of an NVIDIA GPU, its compute capability.
+        memory_bytes: Of an NVIDIA or AMD GPU.
+        native: By format, whether there are units for it; None where that is not known.
+        speeds: By format, the speed of matrix products, or why it was not measured.
+        recommendation: What to train with.
+    """
+
+    device: str
+    name: str
+    threads: int | None
+    vectors: str | None
+    units: dict[str, list[str]] | None
+    limit: str | None
+    capability: tuple[int, int] | None
+    memory_bytes: int | None
+    native: Native
+    speeds: dict[str, Speed | str]
+    recommendation: Recommendation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it with an entry per format, as JSON can hold it."""
+        facts = {name: value for name, value in asdict(self).items() if name not in {"native", "speeds"}}
+        return {**facts, "formats": [self._format(name) for name in self.native]}
+
+    def _format(self, name: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {"format": name, "dtype": str(DTYPES[name]), "native": self.native[name]}
+        speed = self.speeds.get(name, "this device cannot")
+        if isinstance(speed, str):
+            return {**entry, "size": None, "gflops": None, "times_fp32": None, "verdict": None, "error": speed}
+        numbers = {"gflops": _rounded(speed.gflops), "times_fp32": _rounded(speed.times_fp32)}
+        return {**entry, "size": speed.size, **numbers, "verdict": speed.verdict, "error": None}
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What a machine can do.
+
+    Attributes:
+        torch: Version of torch.
+        python: Version of Python.
+        platform: The operating system.
+        devices: The CPU, then what accelerators there are.
+        notes: What is known of this torch.
+    """
+
+    torch: str
+    python: str
+    platform: str
+    devices: list[Device]
+    notes: list[Note]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return {**asdict(self), "devices": [device.as_dict() for device in self.devices]}
+
+
+def examine() -> Checkup:
+    """Find out what this machine can do; takes several seconds, in which matrices are multiplied on every device."""
+    devices = [torch.device("cpu")]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        devices += [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    return Checkup(
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        devices=[_examine(device, BUDGET_S / len(devices)) for device in devices],
+        notes=notes_on(torch.__version__),
+    )
+
+
+def _examine(device: torch.device, budget_s: float) -> Device:
+    native = of_device(device)
+    speeds = measure(device, to_try(native), budget_s)
+    recommendation = recommend(device.type, native, speeds)
+    if device.type == "cpu":
+        capabilities, limit = get_capabilities(), limit_of_onednn()
+        return Device(
+            device="cpu",
+            name=str(capabilities.get("cpu_name") or platform.processor()),
+            threads=torch.get_num_threads(),
+            vectors=torch.backends.cpu.get_cpu_capability(),
+            units={name: units(DTYPES[name], capabilities) for name in ("bf16", "fp16")},
+            limit=None if limit is None else "=".join(limit),
+            capability=None,
+            memory_bytes=None,
+            native=native,
+            speeds=speeds,
+            recommendation=recommendation,
+        )
+    is_cuda = device.type == "cuda"
+    return Device(
+        device=str(device),
+        name=torch.cuda.get_device_name(device) if is_cuda else device.type,
+        threads=None,
+        vectors=None,
+        units=None,
+        limit=None,
+        capability=torch.cuda.get_device_capability(device) if is_cuda and torch.version.hip is None else None,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        native=native,
+        speeds=speeds,
+        recommendation=recommendation,
+    )
+
+
+def _rounded(quartiles: Quartiles) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in asdict(quartiles).items()}

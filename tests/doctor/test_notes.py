@@ -1,0 +1,58 @@
+"""What is known of versions of torch is true of the one that is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from castwise.doctor.notes import notes_on
+
+
+def about(version: str) -> list[str]:
+    return [note.text.split(" ")[0] for note in notes_on(version)]
+
+
+@pytest.mark.parametrize(
+    ("version", "notes"),
+    [
+        ("2.11.0", ["castwise", "What"]),
+        ("2.12.1+cu126", ["castwise", "What"]),
+        ("2.13.0", ["torch.autocast", "The"]),
+        ("2.13.0+cpu", ["torch.autocast", "The"]),
+        ("2.13.1", ["torch.autocast", "The"]),
+        ("2.14.0.dev20261201", ["torch.autocast", "The"]),
+        ("3.0", ["torch.autocast", "This"]),
+    ],
+)
+def test_a_version_gets_its_own_notes(version: str, notes: list[str]) -> None:
+    assert about(version) == notes
+
+
+def test_sources_are_files_of_this_repository() -> None:
+    root = Path(__file__).parents[2]
+    for version in ("2.11", "2.13", "2.14"):
+        for note in notes_on(version):
+            file = note.source.split(";")[0].split(" and ")[0]
+            assert (root / file).is_file() or (root / "src" / file).is_file()
+
+
+def test_a_forward_under_no_grad_takes_no_gradients_from_later_ones() -> None:
+    if about(torch.__version__)[0] != "torch.autocast":
+        pytest.skip("not said of this version")
+    linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            linear(x)
+        loss = linear(x).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert linear.weight.grad is not None
+
+
+def test_before_2_13_a_setting_is_of_all_threads() -> None:
+    from castwise._torch_private import compile_backwards_as, compile_backwards_without_autocast
+
+    before = compile_backwards_without_autocast()
+    assert (before is None) is ("What" in about(torch.__version__))
+    compile_backwards_as(before)
