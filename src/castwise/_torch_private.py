@@ -15,16 +15,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import _jit_internal as jit_internal
+from torch._C import DisableTorchFunctionSubclass as PlainFunctions
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
+from torch._C import _is_tracing as is_jit_tracing
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "TO_COPY",
+    "PlainFunctions",
     "TorchDispatchMode",
     "after_tracing",
     "are_functorch_transforms_active",
@@ -43,16 +46,20 @@ __all__ = [
     "is_compiled",
     "is_fsdp_flattened",
     "is_gathered_by_fsdp",
+    "is_jit_tracing",
     "is_torch_function_mode_enabled",
     "jit_internal",
     "leaf_running",
+    "load_compiler",
     "never_traced",
     "no_post_accumulate_hooks",
+    "number_of_node",
     "only_inlined",
     "privateuse1_backend_name",
     "record_enter_autocast",
     "record_exit_autocast",
     "run_while_tracing",
+    "scaled_mm",
     "schema_of",
     "stored_values",
     "tree_leaves",
@@ -113,6 +120,13 @@ def after_tracing(function: Callable[[], None]) -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     InstructionTranslator.current_tx().output.add_cleanup_hook(function)
+
+
+def load_compiler() -> None:
+    """Load Dynamo, and have it look up by name the classes and functions of torch that it treats by themselves."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
 
 
 class _BackwardsSetting:
@@ -191,6 +205,12 @@ def graph_node_running() -> int | None:
         return None
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def number_of_node(node: Any) -> int:
+    """Return which of the nodes that a thread has made one of an autograd graph is."""
+    number: int = node._sequence_nr()
+    return number
 
 
 def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
@@ -302,3 +322,8 @@ def is_compiled(module: Any) -> bool:
     if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """Multiply matrices in an 8-bit float format, the second one column by column, into bf16. As of 2.13.0."""
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

@@ -334,7 +334,7 @@ def test_between_samples_no_hook_is_on_a_module() -> None:
 def test_leaving_removes_every_hook() -> None:
     training = Training(every=1)
     with training.monitor:
-        assert hooks_of(training) == 2 * 5 + 1
+        assert hooks_of(training) == 2 * 5 + 2  # one of the model is for good, and one of the optimizer
         training.step()
     assert hooks_of(training) == 0
     records = list(training.records)

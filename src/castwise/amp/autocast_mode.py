@@ -49,7 +49,9 @@ from castwise.amp.casting import cast_floats
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
+from castwise.amp.emulation import warn_if_emulated
 from castwise.amp.in_force import THREAD, resume, suspend
+from castwise.amp.observers import OBSERVERS
 from castwise.amp.policy import Policy
 from castwise.amp.weight_cache import WeightCache
 
@@ -104,7 +106,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         RuntimeError: torch has no autocast for the device, or the GPU has no bfloat16.
 
     Warns:
-        UserWarning: The device is missing or does not autocast to `dtype`; the region is then disabled.
+        UserWarning: The device is missing or does not autocast to `dtype`; the region is then disabled. Or, once a
+            process and dtype, the CPU has no units for it, and emulates it slowly.
 
     Example:
         >>> linear = torch.nn.Linear(4, 4)
@@ -151,6 +154,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             can_autocast = all(can_autocast_to(device_type, low) for low in policy.low_precisions)
             self._policy = policy if can_autocast else None
             self._enabled = can_autocast and policy.dtype is not None
+        if device_type == "cpu" and (self._enabled or self._policy is not None):
+            for low in (self.fast_dtype,) if policy is None else policy.low_precisions:
+                warn_if_emulated(low)
         if weight_cache is not None and not isinstance(weight_cache, WeightCache):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._weight_cache = weight_cache
@@ -203,6 +209,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         set_autocast_cache_enabled(self._caches)
         if is_torch_function_mode_enabled():
             record_enter_autocast((device, self.fast_dtype, self._enabled, self._caches))
+        for observer in OBSERVERS:
+            observer.entered(self)
         return self
 
     @only_inlined
@@ -235,6 +243,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             compile_backwards_as(backwards)
         if is_torch_function_mode_enabled():
             record_exit_autocast(())
+        for observer in OBSERVERS:
+            observer.left(self)
         return False
 
     @only_inlined

@@ -32,6 +32,7 @@ from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Contents, Gradients, are_contiguous, params_of, present, repeat
 from castwise.amp.ledger import Ledger
+from castwise.amp.observers import OBSERVERS, step_of
 from castwise.amp.optimizer_state import (
     Memory,
     OptState,
@@ -39,6 +40,7 @@ from castwise.amp.optimizer_state import (
     is_stepped_by_torch,
     is_to_be_skipped,
     last_step,
+    no_momentum_of_a_skipped_step,
     readback_of,
     refuse_if_over,
 )
@@ -137,6 +139,8 @@ class GradScaler(torch.amp.GradScaler):
         if process_group is not None:
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
+        for observer in OBSERVERS:
+            observer.scaler_made(self, wanted=enabled)
 
     def _agree_with(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -248,6 +252,9 @@ class GradScaler(torch.amp.GradScaler):
         elif scaled.requires_grad:
             self._unscaled.watch(scaled)
         self._outcomes.note_loss(loss)
+        if not is_dynamo_compiling():
+            for observer in OBSERVERS:
+                observer.scaled(self, loss, scaled)
         return scaled
 
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
@@ -294,6 +301,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "unscale_")
         self._look_for_later_backwards(optimizer, state, "unscale_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
         self._show_gradients(optimizer)
         self._note_call("unscale_", optimizer)
         if state["stage"] is OptState.READY:
@@ -475,6 +484,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_norm_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_norm_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
         self._show_gradients(optimizer)
         self._note_call("clip_grad_norm_", optimizer, max_norm, norm_type)
         is_fused = self._memory_of(optimizer).takes_grad_scale(optimizer)
@@ -537,6 +548,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         refuse_if_over(state, "clip_grad_value_")
         self._look_for_later_backwards(optimizer, state, "clip_grad_value_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
         self._show_gradients(optimizer)
         self._note_call("clip_grad_value_", optimizer, clip_value)
         allow_fp16 = self._allow_fp16_gradients
@@ -614,6 +627,12 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
             ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
         """
+        if not OBSERVERS:
+            return self._step(optimizer, *args, **kwargs)
+        with step_of(self, optimizer):
+            return self._step(optimizer, *args, **kwargs)
+
+    def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._enabled:
             returned = optimizer.step(*args, **kwargs)
             self._last_step = self._memory_of(optimizer).last_step = LastStep(self.iteration)
@@ -633,7 +652,7 @@ class GradScaler(torch.amp.GradScaler):
                 "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
                 "that GradScaler sets on the optimizer instead",
                 FutureWarning,
-                2,
+                3,
             )
             returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
         elif self._memory_of(optimizer).takes_grad_scale(optimizer):
@@ -684,7 +703,8 @@ class GradScaler(torch.amp.GradScaler):
         unscaled = state["stage"] is OptState.UNSCALED
         self._agree("step")
         found_inf = unscaling.combine(state["found_inf_per_device"].values(), scale)
-        with given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf):
+        facts = given(optimizer, grad_scale=self._grad_scale(optimizer, state), found_inf=found_inf)
+        with facts, no_momentum_of_a_skipped_step(optimizer, found_inf):
             returned = optimizer.step(*args, **kwargs)
         if found_inf.device.type == "cpu" and found_inf.item():
             self._look_for_the_bad(optimizer, state)
@@ -933,6 +953,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         number = None if new_scale is None else self._number(new_scale)
+        for observer in OBSERVERS:
+            observer.updating(self, is_set=number is not None)
         self._agree("update")
         states = self._states()
         found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
@@ -1015,6 +1037,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return 1.0
         self._unscaled.backward_may_start()  # of a loss that is scaled by hand with it
+        for observer in OBSERVERS:
+            observer.asked(self)
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 
@@ -1074,6 +1098,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         self.synchronize()
+        for observer in OBSERVERS:
+            observer.saved(self)
         schedule, (steps, skips, skips_in_a_row) = self._schedule(), self._outcomes.counts
         numbers: dict[str, Any] = {
             "scale": self.get_scale(),
@@ -1126,6 +1152,8 @@ class GradScaler(torch.amp.GradScaler):
             )  # other options, so it remembers more or less
         for name, tracker in self._trackers.items():
             tracker.fill_(saved.trackers[name])
+        for observer in OBSERVERS:
+            observer.loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and (self._per_optimizer_states or self._states_of_dead_optimizers):
@@ -1137,6 +1165,8 @@ class GradScaler(torch.amp.GradScaler):
         state = {name: value for name, value in self.__dict__.items() if name not in _PROCESS_LOCAL}
         if self._enabled:
             self.synchronize()
+        for observer in OBSERVERS:
+            observer.saved(self)
         return state | {
             "_init_scale": self.get_scale() if self._enabled else self._init_scale,
             "_init_growth_tracker": self._get_growth_tracker(),

@@ -17,6 +17,8 @@ from castwise.amp.outcomes import StepFacts
 from castwise.monitor.activations import Activations
 from castwise.monitor.guard import Guard
 from castwise.monitor.iterations import Iteration, Iterations
+from castwise.monitor.mistakes.mistake import Mistake
+from castwise.monitor.mistakes.watch import WATCH
 from castwise.monitor.opening import run_record
 from castwise.monitor.ranks import Ranks, Skip, agreed
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
@@ -44,10 +46,14 @@ class Monitor:
     Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
     one forward (see `activations.Activations`). Gradients are looked at before they are unscaled or clipped.
 
-    Between samples there are no hooks on modules, and nothing is read. In a sampled step every gradient and output is
-    read once on its device (gradients twice on a CPU if the scale is no power of two), weights are copied once and
-    compared; the host waits for no accelerator, and what was found is recorded two steps later there. The monitor's own
-    memory does not grow with the run. It never ends a training: what it cannot measure is left out, with a warning.
+    It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
+    (`MixedPrecisionMistake`; `docs/run.md` lists them). For that parameters have hooks in the first iterations and in
+    two of each 50 after, and the model itself has one. Between samples there are no other hooks, and nothing is read.
+
+    In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no
+    power of two), weights are copied once and compared; the host waits for no accelerator, and what was found is
+    recorded two steps later there. The monitor's own memory does not grow with the run. It never ends a training: what
+    it cannot measure is left out, with a warning.
 
     With several processes each measures its own part; at sampled steps they put together what they have found, and at
     skipped ones if their scalers agree. The first one writes it. All have to attach and detach alike.
@@ -135,7 +141,7 @@ class Monitor:
                 'on_skip="diagnose" replays a batch on each rank alone, which a model that is split over ranks cannot '
                 "do: leave it out; the cause of a skip and the parameters are recorded without it"
             )
-        self._ranks = Ranks()
+        self._ranks = self._make_ranks()
         self._iterations = Iterations(len(self._optimizers), self._begin)
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.size))
         self._handles = [
@@ -148,7 +154,12 @@ class Monitor:
                 self._recording.attach()
         with self._guard:
             self._activations.watch()
+        WATCH.begin_telling(self._told_of_mistake)
+        WATCH.model_found(self._model)
         return self
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks()
 
     def detach(self) -> None:
         """Record what is still on its way, which waits for the device, and remove all hooks."""
@@ -163,6 +174,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
         self._iterations.clear()
         if self._recording is not None:
@@ -280,6 +292,9 @@ class Monitor:
         if self._ranks.is_first:
             self._sinks(record)
 
+    def _told_of_mistake(self, mistake: Mistake) -> None:
+        self._write(mistake.record())
+
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is one for one in self._optimizers)
 
@@ -288,9 +303,14 @@ class Monitor:
         return not isinstance(self._steps, UnscaledSteps)
 
 
-def _check(every: int, on_skip: object, steps_before: int) -> None:
+def check_every(every: int) -> None:
+    """Raise ValueError unless it is a number of steps."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a number of steps >= 1, got {every!r}")
+
+
+def _check(every: int, on_skip: object, steps_before: int) -> None:
+    check_every(every)
     if on_skip not in (None, "diagnose"):
         raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
     if isinstance(steps_before, bool) or not isinstance(steps_before, int) or steps_before < 0:

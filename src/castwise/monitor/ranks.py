@@ -36,6 +36,13 @@ class Ranks:
         if self.size > 1 and dist.get_backend() != "gloo" and dist.is_gloo_available():
             self._group = dist.new_group(backend="gloo")
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return this process by itself, whatever others there are."""
+        alone = cls.__new__(cls)
+        alone.size, alone.is_first, alone._group = 1, True, None
+        return alone
+
     def gather(self, mine: _T) -> list[_T]:
         """Return what each rank has given, in their order; all of them have to call it."""
         if self.size == 1:

@@ -230,6 +230,7 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
     script = _template("report.js")
     return environment.get_template("report.html.j2").render(
         views=views,
+        mistakes=_mistakes(views),
         measures=MEASURES,
         kinds=list(KINDS),
         formats=list(LOW_PRECISION),
@@ -243,6 +244,12 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
         script_hashes=[_hash(plotly_js), _hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _mistakes(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """What the script does wrong, each once: it is one script, whatever it trains."""
+    found = {(each["name"], each["file"], each["line"]): each for view in views for each in view.facts.run.mistakes}
+    return list(found.values())
 
 
 def _json(value: object) -> str:

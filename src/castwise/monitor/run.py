@@ -25,6 +25,7 @@ _KEYS = {
     "step": ("step", "skipped"),
     "sample": ("step", "scale"),
     "diagnosis": ("step", "cause", "phase", "module", "op", "text", "advice"),
+    "mistake": ("name", "text", "corrected", "file", "line", "source"),
 }
 
 
@@ -42,6 +43,7 @@ class Run:
         steps: One record of each step.
         samples: Those of the sampled steps.
         diagnoses: Those of skipped steps that were diagnosed.
+        mistakes: What the script does with mixed precision that it should not; each once.
         ended: The monitor was detached; False while the run goes on, and for good if it was killed.
     """
 
@@ -51,6 +53,7 @@ class Run:
     steps: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
     diagnoses: list[Record] = field(default_factory=list)
+    mistakes: list[Record] = field(default_factory=list)
     ended: bool = False
 
     @classmethod
@@ -95,6 +98,9 @@ class Run:
             self.samples.append(record)
         elif kind == "diagnosis":
             self.diagnoses.append(record)
+        elif kind == "mistake":
+            if record not in self.mistakes:
+                self.mistakes.append(record)
         elif kind == "end":
             self.ended = True
 

@@ -1,0 +1,66 @@
+"""Who is told what a training does with its scalers and regions: nobody, unless something observes it.
+
+Observers are called where things happen, with the objects themselves, and see them as they are before the call goes on
+(but for what says otherwise). None of them may raise. What is compiled by `torch.compile` tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Observer:
+    """Someone who is told; an observer overrides what it wants to know."""
+
+    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
+        """A scaler was made; `wanted` says whether it was to be enabled."""
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """A loss was given to an enabled scaler, and what came of it is about to be returned."""
+
+    def asked(self, scaler: Any) -> None:
+        """Somebody asks for the scale as a number: gradients may be unscaled by hand."""
+
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's gradients are about to be unscaled or clipped by the scaler; also from within its step."""
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` begins, of a disabled scaler as well."""
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.step(optimizer)` ends, also with an error."""
+
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """`update` of an enabled scaler begins; `is_set` says whether it was given a new scale."""
+
+    def saved(self, scaler: Any) -> None:
+        """The scaler's state was asked for, to be saved."""
+
+    def loaded(self, scaler: Any) -> None:
+        """The scaler has got a state that was saved."""
+
+    def entered(self, region: Any) -> None:
+        """An autocast region was entered."""
+
+    def left(self, region: Any) -> None:
+        """An autocast region was left."""
+
+
+OBSERVERS: list[Observer] = []
+"""Those who are told now."""
+
+
+@contextmanager
+def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Tell of a step's beginning and end."""
+    for observer in OBSERVERS:
+        observer.stepping(scaler, optimizer)
+    try:
+        yield
+    finally:
+        for observer in OBSERVERS:
+            observer.stepped(scaler, optimizer)

@@ -1,0 +1,119 @@
+"""What every backward that brings gradients is looked at for: autocast, and whether its loss was scaled."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from castwise._torch_private import at_the_end_of_this_backward, backward_running
+from castwise.amp.gradients import params_of
+from castwise.monitor.mistakes.finder import Finder
+from castwise.monitor.mistakes.mistake import Place, caller
+from castwise.monitor.mistakes.scaled_gradients import is_one
+
+
+class Backwards(Finder):
+    """Finds backwards inside autocast, and those of losses that were not scaled before a step that unscales.
+
+    Parameters have hooks for that while the watch is looking.
+    """
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._params: dict[int, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._scaled_running = 0
+        self._scaled_backwards: set[int | None] = set()
+        self._backward: int | None = None
+        self._place: Place | None = None
+        self._unscaled: dict[int, tuple[Place | None, weakref.ref[torch.Tensor]]] = {}
+        self._by_hand = False
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Know the backwards that start here."""
+        if scaled.requires_grad and self.watch.is_looking:
+            scaled.register_hook(self._start)  # type: ignore[no-untyped-call]
+
+    def _start(self, _: torch.Tensor) -> None:
+        self._scaled_running += 1
+        self._scaled_backwards.add(backward_running())
+        at_the_end_of_this_backward(self._end)
+
+    def _end(self) -> None:
+        self._scaled_running = max(0, self._scaled_running - 1)
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at gradients of its parameters when they come."""
+        new = [param for param in params_of(optimizer) if param.requires_grad and id(param) not in self._params]
+        self._params.update((id(param), param) for param in new)
+        if self.watch.is_looking:
+            self._hook(new)
+
+    def _hook(self, params: list[torch.Tensor]) -> None:
+        self._hooks += [param.register_post_accumulate_grad_hook(self._gradient_came) for param in params]  # type: ignore[no-untyped-call]
+
+    def _gradient_came(self, param: torch.Tensor) -> None:
+        backward = backward_running()
+        if backward is None:
+            return  # FSDP2 brings gradients after it
+        is_scaled = self._scaled_running > 0 or backward in self._scaled_backwards
+        if backward != self._backward:
+            self._backward = backward
+            self._place = None if is_scaled else caller()
+            if torch.is_autocast_enabled(param.device.type):
+                self._say_inside_autocast(caller())
+        if not is_scaled and self.watch.has_scaled and param.grad is not None:
+            self._unscaled[id(param)] = self._place, weakref.ref(param.grad)
+
+    def _say_inside_autocast(self, place: Place | None) -> None:
+        self.watch.say(
+            "backward-inside-autocast",
+            "this backward runs inside an autocast region: it is to run after it, in the dtypes of the forward, and "
+            "some of its ops are cast otherwise now",
+            "leave the region first:\n"
+            f"with torch.autocast(...):\n    loss = ...\n{place.source if place else 'loss.backward()'}",
+            place,
+        )
+
+    def asked(self, scaler: Any) -> None:
+        """Losses may be scaled by hand with it."""
+        self._by_hand = True
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Say so if gradients that will be divided by the scale were not multiplied with it."""
+        found = []
+        for param in params_of(optimizer):
+            place, gradient = self._unscaled.pop(id(param), (None, lambda: None))
+            if gradient() is not None and gradient() is param.grad:  # it was not zeroed since
+                found.append(place)
+        if not found or self._by_hand or not scaler.is_enabled() or is_one(scaler):
+            return
+        source = found[0].source if found[0] is not None else "loss.backward()"
+        loss, dot, rest = source.partition(".backward(")
+        self.watch.say(
+            "loss-not-scaled",
+            "this loss is not scaled, but its gradients go into a step that divides them by the scale: it counts for "
+            "almost nothing",
+            f"scaler.scale({loss}){dot}{rest}" if dot else "scaler.scale(loss).backward()",
+            found[0],
+        )
+
+    def ticked(self) -> None:
+        """Take the hooks off, or put them on again."""
+        self._by_hand = False
+        self._scaled_running = 0
+        self._scaled_backwards.clear()
+        if self.watch.is_looking and not self._hooks:
+            self._hook(list(self._params.values()))
+        elif not self.watch.is_looking:
+            self.stop()
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._unscaled.clear()

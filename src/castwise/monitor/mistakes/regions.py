@@ -1,0 +1,54 @@
+"""Regions in fp16 that nothing scales for, and models that are in low precision themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castwise.amp.gradients import params_of
+from castwise.monitor.mistakes.finder import Finder
+from castwise.monitor.mistakes.mistake import Place, caller
+
+
+class Regions(Finder):
+    """Finds fp16 autocast without any scaler, and autocast of a model whose weights are fp16."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._in_fp16: Place | None = None
+        self._in_any: Place | None = None
+
+    def entered(self, region: Any) -> None:
+        """Remember where a training is cast."""
+        if region._enabled and self.watch.is_looking and torch.is_grad_enabled():
+            self._in_any = caller()
+            if region.fast_dtype is torch.float16:
+                self._in_fp16 = self._in_any
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say what is wrong with the step that follows on such a region."""
+        trained = [param for param in params_of(optimizer) if param.grad is not None]
+        if not trained:
+            return
+        if self._in_fp16 is not None and not self.watch.has_scaled:
+            self.watch.say(
+                "fp16-without-scaler",
+                "this region computes in fp16, and no GradScaler scales the loss: gradients below 2**-24 become zero",
+                "scaler = torch.amp.GradScaler(device.type)  # once, before the loop\n"
+                "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
+                "# or dtype=torch.bfloat16, which needs none",
+                self._in_fp16,
+            )
+        if self._in_any is not None and any(param.dtype is torch.float16 for param in trained):
+            self.watch.say(
+                "half-with-autocast",
+                "weights of the model are fp16, as after model.half(), and autocast is on: autocast wants them in "
+                "fp32; in fp16 small updates of theirs are lost, and their gradients cannot be unscaled",
+                "model.float()  # instead of model.half(): autocast casts what it computes with",
+                self._in_any,
+            )
+
+    def ticked(self) -> None:
+        """Forget the regions of the iteration."""
+        self._in_fp16 = self._in_any = None

@@ -1,0 +1,58 @@
+"""Validation in another precision than that of the training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves
+from castwise.monitor.mistakes.finder import Finder
+from castwise.monitor.mistakes.mistake import caller
+
+
+class Validation(Finder):
+    """Finds forwards of a model in evaluation mode, outside of autocast, after others in training mode inside of it.
+
+    The model itself has a hook for that, but none that is compiled in place.
+    """
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._trains_in_autocast = False
+
+    def model_found(self, model: nn.Module) -> None:
+        """Look at each of its forwards."""
+        is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
+        if id(model) not in self._hooks and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
+            self._hooks[id(model)] = model.register_forward_pre_hook(self._look)
+
+    def _look(self, model: nn.Module, inputs: Any) -> None:
+        if is_dynamo_compiling() or is_jit_tracing():
+            return
+        device = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
+        if device is None:
+            return
+        is_cast = torch.is_autocast_enabled(device)
+        if model.training:
+            self._trains_in_autocast = self._trains_in_autocast or is_cast
+        elif not is_cast and self._trains_in_autocast:
+            place = caller()
+            source = place.source if place else "model(input)"
+            self.watch.say(
+                "validation-outside-autocast",
+                "the model is trained inside autocast and evaluated outside of it here: slower, and with other numbers "
+                "than the training's",
+                f"with torch.autocast(device.type, dtype=...):\n    {source}",
+                place,
+            )
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()

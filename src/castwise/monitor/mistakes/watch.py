@@ -1,0 +1,212 @@
+"""`Watch`: looks over a script's shoulder, and says each of its mistakes once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from castwise.amp.observers import OBSERVERS, Observer
+from castwise.monitor.guard import Guard
+from castwise.monitor.mistakes.accumulation import Accumulation
+from castwise.monitor.mistakes.backwards import Backwards
+from castwise.monitor.mistakes.checkpoints import Checkpoints
+from castwise.monitor.mistakes.finder import Finder
+from castwise.monitor.mistakes.losses import Losses
+from castwise.monitor.mistakes.mistake import Mistake, Place
+from castwise.monitor.mistakes.regions import Regions
+from castwise.monitor.mistakes.scalers import Scalers
+from castwise.monitor.mistakes.schedulers import Schedulers
+from castwise.monitor.mistakes.unscaling import Unscaling
+from castwise.monitor.mistakes.validation import Validation
+
+# Iterations that are looked at closely: the first ones, and two of each so many after, as what is done every so many
+# iterations is done in the first or in the last of them.
+_FIRST, _EVERY = 12, 50
+_PER_KIND = 3  # whoever makes a mistake in more places knows of it by now
+
+_EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
+
+Told = Callable[[Mistake], object]
+
+
+class MixedPrecisionMistake(UserWarning):
+    """A script does something with mixed precision that it should not."""
+
+
+class Watch(Observer):
+    """Tells of mistakes while anybody wants to know of them: finders look for them, each for its own.
+
+    It changes nothing that is computed, and never ends a training: a finder that fails is warned of, once.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[Told] = []
+        self._guard = Guard()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.found: list[Mistake] = []
+        self.has_scaled = False
+        """Whether an enabled scaler has scaled a loss."""
+        self.is_stepping = False
+        """Whether `step` of an enabled scaler is running."""
+        self._ticks = 0
+        self._finders: list[Finder] = []
+        self._listening: dict[str, list[Finder]] = {}
+        self._handles: list[Any] = []
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._scalers: WeakSet[Any] = WeakSet()
+
+    # -- beginning and end --------------------------------------------------------------------------------------
+
+    def begin_telling(self, told: Told) -> None:
+        """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did."""
+        if not self._told:
+            self._start()
+        self._told.append(told)
+        for mistake in self.found:
+            told(mistake)
+
+    def end_telling(self, told: Told) -> None:
+        """Tell somebody of no more; look for none if nobody is left."""
+        if told not in self._told:
+            return
+        self._told.remove(told)
+        if not self._told:
+            OBSERVERS.remove(self)
+            self._each("stop")
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _start(self) -> None:
+        self._forget()
+        kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
+        self._finders = [kind(self) for kind in kinds]
+        self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        OBSERVERS.append(self)
+
+    # -- what finders ask and say -------------------------------------------------------------------------------
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether this iteration is looked at closely."""
+        return self._ticks < _FIRST or self._ticks % _EVERY in (0, _EVERY - 1)
+
+    def say(self, name: str, text: str, corrected: str, place: Place | None) -> None:
+        """Say a mistake, unless it was said before."""
+        of_kind = [each for each in self.found if each.name == name]
+        if len(of_kind) >= _PER_KIND or any(each.place == place for each in of_kind):
+            return
+        mistake = Mistake(name, text, corrected, place)
+        self.found.append(mistake)
+        for told in tuple(self._told):
+            told(mistake)
+        file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
+        with suppress(MixedPrecisionMistake):  # where warnings are errors
+            warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
+
+    def model_found(self, model: nn.Module) -> None:
+        """Look at what is done with a model that is trained."""
+        self._each("model_found", model)
+
+    def advanced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders of a learning-rate schedule."""
+        self._each("advanced", optimizer)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
+        """Tell the finders."""
+        self._each("scaler_made", scaler, wanted=wanted)
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Tell the finders."""
+        self.has_scaled = True
+        self._each("scaled", scaler, loss, scaled)
+
+    def asked(self, scaler: Any) -> None:
+        """Tell the finders."""
+        self._each("asked", scaler)
+
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders, unless it is the scaler that does so."""
+        if not self.is_stepping:
+            self._meet(optimizer)
+            self._each("unscaling", scaler, optimizer)
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders."""
+        self._meet(optimizer)
+        self.is_stepping = scaler.is_enabled()
+        if scaler not in self._scalers:
+            self._scalers.add(scaler)
+            self._handles.append(scaler.register_step_hook(lambda facts: self._each("told", facts)))
+        self._each("stepping", scaler, optimizer)
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders."""
+        self.is_stepping = False
+        self._each("stepped", scaler, optimizer)
+
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """Tell the finders that an iteration ends."""
+        self._each("updating", scaler, is_set=is_set)
+        self._tick()
+
+    def saved(self, scaler: Any) -> None:
+        """Tell the finders."""
+        self._each("saved", scaler)
+
+    def loaded(self, scaler: Any) -> None:
+        """Tell the finders."""
+        self._each("loaded", scaler)
+
+    def entered(self, region: Any) -> None:
+        """Tell the finders."""
+        self._each("entered", region)
+
+    def left(self, region: Any) -> None:
+        """Tell the finders."""
+        self._each("left", region)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._meet(optimizer)
+        self._each("optimizer_steps", optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self.is_stepping:
+            self._tick()
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._each("optimizer_found", optimizer)
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._each("ticked")
+
+    def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
+        for finder in self._listening[event]:
+            with self._guard:
+                getattr(finder, event)(*args, **kwargs)
+
+
+def _listens(finder: Finder, event: str) -> bool:
+    return getattr(type(finder), event) is not getattr(Finder, event)
+
+
+WATCH = Watch()
+"""The one of this process: what torch calls is called for all trainings in it."""

@@ -1,0 +1,15 @@
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(3):
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(torch.randn(4, 8))
+    loss = (output - 1).pow(2).mean()
+    scaler.scale(loss).backward()  # loss-outside-autocast
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()

@@ -1,0 +1,230 @@
+"""What looks like a mistake and is none, and what a `Monitor` finds without anything being installed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+from castwise.amp.observers import OBSERVERS
+from castwise.monitor.mistakes.mistake import Mistake
+from castwise.monitor.mistakes.scaled_gradients import ScaledGradient
+from castwise.monitor.mistakes.watch import WATCH, MixedPrecisionMistake
+
+
+class Training:
+    """A model, its optimizer and a scaler of castwise's, and the parts of a step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = castwise.GradScaler("cpu", init_scale=1024.0)
+
+    def loss(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        with castwise.autocast("cpu", dtype=torch.float16):
+            return nn.functional.mse_loss(self.model(torch.randn(4, 8) if x is None else x), torch.zeros(4, 1))
+
+    def backward(self, factor: float = 1.0) -> None:
+        self.scaler.scale(self.loss() * factor).backward()
+
+    def finish(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    told: list[Mistake] = []
+    WATCH.begin_telling(told.append)
+    try:
+        yield Training()
+    finally:
+        WATCH.end_telling(told.append)
+    assert OBSERVERS == []
+
+
+def norm(model: nn.Module) -> float:
+    return sum(float(p.grad.norm()) ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+
+
+def test_an_accumulation_with_clipping(training: Training) -> None:
+    for _ in range(3):
+        for _ in range(2):
+            training.backward(0.5)
+        training.scaler.unscale_(training.optimizer)
+        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        norm(training.model)
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_a_norm_that_is_unscaled_by_hand(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        norm(training.model) / training.scaler.get_scale()
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_gradients_that_are_looked_at_for_infs(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in training.model.parameters())
+        assert all(p.grad is not None and torch.isfinite(p.grad.sum()) for p in training.model.parameters())
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_steps_that_are_dropped_on_purpose(training: Training) -> None:
+    for step in range(4):
+        training.backward()
+        training.scaler.unscale_(training.optimizer)
+        if step % 2:
+            training.optimizer.zero_grad(set_to_none=step == 1)
+            training.scaler.update()
+            continue
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_a_schedule_of_epochs_after_a_skipped_step(training: Training) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
+    for epoch in range(3):
+        for step in range(3):
+            training.backward(float("inf") if (epoch, step) == (1, 2) else 1.0)
+            training.finish()
+        schedule.step()
+    assert WATCH.found == []
+
+
+def test_a_schedule_that_waits_for_real_steps(training: Training) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
+    for step in range(6):
+        training.backward(float("inf") if step == 3 else 1.0)
+        training.scaler.step(training.optimizer)
+        training.scaler.step_scheduler(schedule)
+        training.scaler.update()
+        training.optimizer.zero_grad()
+    assert WATCH.found == []
+
+
+def test_a_loss_in_fp16_that_the_region_has_computed(training: Training) -> None:
+    for _ in range(3):
+        with castwise.autocast("cpu", dtype=torch.float16):
+            loss = -training.model(torch.randn(4, 8)).mean()
+        assert loss.dtype is torch.float16
+        training.scaler.scale(loss / 2).backward()
+        training.finish()
+    assert WATCH.found == []
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(training: Training, use_reentrant: bool) -> None:
+    for _ in range(3):
+        with castwise.autocast("cpu", dtype=torch.float16):
+            x = torch.randn(4, 8, requires_grad=True)
+            out: Any = checkpoint(training.model, x, use_reentrant=use_reentrant)
+            loss = nn.functional.mse_loss(out, torch.zeros(4, 1))
+        training.scaler.scale(loss).backward()
+        training.finish()
+    assert WATCH.found == []
+
+
+@pytest.mark.parametrize("save", [lambda scaler: scaler.state_dict(), pickle.dumps, copy.deepcopy])
+@pytest.mark.parametrize("scaler_first", [True, False])
+def test_a_whole_checkpoint(training: Training, save: Callable[[Any], object], scaler_first: bool) -> None:
+    for _ in range(3):
+        training.backward()
+        training.finish()
+        if scaler_first:
+            save(training.scaler)
+        training.optimizer.state_dict()
+        if not scaler_first:
+            save(training.scaler)
+    WATCH._each("stop")
+    assert WATCH.found == []
+
+
+def test_a_second_scaler_that_goes_on_from_the_first(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        training.finish()
+        state = training.scaler.state_dict()
+        training.scaler = castwise.GradScaler("cpu")
+        training.scaler.load_state_dict(state)
+    assert WATCH.found == []
+
+
+def test_a_guard_for_bf16(training: Training) -> None:
+    training.scaler = castwise.GradScaler("cpu", schedule=castwise.schedules.Guard())
+    for _ in range(4):
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(training.model(torch.randn(4, 8)), torch.zeros(4, 1))
+        training.scaler.scale(loss).backward()
+        norm(training.model)  # nothing is scaled
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_gradients_of_a_network_that_is_not_stepped(training: Training) -> None:
+    critic = nn.Linear(1, 1)  # nobody zeroes its gradients
+    for _ in range(4):
+        with castwise.autocast("cpu", dtype=torch.float16):
+            loss = critic(training.model(torch.randn(4, 8))).float().mean()
+        training.scaler.scale(loss).backward()
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_gradients_are_plain_tensors_again_before_anybody_can_keep_one(training: Training) -> None:
+    training.backward()
+    kept = [parameter.grad for parameter in training.model.parameters()]
+    copies = [gradient.detach().clone() for gradient in kept if gradient is not None]
+    assert {type(gradient) for gradient in [*kept, *copies]} == {ScaledGradient}
+    training.scaler.unscale_(training.optimizer)
+    assert {type(gradient) for gradient in [*kept, *copies]} == {torch.Tensor}
+
+
+def test_a_finder_that_fails_is_warned_of_and_the_training_goes_on(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("castwise.monitor.mistakes.accumulation.Accumulation.updating", lambda *_, **__: 1 / 0)
+    training.backward()
+    with pytest.warns(RuntimeWarning, match="goes on without: ZeroDivisionError"):
+        training.finish()
+
+
+def test_a_monitor_finds_and_records_mistakes_by_itself() -> None:
+    training, records = Training(), []
+    monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, sinks=[records.append])
+    with warnings.catch_warnings(record=True) as warned, monitor:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            training.backward()
+            nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+            training.finish()
+    assert [record["name"] for record in records if record["kind"] == "mistake"] == ["clipped-while-scaled"]
+    (warning,) = [each for each in warned if issubclass(each.category, MixedPrecisionMistake)]
+    assert warning.filename == __file__
+    assert OBSERVERS == []
+
+
+def test_where_warnings_are_errors_the_training_goes_on() -> None:
+    training, records = Training(), []
+    monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, sinks=[records.append])
+    with warnings.catch_warnings(), monitor:
+        warnings.simplefilter("error", MixedPrecisionMistake)
+        training.backward()
+        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        training.finish()
+    assert [record["name"] for record in records if record["kind"] == "mistake"] == ["clipped-while-scaled"]
