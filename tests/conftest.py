@@ -1,14 +1,28 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and which tests share a process."""
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+import castwise
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=1000, derandomize=True, **_COMMON)
 settings.register_profile("long", max_examples=30_000, **_COMMON)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _emulated_formats_have_been_told() -> None:
+    """Tests that compare our warnings with torch's must not meet the one that torch does not have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.bfloat16, torch.float16):
+            castwise.autocast("cpu", dtype=dtype)
+
 
 # Files with fixtures that take many seconds, once for all their tests that are in one process.
 _TOGETHER = (
@@ -17,6 +31,7 @@ _TOGETHER = (
     "tests/cli/test_demo_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_policy_fsdp.py",
+    "tests/integrations/test_lightning_ranks.py",
 )
 
 

@@ -23,9 +23,15 @@ ROOMS_THAT_MAY_BE_IMPORTED = {
     "cpu": {"cpu", "amp"},
     "distributed": {"distributed", "amp"},
     "monitor": {"monitor", "amp"},
-    "cli": {"cli", "monitor", "amp"},
+    "doctor": {"doctor", "amp"},
+    "installation": {"installation", "monitor", "amp"},
+    "integrations": {"integrations", "distributed", "monitor", "amp"},
+    "cli": {"cli", "doctor", "installation", "monitor", "amp"},
 }
-EXTRAS = ["typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"]
+EXTRAS = [
+    *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
+    *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow"),
+]
 
 # Every name that scripts and frameworks find in torch, at the same relative path.
 NAMES = {
@@ -81,6 +87,7 @@ def test_the_face() -> None:
     assert castwise.__all__ == [
         "Cause",
         "GradScaler",
+        "MixedPrecisionMistake",
         "Monitor",
         "Policy",
         "ScaleExhausted",
@@ -93,10 +100,13 @@ def test_the_face() -> None:
         "custom_bwd",
         "custom_fwd",
         "diagnose",
+        "install",
+        "installed",
         "is_autocast_available",
         "policies",
         "schedules",
         "trace",
+        "uninstall",
         "verdict",
     ]
     assert all(hasattr(castwise, name) for name in castwise.__all__)

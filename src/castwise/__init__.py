@@ -12,7 +12,9 @@ from castwise.amp.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from castwise.installation import install, installed, uninstall
     from castwise.monitor.diagnosis import diagnose
+    from castwise.monitor.mistakes.watch import MixedPrecisionMistake
     from castwise.monitor.monitor import Monitor
     from castwise.monitor.verdict import verdict
 
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cause",
     "GradScaler",
+    "MixedPrecisionMistake",
     "Monitor",
     "Policy",
     "ScaleExhausted",
@@ -33,18 +36,25 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "diagnose",
+    "install",
+    "installed",
     "is_autocast_available",
     "policies",
     "schedules",
     "trace",
+    "uninstall",
     "verdict",
 ]
 
 # Loaded when they are asked for. Of the first, torch's class, of which it is an instance, loads all of FSDP.
 _LATER = {
     "ShardedGradScaler": "castwise.distributed.fsdp.sharded_grad_scaler",
+    "MixedPrecisionMistake": "castwise.monitor.mistakes.watch",
     "Monitor": "castwise.monitor.monitor",
     "diagnose": "castwise.monitor.diagnosis",
+    "install": "castwise.installation",
+    "installed": "castwise.installation",
+    "uninstall": "castwise.installation",
     "verdict": "castwise.monitor.verdict",
 }
 

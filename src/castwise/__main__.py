@@ -8,12 +8,17 @@ import sys
 def main() -> None:
     """Run the command line; without its extra, say how to get it (exit code 2)."""
     try:
-        from castwise.cli import app
+        from castwise.cli import app, run
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich", "click"}:
             raise
         sys.exit(_missing(error.name))
-    app(prog_name="castwise")
+    try:
+        app(prog_name="castwise")
+    except SystemExit:
+        if not run.chosen:
+            raise
+    run.chosen[0]()
 
 
 def _missing(name: str | None) -> int:

@@ -13,12 +13,16 @@ import typer
 
 import castwise
 from castwise.cli.demo import command as demo_command
+from castwise.cli.doctor import doctor as doctor_command
 from castwise.cli.report import report as report_command
+from castwise.cli.run import run as run_command
 from castwise.cli.trace import trace as trace_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(demo_command.demo)
+app.command()(doctor_command)
 app.command()(report_command)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
 app.command()(trace_command)
 
 

@@ -96,6 +96,11 @@ def _print(runs: list[Run]) -> None:
             console.print(_skips(facts))
         if facts.gradients or facts.activations:
             console.print(_worst(facts))
+        for mistake in run.mistakes:
+            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
+            console.print(Text("mistake: ", style="bold red").append(f"{where}{mistake['text']}", style="default"))
+            corrected = mistake["corrected"].replace("\n", "\n           ")
+            console.print(Text(f"  correct: {corrected}", style="dim"))
         for advice in judge(facts):
             line = Text(f"{advice.severity}: ", style=STYLES[advice.severity])
             console.print(line.append(advice.text, style="default"))

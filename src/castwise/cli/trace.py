@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -16,11 +15,12 @@ from rich.table import Table
 from torch import nn
 
 import castwise
-from castwise import Policy, WeightCache, policies
-from castwise._suggestions import listed, nearest
+from castwise import WeightCache, policies
+from castwise._suggestions import nearest
 from castwise.amp.bound_policy import BoundPolicy
 from castwise.amp.trace_account import CAST_NUMBERS, OP_NUMBERS, Trace
 from castwise.cli.errors import UserError
+from castwise.cli.policies import naming, read_policy
 
 
 def trace(
@@ -108,22 +108,11 @@ def _input(spelled: str) -> torch.Tensor:
 
 
 def _policy(spelled: str, net: nn.Module) -> BoundPolicy:
-    if spelled in policies.__all__:
-        ready: Policy = getattr(policies, spelled)
-        return ready.bind(net)
-    path = Path(spelled)
-    if path.suffix not in {".toml", ".json"}:
-        raise UserError(
-            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
-            f"{nearest(spelled, policies.__all__)}"
-        )
+    policy = read_policy(spelled)
     try:
-        return Policy.from_file(path).bind(net)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        return policy.bind(net)
     except ValueError as error:
-        text = str(error)
-        raise UserError(text if spelled in text else f"{path}: {text}") from None
+        raise UserError(naming(spelled, error)) from None
 
 
 def _print(seen: Trace) -> None:

@@ -1,0 +1,66 @@
+"""Policies and schedules as they are spelled on the command line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from castwise import Policy, policies, schedules
+from castwise._suggestions import listed, nearest
+from castwise.amp.schedules import Schedule
+from castwise.cli.errors import UserError
+
+
+def read_policy(spelled: str) -> Policy:
+    """Return the policy of this name, or the one in a file.
+
+    Raises:
+        UserError: There is none.
+    """
+    if spelled in policies.__all__:
+        ready: Policy = getattr(policies, spelled)
+        return ready
+    path = Path(spelled)
+    if path.suffix not in {".toml", ".json"}:
+        raise UserError(
+            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
+            f"{nearest(spelled, policies.__all__)}"
+        )
+    try:
+        return Policy.from_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(naming(path, error)) from None
+
+
+def naming(path: object, error: ValueError) -> str:
+    """Return what an error says, with the file that it is about."""
+    text = str(error)
+    return text if str(path) in text else f"{path}: {text}"
+
+
+def read_schedule(spelled: str) -> Schedule:
+    """Return the schedule that is spelled as in Python: `Headroom` or `Dynamic(init_scale=1024.0, hysteresis=2)`.
+
+    Raises:
+        UserError: It is none.
+    """
+    names = [name for name in schedules.__all__ if _is_schedule(getattr(schedules, name))]
+    try:
+        node = ast.parse(spelled, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name not in names:
+            raise UserError(f"--schedule must be one of {listed(names)}, got {spelled!r}{nearest(spelled, names)}")
+        given = [ast.literal_eval(argument) for argument in call.args]
+        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        made: Schedule = getattr(schedules, name)(*given, **named)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise UserError(f"--schedule {spelled!r}: {error}") from None
+    return made
+
+
+def _is_schedule(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Schedule) and value is not Schedule

@@ -1,0 +1,55 @@
+"""`castwise run`: somebody else's training script with castwise in the place of torch's mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from castwise.cli.errors import UserError
+from castwise.cli.policies import read_policy, read_schedule
+
+OUT = Path("castwise-run")
+
+chosen: list[Callable[[], None]] = []
+"""What `castwise.__main__` is to do when the command line has been read: outside of typer, which would catch what the
+script raises, and end a process in its own way."""
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="A Python file; with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="The script's own.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FOLDER", help="For records and report; those of an earlier run go."),
+    ] = OUT,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one sample of the numbers to the next.")] = 100,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="In force in all regions, in the place of their dtype.")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="SCHEDULE", help='Of all scalers, such as Headroom or "Dynamic(hysteresis=2)".'),
+    ] = None,
+    weight_cache: Annotated[
+        bool, typer.Option("--weight-cache", help="Keep casts of weights between regions.")
+    ] = False,
+) -> None:
+    """Run a training script with castwise in the place of torch.amp, monitored, and write a report at its end.
+
+    Options for castwise come before SCRIPT. The script's exit code, traceback and output are its own; castwise writes
+    to standard error. Exits with 2 if the script cannot be run.
+    """
+    from castwise.cli.script import Script
+
+    try:
+        wanted = None if policy is None else read_policy(policy)
+        moved_by = None if schedule is None else read_schedule(schedule)
+        program = Script(script, arguments or [], is_module=module)
+    except UserError as error:
+        typer.echo(f"castwise run: {error}", err=True)
+        raise typer.Exit(2) from None
+    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache))

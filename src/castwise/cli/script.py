@@ -1,0 +1,169 @@
+"""A script of somebody else's, run as Python itself would, and what is done when it has ended, in whatever way."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import types
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+import castwise
+from castwise.amp.policy import Policy
+from castwise.amp.schedules import Schedule
+from castwise.cli.errors import UserError
+from castwise.monitor.mistakes.watch import WATCH
+from castwise.monitor.sinks import FILE_NAME
+
+_INTERRUPTED: list[bool] = []
+_OURS = os.path.abspath(castwise.__path__[0]) + os.sep
+
+# Waits until the process that has started it is no more, and writes the report if that has not been able to: it is
+# run by itself, so that it needs nothing of a process that was killed. "done" says that there is nothing left to do.
+_AFTERMATH = """
+import glob, subprocess, sys
+out, records = sys.argv[1:3]
+told = sys.stdin.read()
+if told != "done" and glob.glob(glob.escape(out) + "/*/" + records):
+    report = [sys.executable, "-m", "castwise", "report", out]
+    subprocess.run(report, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+class Script:
+    """A script and its arguments.
+
+    Args:
+        name: A file, or the name of a module.
+        arguments: Its own.
+        is_module: Which of both.
+
+    Raises:
+        UserError: There is no such file or module, or the file is no Python.
+    """
+
+    def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
+        self.name, self.arguments, self.is_module = name, arguments, is_module
+        if is_module:
+            sys.path[0] = os.getcwd()
+            _check_module(name)
+            return
+        path = Path(name)
+        if path.is_dir() and (path / "__main__.py").is_file():
+            path = path / "__main__.py"
+        self._path = path.absolute()  # as in tracebacks without castwise
+        try:
+            self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{path} is no Python script: {error}") from None
+
+    def run(self, out: Path, every: int, policy: Policy | None, schedule: Schedule | None, weight_cache: bool) -> None:
+        """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
+        out = out.absolute()  # the script may change the folder
+        castwise.install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
+        aftermath = _start_aftermath(out)
+        atexit.register(_finish, out, os.getpid(), aftermath)  # before any of the script's, so it comes after them
+        sys.argv = [self.name, *self.arguments]
+        try:
+            self._execute()
+        except BaseException:
+            _hide_own_frames()
+            raise
+
+    def _execute(self) -> None:
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        sys.path[0] = str(self._path.parent)
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=str(self._path), __builtins__=__builtins__, __cached__=None)
+        sys.modules["__main__"] = main
+        try:
+            exec(self._code, main.__dict__)
+        except KeyboardInterrupt:
+            _INTERRUPTED.append(True)
+            raise
+
+
+def _check_module(name: str) -> None:
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UserError(f"there is no module {name!r}")
+
+
+def _hide_own_frames() -> None:
+    """Have a traceback begin at the script, as it does without castwise, also where the script shows its own."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        error.__traceback__ = own = _without_ours(traceback)
+        shown(kind, error, own)
+
+    sys.excepthook = show
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    own = traceback
+    while own is not None:
+        file = own.tb_frame.f_code.co_filename
+        if not (os.path.abspath(file).startswith(_OURS) or file.startswith("<frozen") or _starts_us(own)):
+            return own
+        own = own.tb_next
+    return traceback
+
+
+def _starts_us(traceback: TracebackType) -> bool:
+    """Say whether a frame is that of the program `castwise`, or of `python -m castwise`."""
+    file = os.path.basename(traceback.tb_frame.f_code.co_filename)
+    return file in {"runpy.py", "castwise", "castwise.exe"}
+
+
+def _start_aftermath(out: Path) -> subprocess.Popen[str] | None:
+    """Start what writes the report after a process that cannot do so any more; None where that is not possible."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _AFTERMATH, str(out), FILE_NAME],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # it outlives Ctrl-C, and a terminal that is closed
+        )
+    except OSError:
+        return None
+    pipe = process.stdin
+    if pipe is not None and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=pipe.close)  # a worker that lives on would keep it waiting
+    return process
+
+
+def _finish(out: Path, pid: int, aftermath: subprocess.Popen[str] | None) -> None:
+    """Write the report, and say what there is to say."""
+    if os.getpid() != pid:
+        return  # of a worker that was forked
+    report = castwise.uninstall()
+    if aftermath is not None:
+        with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            aftermath.communicate("done", timeout=10)
+    records = sorted(out.glob(f"*/{FILE_NAME}"))
+    ending = f"recorded in {out}" if records else "no optimizer has stepped, so nothing was recorded"
+    ending = ending if report is None else f"wrote {report}"
+    for line in [*WATCH.found, ending]:
+        print(f"castwise: {line}", file=sys.stderr)
+    if _INTERRUPTED and sys.platform != "win32":
+        # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(pid, signal.SIGINT)

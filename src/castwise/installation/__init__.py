@@ -1,0 +1,117 @@
+"""`install`: castwise in the place of torch's mixed precision, for code that knows nothing of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from castwise.amp.policy import Policy
+from castwise.amp.schedules import Schedule
+from castwise.installation.account import Account
+from castwise.installation.replacement import Replacement
+from castwise.installation.settings import Settings
+
+__all__ = ["install", "installed", "uninstall"]
+
+_LOCK = threading.RLock()
+_INSTALLED: list[tuple[Replacement, Account]] = []
+
+
+def install(
+    out: str | os.PathLike[str] | None = None,
+    *,
+    every: int = 100,
+    policy: Policy | None = None,
+    schedule: Schedule | None = None,
+    weight_cache: bool = False,
+) -> None:
+    """Put castwise in the place of torch's mixed precision in this process, and look for mistakes in its use.
+
+    From now on `torch.autocast`, `torch.GradScaler` and what `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
+    `torch.distributed.fsdp.sharded_grad_scaler` have are castwise's, there and in every module that has imported them
+    already. What exists of torch's classes by now - objects, subclasses - stays as it is, and is named in a warning.
+    It loads torch's compiler and FSDP, which takes a second or two.
+
+    Mistakes are told as warnings, each once, with file and line: see `docs/run.md` for what is found.
+
+    Args:
+        out: A folder. Each model that an optimizer trains gets a `Monitor` after its first step, which writes a folder
+            of its own there, and `uninstall` writes `report.html`. None records nothing.
+        every: Of these monitors.
+        policy: Bound to the models that there are when the first region is entered, and in force in all regions of
+            the code instead of the dtype they ask for. With several models, names of modules begin with the class of
+            the model (`Generator.layers.0`).
+        schedule: Of all enabled scalers, instead of the numbers they are made with.
+        weight_cache: Give all regions a `WeightCache` of the models that there are when the first one is entered.
+
+    Raises:
+        RuntimeError: It is installed already.
+        TypeError: An argument has the wrong type.
+        ValueError: `every` is no number of steps.
+
+    Warns:
+        UserWarning: There is something that could not be replaced.
+
+    Example:
+        >>> import castwise, torch
+        >>> castwise.install()
+        >>> torch.amp.GradScaler is castwise.GradScaler
+        True
+        >>> castwise.uninstall()
+        >>> torch.amp.GradScaler is castwise.GradScaler
+        False
+    """
+    settings = Settings(policy, schedule, weight_cache)
+    account = Account(out, every)
+    with _LOCK:
+        if _INSTALLED:
+            raise RuntimeError("castwise is installed already: uninstall() it first")
+        replacement = Replacement(settings)
+        replacement.put_in_place()
+        account.begin()
+        _INSTALLED.append((replacement, account))
+    replacement.warn_of_what_is_left()
+
+
+def uninstall() -> Path | None:
+    """Make torch exactly what it was before `install`, and write the report; without it do nothing.
+
+    Modules that have imported castwise's classes as torch's in between keep them.
+
+    Returns:
+        The report; None if there is none.
+    """
+    with _LOCK:
+        if not _INSTALLED:
+            return None
+        replacement, account = _INSTALLED.pop()
+        replacement.undo()
+    return account.end()
+
+
+@contextmanager
+def installed(
+    out: str | os.PathLike[str] | None = None,
+    *,
+    every: int = 100,
+    policy: Policy | None = None,
+    schedule: Schedule | None = None,
+    weight_cache: bool = False,
+) -> Iterator[None]:
+    """`install` at the beginning of a block, and `uninstall` at its end, also after an error; arguments as there.
+
+    Example:
+        >>> import castwise, torch
+        >>> with castwise.installed():
+        ...     scaler = torch.amp.GradScaler("cpu")
+        >>> type(scaler) is castwise.GradScaler
+        True
+    """
+    install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
+    try:
+        yield
+    finally:
+        uninstall()

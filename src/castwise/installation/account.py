@@ -1,0 +1,173 @@
+"""What is recorded of code that knows nothing of it: a monitor for each model, mistakes, and the report at the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from castwise._warnings import warn
+from castwise.amp.gradients import params_of
+from castwise.amp.observers import OBSERVERS, Observer
+from castwise.installation.models import Models, model_with
+from castwise.monitor.guard import Guard
+from castwise.monitor.mistakes.mistake import Mistake
+from castwise.monitor.mistakes.watch import WATCH
+from castwise.monitor.monitor import Monitor, check_every
+from castwise.monitor.ranks import Ranks
+from castwise.monitor.sinks import FILE_NAME, JSONL
+
+REPORT = "report.html"
+
+
+class Account(Observer):
+    """Attaches a `Monitor` to each model after the first step of an optimizer that trains it.
+
+    With several processes each writes folders of its own, and none waits for another: what it does not know is whether
+    they all train the same.
+
+    Args:
+        out: The folder; None records nothing, and tells mistakes alone.
+        every: Of the monitors.
+
+    Raises:
+        ValueError: `every` is no number of steps.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None, every: int) -> None:
+        check_every(every)
+        self.out, self._every = None if out is None else Path(out), every
+        self.monitors: list[Monitor] = []
+        self._scaler: Any = None
+        self._met: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._guard = Guard()
+        self._hook: Any = None
+        self._names: list[str] = []
+        self._rank: int | None = None
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        """Those found so far."""
+        return list(WATCH.found)
+
+    def begin(self) -> None:
+        """Look for mistakes and, if there is a folder, for models, from now on."""
+        WATCH.begin_telling(_nothing)
+        OBSERVERS.append(self)
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def end(self) -> Path | None:
+        """Record what is still on its way, and write the report; return where it is if there is one."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            OBSERVERS.remove(self)
+        for monitor in self.monitors:
+            with self._guard:
+                monitor.detach()
+        WATCH.end_telling(_nothing)
+        return None if self.out is None or self._rank_now() else write_report_of(self.out)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Remember whose step it is."""
+        self._scaler = scaler if scaler.is_enabled() else None
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """A step that was skipped has not called the optimizer: it is met here."""
+        with self._guard:
+            self._meet(optimizer)
+        self._scaler = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._scaler is None:
+            with self._guard:
+                self._meet(optimizer)
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._met:
+            return
+        self._met.add(optimizer)
+        model = model_with(params_of(optimizer))
+        if model is None:
+            warn("an optimizer trains parameters of no module: there is nothing to monitor", UserWarning, 2)
+            return
+        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
+        self._met.update(optimizers)
+        if self.out is None:
+            WATCH.model_found(model)
+            return
+        self.monitors.append(_Alone(model, optimizers, self._scaler, every=self._every, sinks=[self._sink(model)]))
+        self.monitors[-1].attach()
+
+    def _sink(self, model: nn.Module) -> JSONL:
+        if self._rank is None:
+            self._rank = self._rank_now()
+            _remove_records(self.out, self._rank)
+        inner = getattr(model, "_orig_mod", getattr(model, "module", model))
+        parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
+        name = "+".join(parts) or type(inner if isinstance(inner, nn.Module) else model).__name__
+        self._names.append(name)
+        count = self._names.count(name)
+        folder = name + (f"-{count}" if count > 1 else "") + (f"-rank{self._rank}" if self._rank else "")
+        assert self.out is not None
+        return JSONL(self.out / folder / FILE_NAME)
+
+    def _rank_now(self) -> int:
+        if self._rank is not None:
+            return self._rank
+        dist = torch.distributed
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class _Alone(Monitor):
+    """A monitor that waits for no other process: nothing is known of what those do."""
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks.alone()
+
+
+def write_report_of(out: Path) -> Path | None:
+    """Write the report of what was recorded in a folder; return where, None if nothing was or if it cannot be."""
+    from castwise.monitor.report import write_report
+    from castwise.monitor.run import Run
+
+    files = sorted(out.glob(f"*/{FILE_NAME}"))
+    if not files:
+        return None
+    try:
+        return write_report([Run.read(file) for file in files], out / REPORT)
+    except (ImportError, OSError, ValueError) as error:
+        warn(f"no report is written: {error}", UserWarning, 2)
+        return None
+
+
+def _optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers there are for a model's parameters, without those that wrap another one."""
+    wanted = set(map(id, model.parameters()))
+    found = []
+    for value in gc.get_objects():
+        if not issubclass(type(value), torch.optim.Optimizer) or "param_groups" not in vars(value):
+            continue
+        if any(id(param) in wanted for group in value.param_groups for param in group["params"]):
+            found.append(value)
+    return found
+
+
+def _remove_records(out: Path | None, rank: int) -> None:
+    """Remove what an earlier run of this rank has left: the first one removes that of all ranks but the others."""
+    for file in [] if out is None else out.glob(f"*/{FILE_NAME}"):
+        _, dash, of_rank = file.parent.name.rpartition("-rank")
+        if (of_rank == str(rank)) if rank else not (dash and of_rank.isdigit()):
+            file.unlink()
+
+
+def _nothing(_: Mistake) -> None:
+    """Mistakes are warned of by themselves; somebody has to want them."""

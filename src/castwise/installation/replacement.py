@@ -1,0 +1,136 @@
+"""Where torch's mixed precision is found, and castwise's in its place."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import sys
+import warnings
+from enum import Enum
+from typing import Any
+
+import torch
+
+from castwise._torch_private import load_compiler
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.grad_scaler import GradScaler
+from castwise.installation.settings import Settings
+from castwise.monitor.mistakes.mistake import Place, caller
+from castwise.monitor.mistakes.watch import WATCH
+
+# Names in torch, each with the one at the same place in castwise.
+_NAMES = {
+    "": ("autocast", "GradScaler"),
+    "amp": ("autocast", "custom_fwd", "custom_bwd", "is_autocast_available", "GradScaler"),
+    "amp.autocast_mode": ("autocast", "custom_fwd", "custom_bwd", "is_autocast_available"),
+    "amp.grad_scaler": ("GradScaler", "OptState"),
+    "cuda.amp": ("autocast", "custom_fwd", "custom_bwd", "GradScaler"),
+    "cuda.amp.autocast_mode": ("autocast", "custom_fwd", "custom_bwd"),
+    "cuda.amp.grad_scaler": ("GradScaler", "OptState"),
+    "cpu.amp": ("autocast", "GradScaler"),
+    "cpu.amp.autocast_mode": ("autocast",),
+    "cpu.amp.grad_scaler": ("GradScaler",),
+    "distributed.fsdp.sharded_grad_scaler": ("ShardedGradScaler", "OptState"),
+}
+_NAMED = 8
+
+
+class Replacement:
+    """One replacement, that knows how to undo itself.
+
+    Args:
+        settings: What the classes in place do beyond what the code asks for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        load_compiler()
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._new: dict[int, Any] = {}
+        self._old: list[Any] = []  # keeps ids theirs
+        for module, names in _NAMES.items():
+            if module.startswith("distributed") and not torch.distributed.is_available():
+                continue
+            torchs = importlib.import_module(".".join(filter(None, ["torch", module])))
+            castwises = importlib.import_module(".".join(filter(None, ["castwise", module])))
+            for name in names:
+                old = getattr(torchs, name)
+                if id(old) not in self._new:
+                    self._old.append(old)
+                    self._new[id(old)] = settings.applied_to(getattr(castwises, name))
+                self._places.append((vars(torchs), name, old, self._new[id(old)]))
+        self._settings = settings
+        self._step = torch.optim.lr_scheduler.LRScheduler.step
+
+    def put_in_place(self) -> None:
+        """Replace them in torch, and in whatever else has imported them."""
+        for name, module in list(sys.modules.items()):
+            if _is_of(name, "torch") or _is_of(name, "castwise") or not hasattr(module, "__dict__"):
+                continue
+            namespace = vars(module)
+            for key, value in list(namespace.items()):
+                if id(value) in self._new:
+                    self._places.append((namespace, key, value, self._new[id(value)]))
+        for namespace, key, _, new in self._places:
+            namespace[key] = new
+        torch.optim.lr_scheduler.LRScheduler.step = _observed(self._step)  # type: ignore[method-assign]
+
+    def undo(self) -> None:
+        """Put back what was there, unless somebody has put there something else since."""
+        torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]
+        for namespace, key, old, new in reversed(self._places):
+            if namespace.get(key) is new:
+                namespace[key] = old
+        self._settings.forget()
+
+    def warn_of_what_is_left(self) -> None:
+        """Name the subclasses and objects of torch's own that there are."""
+        classes = tuple(old for old in self._old if isinstance(old, type) and not issubclass(old, Enum))
+        made = set(map(type, gc.get_objects()))
+        subclasses = {f"the class {_full_name(cls)}" for cls in _subclasses(classes) if cls not in classes}
+        objects = {f"an object of {_full_name(cls)}" for cls in made if _is_torchs(cls, classes)}
+        left = sorted(subclasses) + sorted(objects)
+        if left:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            place = caller() or Place("<unknown>", 0)
+            text = (
+                f"not replaced by castwise, as they were made before: {', '.join(left[:_NAMED])}{more}. "
+                "Install castwise before the modules that make them are imported"
+            )
+            warnings.warn_explicit(text, UserWarning, place.file, place.line)
+
+
+def _observed(step: Any) -> Any:
+    """Return `LRScheduler.step` that says which schedule is advanced, and where."""
+
+    @functools.wraps(step)
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(self, "optimizer", None), torch.optim.Optimizer):
+            WATCH.advanced(self.optimizer)
+        return step(self, *args, **kwargs)
+
+    return observed
+
+
+def _is_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_torchs(cls: type, classes: tuple[type, ...]) -> bool:
+    return issubclass(cls, classes) and not issubclass(cls, (autocast, GradScaler))
+
+
+def _subclasses(classes: tuple[type, ...]) -> set[type]:
+    found: set[type] = set()
+    waiting: list[type] = list(classes)
+    while waiting:
+        derived: list[type] = type.__subclasses__(waiting.pop())
+        for cls in derived:
+            if cls not in found and not _is_of(cls.__module__, "castwise"):
+                found.add(cls)
+                waiting.append(cls)
+    return {cls for cls in found if not _is_of(cls.__module__, "torch") and _is_torchs(cls, classes)}

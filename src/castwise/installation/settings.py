@@ -1,0 +1,111 @@
+"""What regions and scalers do beyond what the code that makes them asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from castwise._warnings import warn
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.grad_scaler import GradScaler
+from castwise.amp.policy import Policy
+from castwise.amp.schedules import Schedule
+from castwise.amp.weight_cache import WeightCache
+from castwise.installation.models import model_with
+
+
+class Settings:
+    """A policy, a schedule, a weight cache.
+
+    Args:
+        policy: In force in all regions.
+        schedule: Of all scalers.
+        weight_cache: Whether regions have one.
+
+    Raises:
+        TypeError: A policy or a schedule is none.
+    """
+
+    def __init__(self, policy: Policy | None, schedule: Schedule | None, weight_cache: bool) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a castwise.Policy or None, got {type(policy).__name__}")
+        if schedule is not None and (not isinstance(schedule, Schedule) or type(schedule) is Schedule):
+            raise TypeError(f"schedule must be one of castwise.schedules or None, got {schedule!r}")
+        self.policy, self.schedule, self.weight_cache = policy, schedule, weight_cache
+        self._model: nn.Module | None = None
+        self._bound: BoundPolicy | None = None
+        self._cache: WeightCache | None = None
+        self._is_bound = False
+        self._has_warned = False
+
+    def applied_to(self, new: Any) -> Any:
+        """Return what is to take torch's place: a class of castwise's, or one derived from it that follows these."""
+        if not isinstance(new, type):
+            return new
+        if issubclass(new, autocast) and (self.policy is not None or self.weight_cache):
+            return _region(new, self)
+        if issubclass(new, GradScaler) and self.schedule is not None:
+            return _scaler(new, self.schedule)
+        return new
+
+    def apply(self, region: Any) -> None:
+        """Put the policy and the cache into a region that is about to be entered, if it is enabled."""
+        if not region._enabled or region._policy is not None:
+            return
+        if is_dynamo_compiling():
+            if not self._has_warned:
+                self._has_warned = True
+                warn("the policy and the weight cache do not hold in regions inside of compiled code", UserWarning, 3)
+            return
+        if not self._is_bound:
+            self._bind()
+        if self._bound is not None:
+            region._policy, region.fast_dtype = self._bound, self._bound.dtype or region.fast_dtype
+            region._enabled = self._bound.dtype is not None
+        if self._cache is not None:
+            region._weight_cache = self._cache
+
+    def _bind(self) -> None:
+        self._is_bound = True
+        self._model = model_with()
+        if self._model is not None and self.policy is not None:
+            self._bound = self.policy.bind(self._model)
+        if self._model is not None and self.weight_cache:
+            self._cache = WeightCache(self._model)
+
+    def forget(self) -> None:
+        """Take the policy off the models."""
+        if self._bound is not None:
+            self._bound.unbind()
+        self._bound = self._cache = self._model = None
+        self._is_bound = False
+
+
+def _region(base: type[autocast], settings: Settings) -> type[autocast]:
+    def enter(self: Any) -> Any:
+        settings.apply(self)
+        return base.__enter__(self)
+
+    return type(base.__name__, (base,), {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _scaler(base: type[GradScaler], schedule: Schedule) -> type[GradScaler]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        if self.is_enabled():
+            self._take(schedule)
+            if self._agreement is not None:
+                self._agree_with(self._agreement)
+
+    def reduce(self: Any) -> Any:
+        return _unpickled, (base,), self.__getstate__()
+
+    namespace = {"__init__": init, "__reduce__": reduce, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), namespace)
+
+
+def _unpickled(cls: type[GradScaler]) -> GradScaler:
+    return cls.__new__(cls)

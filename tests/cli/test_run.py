@@ -1,0 +1,227 @@
+"""`castwise run` on training scripts that were written for torch.amp, by somebody who did not know of castwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from castwise.cli import app
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN = [sys.executable, "-m", "castwise", "run"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONDONTWRITEBYTECODE": "1"}
+
+IDIOMS = {
+    "accumulation": ["accumulate.py"],
+    "a-fused-and-a-plain-optimizer": ["two_optimizers.py"],
+    "gan": ["gan.py"],
+    "lbfgs-without-scaler": ["lbfgs.py"],
+    "gradient-penalty": ["gradient_penalty.py"],
+    "custom-functions": ["custom_function.py"],
+    "threads": ["threads.py"],
+    "compiled": ["compiled.py"],
+    "subclass-of-the-scaler": ["subclass.py"],
+    "package": ["-m", "trainpkg"],
+}
+
+
+def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a script prints with torch.amp; in this process, as to import torch anew takes longer than most of them."""
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if script.endswith(".py"):
+            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def records(out: Path) -> list[dict[str, object]]:
+    files = sorted(out.glob("*/monitor.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
+    idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = IDIOMS[idiom]
+    plain = printed_by(script[-1], monkeypatch)
+    run = call([*RUN, "--out", str(tmp_path), "--every", "5", *script])
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == plain
+    assert "weights " in run.stdout
+    assert f"wrote {tmp_path / 'report.html'}" in run.stderr
+    assert (tmp_path / "report.html").stat().st_size > 1e6
+    kinds = [record["kind"] for record in records(tmp_path)]
+    assert kinds.count("step") >= 10
+    assert kinds.count("sample") >= 2
+    assert "mistake" not in kinds
+
+
+def test_a_resumed_script_goes_on_as_it_does_without(tmp_path: Path) -> None:
+    """The checkpoint of the first part is castwise's, the second half is torch's, and the other way round."""
+    script = str(SCRIPTS / "resume.py")
+    whole = call([sys.executable, script, "--out", "whole"], tmp_path)
+    assert call([*RUN, script, "--out", "a", "--stop-after", "27"], tmp_path).returncode == 0
+    second = call([*RUN, "--out", "second", script, "--out", "a", "--resume"], tmp_path)
+    assert second.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    assert (tmp_path / "castwise-run" / "report.html").is_file()
+    assert not [record for record in records(tmp_path / "second") if record["kind"] == "mistake"]
+
+
+def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    plain = call([*torchrun, "ddp.py"])
+    run = call([*torchrun, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
+    assert plain.returncode == run.returncode == 0, run.stderr
+    assert run.stdout == plain.stdout
+    folders = sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl"))
+    assert len(folders) == 2
+    assert folders[1] == folders[0] + "-rank1"
+    assert (tmp_path / "report.html").is_file()
+
+
+TRAINING = """import torch
+from torch.amp import GradScaler, autocast
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu")
+for step in range(6):
+    with autocast("cpu", dtype=torch.float16):
+        loss = model(torch.ones(2, 4)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print("trained", type(scaler).__module__.split(".")[0], flush=True)
+"""
+
+
+def has_report(out: Path, seconds: float = 60.0) -> bool:
+    """After a process that could not write it itself, another one does, which takes a while."""
+    end = time.monotonic() + seconds
+    while not (out / "report.html").is_file() and time.monotonic() < end:
+        time.sleep(0.1)
+    return (out / "report.html").is_file()
+
+
+ENDINGS = {
+    "exception": "def fail():\n    raise ValueError('of the script')\n\nfail()\n",
+    "exit-3": "sys.exit(3)\n",
+    "exit-with-a-text": "sys.exit('that was it')\n",
+    "os-exit": "os._exit(5)\n",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)\n",
+    "interrupted": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n",
+    "own-hook": "sys.excepthook = lambda *error: print('hook', error[1])\nraise KeyError('x')\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_that_ends_badly_ends_as_without_and_has_a_report(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal, sys, time\n" + "\n" * TRAINING.count("\n") + ENDINGS[ending])
+    plain = call([sys.executable, str(script)])  # ends in the same line without having to wait for torch
+    script.write_text("import os, signal, sys, time\n" + TRAINING + ENDINGS[ending])
+    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)])
+    assert run.returncode == plain.returncode != 0
+    assert run.stdout == "trained castwise\n" + plain.stdout
+    theirs = plain.stderr[plain.stderr.find("Traceback") :] if "Traceback" in plain.stderr else plain.stderr.strip()
+    assert theirs in run.stderr
+    assert run.stderr.count("Traceback") == plain.stderr.count("Traceback")
+    assert has_report(tmp_path / "out")
+    assert [record["step"] for record in records(tmp_path / "out") if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_in_the_middle_ends_as_without_and_has_a_report(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{TRAINING}import time\ntime.sleep(60)\n")
+    command = [*RUN, "--out", str(tmp_path / "out"), str(script)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "trained castwise\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert errors.index("Traceback") < errors.index("KeyboardInterrupt") < errors.index("castwise: wrote")
+    assert "castwise/cli" not in errors
+
+
+def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    wrong = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    source = TRAINING.replace("    scaler.step", f"    {wrong}\n    scaler.step")
+    script.write_text(f"import warnings\nwarnings.filterwarnings('ignore')\n{source}")
+    line = script.read_text().splitlines().index(f"    {wrong}") + 1
+    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)])
+    assert f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied" in run.stderr
+    assert f"correct: scaler.unscale_(optimizer)\n             {wrong}" in run.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{script}:{line}" in page
+    assert page.count("Mistakes in the script") == 1
+    text = call([sys.executable, "-m", "castwise", "report", "--text", str(tmp_path / "out")]).stdout
+    assert "mistake: " in text
+    assert "scaler.unscale_(optimizer)" in text
+
+
+def test_settings_reach_the_script(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"compute": "bfloat16"}))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        + TRAINING.replace("model(torch.ones(2, 4)).float()", "(output := model(torch.ones(2, 4))).float()")
+        + "print(output.dtype, scaler.schedule.init_scale, sys.argv[1:], __name__, __file__ == sys.argv[0])\n"
+    )
+    settings = ["--policy", str(policy), "--schedule", "Headroom(init_scale=8.0)", "--weight-cache"]
+    run = call([*RUN, "--out", str(tmp_path / "out"), *settings, str(script), "--lr", "1", "-m", "--out", "x"])
+    assert run.returncode == 0, run.stderr
+    told = run.stdout.splitlines()[-1]
+    assert told == "torch.bfloat16 8.0 ['--lr', '1', '-m', '--out', 'x'] __main__ True"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "cannot read missing.py: No such file or directory"),
+        (["-m", "missing.module"], "there is no module 'missing.module'"),
+        (["broken.py"], "broken.py is no Python script: "),
+        (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
+        (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
+        (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "broken.py").write_text("def")
+    run = CliRunner().invoke(app, ["run", *arguments])
+    assert run.exit_code == 2
+    assert run.stderr.startswith("castwise run: ")
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert not (tmp_path / "castwise-run").exists()

@@ -1,0 +1,254 @@
+"""castwise in the place of torch's mixed precision: everywhere while it is installed, and nowhere afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+from castwise._torch_private import load_compiler
+from castwise.amp.observers import OBSERVERS
+from castwise.installation.replacement import _NAMES
+from castwise.monitor.run import Run
+
+load_compiler()  # by which torch itself changes torch.manual_seed, as it does when the first optimizer is made
+PLACES = [(module, name) for module, names in _NAMES.items() for name in names]
+
+
+def at(package: Any, module: str, name: str) -> Any:
+    return getattr(importlib.import_module(".".join(filter(None, [package.__name__, module]))), name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Whatever a test does, torch is as it was before, to the last attribute of its modules of mixed precision."""
+    modules = [importlib.import_module(".".join(filter(None, ["torch", module]))) for module in _NAMES]
+    before = [dict(vars(module)) for module in modules]
+    step, observers = torch.optim.lr_scheduler.LRScheduler.step, list(OBSERVERS)
+    yield
+    castwise.uninstall()
+    for module, attributes in zip(modules, before, strict=True):
+        now = vars(module)
+        assert [name for name, value in attributes.items() if now.get(name) is not value] == []
+    assert torch.optim.lr_scheduler.LRScheduler.step is step
+    assert observers == OBSERVERS
+
+
+def trained(model: nn.Module, steps: int = 3, **scaler: Any) -> list[torch.Tensor]:
+    """Train with whatever torch.amp is by now, and return the weights."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling = torch.amp.GradScaler("cpu", **scaler)
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.randn(4, 8)).float().pow(2).mean()
+        scaling.scale(loss).backward()
+        scaling.step(optimizer)
+        scaling.update()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES)
+def test_torch_has_castwises_while_it_is_installed(module: str, name: str) -> None:
+    theirs, ours = at(torch, module, name), at(castwise, module, name)
+    with castwise.installed():
+        assert at(torch, module, name) is ours
+    assert at(torch, module, name) is theirs
+
+
+def test_modules_that_have_imported_torchs_get_castwises_and_torchs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("library")
+    library.Scaler, library.autocast = torch.cuda.amp.GradScaler, torch.autocast  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "library", library)
+    before = dict(vars(library))
+    with castwise.installed():
+        assert library.Scaler is castwise.cuda.amp.GradScaler
+        assert library.autocast is castwise.autocast
+    assert vars(library) == before
+
+
+def test_what_somebody_else_puts_in_place_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("library")
+    library.autocast = torch.autocast  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "library", library)
+    with castwise.installed():
+        library.autocast = own = object()  # type: ignore[attr-defined]
+    assert library.autocast is own
+
+
+def test_what_was_made_of_torchs_before_is_named_once() -> None:
+    class Early(torch.amp.GradScaler):
+        pass
+
+    scaler = torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        castwise.install()
+    (text,) = [str(each.message) for each in warned if "not replaced" in str(each.message)]
+    assert f"the class {Early.__module__}.test_what_was_made_of_torchs_before_is_named_once.<locals>.Early" in text
+    assert "an object of torch.amp.grad_scaler.GradScaler" in text
+    assert [each.filename for each in warned if "not replaced" in str(each.message)] == [__file__]
+    del scaler
+
+
+def test_it_is_installed_once() -> None:
+    castwise.install()
+    with pytest.raises(RuntimeError, match=r"castwise is installed already: uninstall\(\) it first"):
+        castwise.install()
+    assert castwise.uninstall() is None
+    assert castwise.uninstall() is None
+
+
+def test_an_error_in_the_block_undoes_it_all_the_same() -> None:
+    with pytest.raises(KeyError), castwise.installed():
+        raise KeyError
+    assert torch.amp.GradScaler is not castwise.GradScaler
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "every must be a number of steps >= 1, got 0"),
+        ({"policy": "bf16"}, "policy must be a castwise.Policy or None, got str"),
+        ({"schedule": 1024.0}, "schedule must be one of castwise.schedules or None, got 1024.0"),
+    ],
+)
+def test_nonsense_installs_nothing(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        castwise.install(**arguments)
+    assert torch.amp.GradScaler is not castwise.GradScaler
+
+
+def test_a_training_ends_with_the_same_bits_and_a_report(tmp_path: Path) -> None:
+    expected = trained(small_model())
+    with castwise.installed(tmp_path, every=2):
+        got = trained(small_model())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    run = Run.read(tmp_path / "Sequential")
+    assert [step["step"] for step in run.steps] == [1, 2, 3]
+    assert [sample["step"] for sample in run.samples] == [2]
+    assert run.samples[0]["activations"].keys() == {"", "0", "1", "2"}
+    assert run.ended
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: Path) -> None:
+    class Critic(nn.Linear):
+        pass
+
+    generator, critic = small_model(), Critic(8, 1)
+    optimizers = [
+        torch.optim.SGD(generator[0].parameters(), lr=0.1),
+        torch.optim.AdamW(generator[2].parameters(), lr=0.1),
+        torch.optim.SGD(critic.parameters(), lr=0.1),
+    ]
+    with castwise.installed(tmp_path):
+        for _ in range(3):
+            critic(generator(torch.randn(2, 8))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
+    assert Run.read(tmp_path / "Sequential").settings["optimizer"] == "SGD, AdamW"
+
+
+def test_a_second_run_replaces_the_first(tmp_path: Path) -> None:
+    for steps in (4, 2):
+        with castwise.installed(tmp_path):
+            trained(small_model(), steps)
+    assert len(Run.read(tmp_path / "Sequential").steps) == 2
+
+
+def test_regions_inside_of_compiled_code_are_castwises_in_one_graph() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    model, x = small_model(), torch.randn(2, 8)
+    expected = forward(model, x)
+    with castwise.installed():
+        torch.compiler.reset()
+        compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)(model, x)
+    torch.compiler.reset()
+    assert compiled.dtype is torch.bfloat16
+    assert torch.equal(compiled, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_computes_again_what_it_has_computed(use_reentrant: bool) -> None:
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = small_model(), torch.randn(2, 8, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = checkpoint(model, x, use_reentrant=use_reentrant)
+        out.float().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient()
+    with castwise.installed():
+        assert torch.equal(gradient(), expected)
+
+
+def test_a_policy_is_in_force_in_all_regions() -> None:
+    model, x = small_model(), torch.randn(2, 8)
+    policy = castwise.Policy(compute="bfloat16", modules={"2": "float32"})
+    with castwise.installed(policy=policy):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.float16):
+                assert model[0](x).dtype is torch.bfloat16
+                assert model(x).dtype is torch.float32
+        with torch.autocast("cpu", enabled=False):
+            assert model[0](x).dtype is torch.float32
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_with_several_models_names_begin_with_their_classes() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model, other, x = small_model(), Other(8, 8), torch.randn(2, 8)
+    rules = {"Sequential.2": "float32", "Other": "float32"}
+    with castwise.installed(policy=castwise.Policy(compute="bfloat16", modules=rules)), torch.autocast("cpu"):
+        assert model[0](x).dtype is torch.bfloat16
+        assert model(x).dtype is other(x).dtype is torch.float32
+
+
+def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
+    with castwise.installed(schedule=castwise.schedules.Static(8.0)):
+        made = [torch.amp.GradScaler("cpu", init_scale=4.0), torch.GradScaler("cpu", 2.0, growth_interval=7)]
+        disabled = torch.amp.GradScaler("cpu", enabled=False)
+        copied = pickle.loads(pickle.dumps(made[0]))
+    assert [scaler.get_scale() for scaler in made] == [8.0, 8.0]
+    assert all(scaler.schedule == castwise.schedules.Static(8.0) for scaler in [*made, copied])
+    assert type(copied) is castwise.GradScaler
+    assert not disabled.is_enabled()
+
+
+def test_a_weight_cache_serves_all_regions_and_changes_no_bit() -> None:
+    expected = trained(small_model())
+    with castwise.installed(weight_cache=True):
+        got = trained(small_model())
+        from castwise.installation import _INSTALLED
+
+        cache = _INSTALLED[0][0]._settings._cache
+        assert cache is not None
+        assert cache.report().refreshes > 0
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
