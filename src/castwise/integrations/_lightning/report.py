@@ -1,0 +1,60 @@
+"""The callback that monitors a training and writes its report, without the class of Lightning that it derives from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from castwise._warnings import warn
+from castwise.integrations._lightning.scaling import Scaling
+from castwise.monitor.monitor import Monitor
+from castwise.monitor.report import write_report
+
+_PAGE = "report.html"
+
+
+class Report:
+    """A monitor from the first step of a training to its last, however it ends, and then the report."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
+    ) -> None:
+        self.folder, self._every, self._on_skip = Path(folder), every, on_skip
+        self._monitor: Monitor | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to record, now that a checkpoint was loaded."""
+        self._monitor = Monitor(
+            pl_module,
+            trainer.optimizers,
+            trainer.scaler,
+            every=self._every,
+            sinks=[self.folder],
+            on_skip=self._on_skip,
+            steps_before=trainer.global_step,
+        ).attach()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the record and write the report."""
+        self._end(trainer, None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the record of a training that was interrupted or has failed, and write its report as well."""
+        self._end(trainer, exception)
+
+    def _end(self, trainer: Any, error: BaseException | None) -> None:
+        if self._monitor is None:
+            return
+        monitor, self._monitor = self._monitor, None
+        if error is None and isinstance(trainer.precision_plugin, Scaling):
+            trainer.precision_plugin.update_if_due()
+        monitor.__exit__(None if error is None else type(error), error, None)
+        if trainer.is_global_zero:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            write_report([self.folder], self.folder / _PAGE)
+        except (ImportError, OSError, ValueError) as error:  # a training does not fail for its report
+            warn(f"there is no report of {self.folder}, only the record: {error}", RuntimeWarning, 2)

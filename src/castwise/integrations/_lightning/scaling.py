@@ -1,0 +1,116 @@
+"""Which scaler a plugin has, and when an iteration of it ends: the same for Trainer and Fabric.
+
+Lightning ends an iteration of the scaler with every step of every optimizer. That is right if each backward is followed
+by the step of its optimizer. If the backwards of several come first, the scale may move before all of them are stepped,
+and later ones divide by a scale that their gradients were not made with. Here an iteration ends with the step if no
+gradients of others are there, and otherwise before the next backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from castwise._torch_private import is_fsdp_flattened
+from castwise.amp.grad_scaler import GradScaler
+from castwise.monitor.shards import is_split
+
+Precision: TypeAlias = Literal["16-mixed", "bf16-mixed"]
+
+_DTYPES: dict[str, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class Scaling:
+    """The scaler of a plugin.
+
+    Args:
+        precision: In which precision the forward runs; in fp16 losses are scaled.
+        device: Type of device of the model.
+        scaler: The one to use, also in bf16; None makes one in fp16.
+
+    Raises:
+        TypeError: `scaler` is not one of castwise's.
+        ValueError: `precision` is another one.
+    """
+
+    def __init__(self, precision: Precision, device: str, scaler: GradScaler | None) -> None:
+        if precision not in _DTYPES:
+            raise ValueError(f"precision must be '16-mixed' or 'bf16-mixed', got {precision!r}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            kind = f"{type(scaler).__module__}.{type(scaler).__name__}"
+            raise TypeError(f"scaler must be a castwise.GradScaler or castwise.ShardedGradScaler, got a {kind}")
+        self.precision: Precision = precision
+        self.device = device
+        self._dtype = _DTYPES[precision]
+        self._scaler = scaler
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._stepped: list[torch.optim.Optimizer] = []
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler; None in bf16 if none was given.
+
+        Without a given one it is made when it is first asked for: a `ShardedGradScaler` if the model that was set up by
+        then is split over ranks (FSDP, tensor parallelism), otherwise a `GradScaler`.
+        """
+        if self._scaler is None and self.precision == "16-mixed":
+            if self._is_split():
+                from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+                self._scaler = ShardedGradScaler(self.device)
+            else:
+                self._scaler = GradScaler(self.device)
+        return self._scaler
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for model in filter(None, (reference() for reference in self._models)):
+            yield from model.parameters()
+
+    def _is_split(self) -> bool:
+        return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in self._parameters())
+
+    def _refuse_ranks_that_may_disagree(self) -> None:
+        scaler, dist = self.scaler, torch.distributed
+        if scaler is None or not scaler.is_enabled() or scaler.agrees:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and self._is_split():
+            raise RuntimeError(
+                "the model is split over ranks, which have to take and skip the same steps, and this scaler does not "
+                f"ask them: give the plugin scaler=castwise.ShardedGradScaler({self.device!r})"
+            )
+
+    def _step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *, is_only_one: bool, **kwargs: Any) -> Any:
+        if optimizer in self._stepped or "closure" in kwargs:  # a closure computes gradients anew
+            self.update_if_due()
+        output = scaler.step(optimizer, **kwargs)
+        self._stepped.append(optimizer)
+        if is_only_one or not self._gradients_may_wait():
+            self.update_if_due()
+        return output
+
+    def _gradients_may_wait(self) -> bool:
+        """Say whether there are gradients of other parameters than those that were stepped."""
+        groups = (group for optimizer in self._stepped for group in optimizer.param_groups)
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        return any(parameter.grad is not None and id(parameter) not in stepped for parameter in self._parameters())
+
+    def update_if_due(self) -> None:
+        """End the scaler's iteration, if an optimizer was stepped in it: before a backward, and whenever all are."""
+        if self._stepped and self._scaler is not None:
+            self._stepped.clear()
+            self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; empty without one."""
+        self.update_if_due()
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state, of this plugin or of Lightning's own; without a scaler it is ignored."""
+        self._stepped.clear()
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)

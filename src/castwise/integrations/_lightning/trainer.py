@@ -1,0 +1,202 @@
+"""The plugin of a Trainer, without the classes of Lightning that it derives from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise._torch_private import is_fsdp_flattened
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.bound_policy import BoundPolicy
+from castwise.amp.grad_scaler import GradScaler
+from castwise.amp.policy import Policy
+from castwise.amp.weight_cache import WeightCache
+from castwise.integrations._lightning.scaling import Precision, Scaling
+
+
+class TrainerPrecision(Scaling):
+    """What a Trainer asks of a plugin for mixed precision.
+
+    It goes to Lightning's class for no precision at all where it needs what all plugins do: of the two for mixed
+    precision, of which the plugin is an instance so that all strategies take it, each would scale for itself.
+    """
+
+    # Lightning's, which are other ones in each of its packages: the plugin for no precision, and what users derive from
+    # or are given in the place of their optimizers.
+    _plain: Any
+    _lightning_module: Any
+    _callback: Any
+    _lightning_optimizer: Any
+
+    def __init__(
+        self,
+        precision: Precision,
+        device: str,
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | None = None,
+        weight_cache: bool = False,
+    ) -> None:
+        super().__init__(precision, device, scaler)
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a castwise.Policy, not bound to a model yet, got {type(policy).__name__}")
+        if policy is not None and getattr(torch, policy.compute) not in (self._dtype, torch.float32):
+            raise ValueError(f"precision={precision!r} and a policy that computes in {policy.compute} contradict")
+        self._policy, self._bound_policy = policy, None
+        self._wants_weight_cache, self._weight_cache = weight_cache, None
+
+    _bound_policy: BoundPolicy | None
+    _weight_cache: WeightCache | None
+
+    # -- setting up ---------------------------------------------------------------------------------------------
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Take note of the model, when the strategy has wrapped and split it."""
+        self._models = [weakref.ref(model)]
+        if optimizers:
+            self._refuse_ranks_that_may_disagree()
+        self._bound_policy = None if self._policy is None else self._policy.bind(model)
+        self._weight_cache = WeightCache(model) if self._wants_weight_cache else None
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Let go of the copies of weights."""
+        self._weight_cache = None
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Make tensors as everywhere."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Make modules as everywhere."""
+        return nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        """Leave batches as they are: autocast casts."""
+        return data
+
+    def convert_output(self, data: Any) -> Any:
+        """Leave results as they are."""
+        return data
+
+    def autocast_context_manager(self) -> autocast:
+        """Return the region of a forward; as in Lightning's it keeps no casts of weights, but for a `WeightCache`."""
+        if self._policy is None:
+            return autocast(self.device, self._dtype, cache_enabled=False, weight_cache=self._weight_cache)
+        if self._bound_policy is None:
+            raise RuntimeError("the plugin's policy has no model yet: it is bound when a Trainer sets the model up")
+        return autocast(self.device, policy=self._bound_policy, cache_enabled=False, weight_cache=self._weight_cache)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Scale a loss, then call the hooks."""
+        self.update_if_due()
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        hooked: torch.Tensor = self._plain.pre_backward(self, tensor, module)
+        return hooked
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, call the hooks, clip, and step unless the gradients are not finite.
+
+        A closure that returns None under automatic optimization has computed no gradients: there is no step, and no
+        hook of one is called.
+        """
+        scaler = self.scaler
+        if scaler is None:
+            return self._plain.optimizer_step(self, optimizer, model, closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return self._step_of_lbfgs(scaler, optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:
+            scaler.skip(optimizer)
+            scaler.update()
+            return None
+        self._before_step(scaler, optimizer, model)
+        return self._step(scaler, optimizer, is_only_one=model.automatic_optimization, **kwargs)
+
+    def _step_of_lbfgs(
+        self,
+        scaler: GradScaler,
+        optimizer: torch.optim.Optimizer,
+        model: Any,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        def evaluate() -> Any:
+            result = closure()
+            self._before_step(scaler, optimizer, model)
+            return result
+
+        return self._step(scaler, optimizer, is_only_one=model.automatic_optimization, closure=evaluate, **kwargs)
+
+    def _before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, model: Any) -> None:
+        # Whoever looks at gradients is to see them unscaled, which costs a pass over them that clipping does not need.
+        if self._is_looked_at(model):
+            scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+
+    _after_closure: Any  # Lightning's, which calls hooks and then clip_gradients
+
+    def _is_looked_at(self, model: Any) -> bool:
+        hook, clipping = "on_before_optimizer_step", "configure_gradient_clipping"
+        of_model = any(_is_overridden(model, name, self._lightning_module) for name in (hook, clipping))
+        return of_model or any(_is_overridden(callback, hook, self._callback) for callback in model.trainer.callbacks)
+
+    def clip_gradients(
+        self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip, in the scaler's one read if there is a scaler; 0 clips nothing, as everywhere in Lightning."""
+        if isinstance(optimizer, self._lightning_optimizer):
+            optimizer = optimizer.optimizer
+        if clip_val <= 0:
+            return
+        by_value = gradient_clip_algorithm == "value"
+        if self.scaler is None:
+            (self.clip_grad_by_value if by_value else self.clip_grad_by_norm)(optimizer, clip_val)
+        elif by_value:
+            self.scaler.clip_grad_value_(optimizer, clip_val)
+        else:
+            self.scaler.clip_grad_norm_(optimizer, clip_val)
+
+    clip_grad_by_value: Callable[[torch.optim.Optimizer, float], None]  # Lightning's
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip without a scaler."""
+        if not any(map(is_fsdp_flattened, self._parameters())):
+            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
+            return
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = self._models[0]()
+        if not isinstance(model, FullyShardedDataParallel):
+            raise RuntimeError(
+                "FSDP clips by the norm of all gradients only if it wraps the whole model: let the strategy wrap it, "
+                f"or give the plugin scaler=castwise.ShardedGradScaler({self.device!r}, "
+                "schedule=castwise.schedules.Guard()), which clips what is wrapped in parts"
+            )
+        model.clip_grad_norm_(clip_val)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the state of a split model also where Lightning's own plugin for FSDP looks for it."""
+        if self._is_split() and self.scaler is not None:
+            checkpoint["FSDPPrecision"] = self.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the state that Lightning's own plugin for FSDP has saved; others are where this one has its own."""
+        if type(self).__qualname__ not in checkpoint and "FSDPPrecision" in checkpoint:
+            self.load_state_dict(checkpoint["FSDPPrecision"])
+
+
+def _is_overridden(instance: Any, name: str, parent: type) -> bool:
+    return getattr(getattr(instance, name), "__func__", None) is not getattr(parent, name)
