@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from castwise import schedules
+from castwise.monitor.run import Run
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "examples" / "traces"
@@ -40,3 +42,35 @@ def test_the_readmes_table_of_schedules_is_right(schedule: str, cells: str) -> N
 
 def test_the_readme_has_such_a_table() -> None:
     assert len(ROWS) == 6
+
+
+def on_ranks(count: int, example: str, *arguments: str) -> str:
+    """What the first of several ranks prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [*torchrun, str(ROOT / "examples" / example), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
+
+
+def test_a_training_goes_on_from_a_distributed_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    whole = on_ranks(2, "dcp.py", str(tmp_path))
+    assert re.match(r"scale \d+ skipped [1-9]\d*\nweights [0-9a-f]{64}\n$", whole)
+    assert on_ranks(2, "dcp.py", str(tmp_path), "--resume") == whole
+
+
+def test_a_bad_batch_of_one_rank_is_skipped_by_all() -> None:
+    steps = on_ranks(2, "fsdp2.py").splitlines()
+    assert [step.split()[1] for step in steps if step.endswith("skipped")] == ["11"]
+    assert len(steps) == 20
+    assert all(re.search(r"loss \d+\.\d+ norm \d+\.\d+$", step) for step in steps if not step.endswith("skipped"))
+
+
+def test_a_loop_in_the_manner_of_torchtitan_trains_and_is_recorded(tmp_path: Path) -> None:
+    losses = [float(step.split()[3]) for step in on_ranks(4, "titan_style.py", str(tmp_path)).splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    run = Run.read(tmp_path)
+    assert [step["step"] for step in run.steps] == list(range(1, 11))
+    assert [sample["step"] for sample in run.samples] == [1, 6]
+    assert run.settings["ranks"] == 4
+    assert run.mistakes == []
