@@ -108,7 +108,11 @@ class Sinks:
     def close(self) -> None:
         """Close those that can be closed."""
         for sink in self._sinks:
-            getattr(sink, "close", lambda: None)()
+            try:
+                getattr(sink, "close", lambda: None)()
+            except Exception as error:
+                text = f"the monitor's sink {sink!r} could not be closed: {type(error).__name__}: {error}"
+                warn(text, RuntimeWarning, 2)
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:

@@ -65,7 +65,7 @@ class TensorBoard:
             self._writer.add_text("skipped", f"{record['cause']} {' '.join(record['parameters'])}", record["step"])
 
     def _write_sample(self, record: Mapping[str, Any]) -> None:
-        for name, value in _curves(record):
+        for name, value in curves(record):
             self._writer.add_scalar(name, value, record["step"])
         for module, statistics in record["modules"].items():
             self._write_histogram(f"log2 gradient/{module}", statistics["exponents"], record["step"])
@@ -91,7 +91,8 @@ class TensorBoard:
         self._writer.add_text("diagnosis", f"{record['text']}\n\n{record['advice']}", record["step"])
 
 
-def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the name and the value of each curve that a sample adds to."""
     for prefix, kind in (("", "modules"), ("activation ", "activations")):
         for module, statistics in record[kind].items():
             for number_format, fit in statistics["formats"].items():

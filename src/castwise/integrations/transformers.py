@@ -1,0 +1,117 @@
+"""castwise in the Transformers Trainer: a callback that monitors a training and writes the report.
+
+Scaling and autocasting need no callback: call `castwise.install()` before the Trainer is made, or
+`castwise.integrations.accelerate.prepare(trainer.accelerator)` before `trainer.train()`.
+
+Needs the extra `castwise[transformers]`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+from castwise._warnings import warn
+from castwise.amp.grad_scaler import GradScaler
+from castwise.integrations.accelerate import unwrapped
+from castwise.monitor.monitor import Monitor
+from castwise.monitor.report import write_report
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "castwise.integrations.transformers needs Transformers: pip install 'castwise[transformers]'"
+    ) from error
+
+__all__ = ["ReportCallback"]
+
+_PAGE = "report.html"
+
+
+class ReportCallback(TrainerCallback):
+    """Records what happens to the numbers of a training, and writes `report.html` when it ends.
+
+    A `Monitor` is attached when the training begins, after a checkpoint was loaded, and detached when it ends. A
+    Trainer tells no callback of a training that fails: its record is ended, and its report written, by `close()`, by
+    the next `train()`, when nobody holds the callback any more, or at the latest when the process ends.
+
+    Args:
+        folder: Where the records (`monitor.jsonl`) and the report go.
+        every: Steps from one sample to the next, >= 1.
+        on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
+
+    Raises:
+        TypeError: When the training begins, if its scaler is torch's.
+        ValueError: When the training begins, as of `Monitor`.
+
+    Warns:
+        RuntimeWarning: The report cannot be written, for example because `castwise[report]` is not installed. The
+            records are there.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[ReportCallback("runs/x")])  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
+    ) -> None:
+        self.folder, self._every, self._on_skip = Path(folder), every, on_skip
+        self._end_of_failed: weakref.finalize[Any, ReportCallback] | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begin to record."""
+        self.close()
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"the Trainer scales with {type(scaler).__module__}.{type(scaler).__name__}, which tells nobody of its "
+                "steps: call castwise.install() before the Trainer is made, or "
+                "castwise.integrations.accelerate.prepare(trainer.accelerator) before it trains"
+            )
+        monitor = Monitor(
+            model,
+            unwrapped(optimizer),
+            scaler,
+            every=self._every,
+            sinks=[self.folder],
+            on_skip=self._on_skip,
+            steps_before=state.global_step,
+        ).attach()
+        folder = self.folder if state.is_world_process_zero else None
+        self._end_of_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("the training has failed"))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the record and write the report."""
+        going_on = None if self._end_of_failed is None else self._end_of_failed.detach()
+        if going_on is not None:
+            monitor, folder, _ = going_on[2]
+            _end(monitor, folder, None)
+
+    def close(self) -> None:
+        """End the record of a training that has failed, and write its report; do nothing if there is none."""
+        if self._end_of_failed is not None:
+            self._end_of_failed()
+
+
+def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:
+    monitor.__exit__(None if error is None else type(error), error, None)
+    if folder is None:
+        return
+    try:
+        write_report([folder], folder / _PAGE)
+    except (ImportError, OSError, ValueError) as problem:  # a training does not fail for its report
+        warn(f"there is no report of {folder}, only the record: {problem}", RuntimeWarning, 2)
