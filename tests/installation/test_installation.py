@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pickle
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,20 @@ def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: 
                 optimizer.zero_grad()
     assert sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
     assert Run.read(tmp_path / "Sequential").settings["optimizer"] == "SGD, AdamW"
+
+
+def test_models_that_the_script_lets_go_of_are_not_kept_alive(tmp_path: Path) -> None:
+    with castwise.installed(tmp_path, every=2):
+        for fold in range(3):
+            model = small_model()
+            trained(model)
+            if fold == 0:
+                first = weakref.ref(model)
+        gc.collect()
+        assert first() is None
+    runs = [Run.read(file) for file in sorted(tmp_path.glob("*/monitor.jsonl"))]
+    assert [run.path.parent.name for run in runs] == ["Sequential", "Sequential-2", "Sequential-3"]
+    assert all(run.ended and len(run.steps) == 3 for run in runs)
 
 
 def test_a_second_run_replaces_the_first(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,22 +44,17 @@ class Account(Observer):
     def __init__(self, out: str | os.PathLike[str] | None, every: int) -> None:
         check_every(every)
         self.out, self._every = None if out is None else Path(out), every
-        self.monitors: list[Monitor] = []
+        self._monitors: list[weakref.ref[Monitor]] = []
         self._scaler: Any = None
-        self._met: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
         self._hook: Any = None
         self._names: list[str] = []
         self._rank: int | None = None
 
-    @property
-    def mistakes(self) -> list[Mistake]:
-        """Those found so far."""
-        return list(WATCH.found)
-
     def begin(self) -> None:
         """Look for mistakes and, if there is a folder, for models, from now on."""
-        WATCH.begin_telling(_nothing)
+        WATCH.begin_telling(self._told)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -68,10 +64,10 @@ class Account(Observer):
             self._hook.remove()
             self._hook = None
             OBSERVERS.remove(self)
-        for monitor in self.monitors:
+        for monitor in filter(None, [reference() for reference in self._monitors]):
             with self._guard:
                 monitor.detach()
-        WATCH.end_telling(_nothing)
+        WATCH.end_telling(self._told)
         return None if self.out is None or self._rank_now() else write_report_of(self.out)
 
     # -- what happens -------------------------------------------------------------------------------------------
@@ -91,6 +87,9 @@ class Account(Observer):
             with self._guard:
                 self._meet(optimizer)
 
+    def _told(self, mistake: Mistake) -> None:
+        """They are warned of by themselves; somebody has to want them."""
+
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._met:
             return
@@ -104,8 +103,12 @@ class Account(Observer):
         if self.out is None:
             WATCH.model_found(model)
             return
-        self.monitors.append(_Alone(model, optimizers, self._scaler, every=self._every, sinks=[self._sink(model)]))
-        self.monitors[-1].attach()
+        sink = self._sink(model)
+        monitor = _Alone(model, optimizers, self._scaler, every=self._every, sinks=[sink])
+        monitor.attach()
+        # What the optimizer's hooks keep alive: a script may train one model after the other.
+        self._monitors.append(weakref.ref(monitor))
+        weakref.finalize(monitor, _end_record, sink).atexit = False
 
     def _sink(self, model: nn.Module) -> JSONL:
         if self._rank is None:
@@ -169,5 +172,8 @@ def _remove_records(out: Path | None, rank: int) -> None:
             file.unlink()
 
 
-def _nothing(_: Mistake) -> None:
-    """Mistakes are warned of by themselves; somebody has to want them."""
+def _end_record(sink: JSONL) -> None:
+    """End the record of a model that is no more."""
+    with suppress(OSError):
+        sink({"kind": "end"})
+        sink.close()

@@ -42,14 +42,21 @@ class Training:
         self.optimizer.zero_grad()
 
 
+class Somebody:
+    """Someone who wants to know of mistakes."""
+
+    def told(self, mistake: Mistake) -> None:
+        pass
+
+
 @pytest.fixture
 def training() -> Iterator[Training]:
-    told: list[Mistake] = []
-    WATCH.begin_telling(told.append)
+    somebody = Somebody()
+    WATCH.begin_telling(somebody.told)
     try:
         yield Training()
     finally:
-        WATCH.end_telling(told.append)
+        WATCH.end_telling(somebody.told)
     assert OBSERVERS == []
 
 

@@ -68,6 +68,7 @@ def _weights(script: Path, *, watched: bool) -> list[torch.Tensor]:
         warnings.simplefilter("ignore")
         with castwise.installed():
             if not watched:
-                WATCH.end_telling(WATCH._told[0])
+                WATCH._told.clear()
+                WATCH._end_if_nobody_is_left()
             made: dict[str, Any] = runpy.run_path(str(script))
     return list(made["model"].parameters())

@@ -63,8 +63,9 @@ class Accumulation(Finder):
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """The accumulation is over."""
-        for param in params_of(optimizer):
-            for gradients in (self._unscaled, self._updated, self._scaled):
+        waiting = [gradients for gradients in (self._unscaled, self._updated, self._scaled) if gradients]
+        for param in params_of(optimizer) if waiting else ():
+            for gradients in waiting:
                 gradients.pop(id(param), None)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ class Backwards(Finder):
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
-        self._params: dict[int, torch.Tensor] = {}
+        self._params: dict[int, weakref.ref[torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._scaled_running = 0
         self._scaled_backwards: set[int | None] = set()
@@ -47,10 +47,14 @@ class Backwards(Finder):
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at gradients of its parameters when they come."""
-        new = [param for param in params_of(optimizer) if param.requires_grad and id(param) not in self._params]
-        self._params.update((id(param), param) for param in new)
+        new = [param for param in params_of(optimizer) if param.requires_grad and not self._knows(param)]
+        self._params.update((id(param), weakref.ref(param)) for param in new)
         if self.watch.is_looking:
             self._hook(new)
+
+    def _knows(self, param: torch.Tensor) -> bool:
+        known = self._params.get(id(param))
+        return known is not None and known() is param
 
     def _hook(self, params: list[torch.Tensor]) -> None:
         self._hooks += [param.register_post_accumulate_grad_hook(self._gradient_came) for param in params]  # type: ignore[no-untyped-call]
@@ -85,7 +89,7 @@ class Backwards(Finder):
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Say so if gradients that will be divided by the scale were not multiplied with it."""
         found = []
-        for param in params_of(optimizer):
+        for param in params_of(optimizer) if self._unscaled else ():
             place, gradient = self._unscaled.pop(id(param), (None, lambda: None))
             if gradient() is not None and gradient() is param.grad:  # it was not zeroed since
                 found.append(place)
@@ -107,7 +111,7 @@ class Backwards(Finder):
         self._scaled_running = 0
         self._scaled_backwards.clear()
         if self.watch.is_looking and not self._hooks:
-            self._hook(list(self._params.values()))
+            self._hook([param for reference in self._params.values() if (param := reference()) is not None])
         elif not self.watch.is_looking:
             self.stop()
 

@@ -28,6 +28,8 @@ class Regions(Finder):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say what is wrong with the step that follows on such a region."""
+        if self._in_any is None:
+            return
         trained = [param for param in params_of(optimizer) if param.grad is not None]
         if not trained:
             return
@@ -40,7 +42,7 @@ class Regions(Finder):
                 "# or dtype=torch.bfloat16, which needs none",
                 self._in_fp16,
             )
-        if self._in_any is not None and any(param.dtype is torch.float16 for param in trained):
+        if any(param.dtype is torch.float16 for param in trained):
             self.watch.say(
                 "half-with-autocast",
                 "weights of the model are fp16, as after model.half(), and autocast is on: autocast wants them in "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -21,7 +21,8 @@ class Scalers(Finder):
         super().__init__(watch)
         self._made: WeakKeyDictionary[Any, Place | None] = WeakKeyDictionary()
         self._loaded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._scaler_of: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+        # Weak values as well: a scaler may lead to a monitor, and that to the optimizer.
+        self._scaler_of: WeakKeyDictionary[torch.optim.Optimizer, ref[Any]] = WeakKeyDictionary()
         self._dtypes: set[torch.dtype] = set()
         self._in_vain = 0
 
@@ -50,8 +51,8 @@ class Scalers(Finder):
         if not scaler.is_enabled():
             return
         before = self._scaler_of.get(optimizer)
-        self._scaler_of[optimizer] = scaler
-        if before is not None and before is not scaler and scaler not in self._loaded:
+        self._scaler_of[optimizer] = ref(scaler)
+        if before is not None and before() is not scaler and scaler not in self._loaded:
             self.watch.say(
                 "scaler-rebuilt",
                 "this GradScaler takes the place of another one in the middle of a training: the scale that was found "

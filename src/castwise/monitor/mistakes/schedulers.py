@@ -37,12 +37,15 @@ class Schedulers(Finder):
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember where."""
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner  # Accelerate's are wrapped
         self._places[optimizer] = caller()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Take note of the learning rate."""
-        if not scaler.is_enabled() or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            return  # whoever computes it from the number of the step means to
+        has_schedule = optimizer in self._places or hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if not scaler.is_enabled() or not has_schedule:
+            return  # whoever computes the rate from the number of the step means to
         steps = self._steps.setdefault(optimizer, deque(maxlen=_REMEMBERED))
         place = self._places[optimizer] if optimizer in self._places else caller()
         steps.append(_Step(scaler.iteration, [_now(group["lr"]) for group in optimizer.param_groups], place))

@@ -63,7 +63,7 @@ class Unscaling(Finder):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say so if an optimizer steps on scaled gradients by itself."""
         self._close()
-        if self.watch.is_stepping or self._by_hand:
+        if self.watch.is_stepping or self._by_hand or not self._scaled:
             return
         if any(id(param) in self._scaled and param.grad is not None for param in params_of(optimizer)):
             place = caller()
@@ -98,7 +98,7 @@ class Unscaling(Finder):
             )
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
-        for param in params_of(optimizer):
+        for param in params_of(optimizer) if self._scaled else ():
             self._scaled.pop(id(param), None)
 
     def _close(self) -> None:

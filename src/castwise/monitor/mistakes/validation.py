@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,14 +23,14 @@ class Validation(Finder):
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
         self._trains_in_autocast = False
 
     def model_found(self, model: nn.Module) -> None:
         """Look at each of its forwards."""
         is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
-        if id(model) not in self._hooks and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
-            self._hooks[id(model)] = model.register_forward_pre_hook(self._look)
+        if model not in self._hooks and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
+            self._hooks[model] = model.register_forward_pre_hook(self._look)
 
     def _look(self, model: nn.Module, inputs: Any) -> None:
         if is_dynamo_compiling() or is_jit_tracing():

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class Watch(Observer):
     """
 
     def __init__(self) -> None:
-        self._told: list[Told] = []
+        self._told: list[WeakMethod[Told]] = []
         self._guard = Guard()
         self._forget()
 
@@ -67,19 +67,26 @@ class Watch(Observer):
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def begin_telling(self, told: Told) -> None:
-        """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did."""
+        """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did.
+
+        Args:
+            told: A method, of an object that is not kept alive.
+        """
         if not self._told:
             self._start()
-        self._told.append(told)
+        self._told.append(WeakMethod(told, self._end_if_nobody_is_left))
         for mistake in self.found:
             told(mistake)
 
     def end_telling(self, told: Told) -> None:
         """Tell somebody of no more; look for none if nobody is left."""
-        if told not in self._told:
-            return
-        self._told.remove(told)
-        if not self._told:
+        if told in [each() for each in self._told]:
+            self._told = [each for each in self._told if each() not in (None, told)]
+            self._end_if_nobody_is_left()
+
+    def _end_if_nobody_is_left(self, gone: object = None) -> None:
+        self._told = [each for each in self._told if each is not gone]
+        if not self._told and self in OBSERVERS:
             OBSERVERS.remove(self)
             self._each("stop")
             for handle in self._handles:
@@ -111,8 +118,9 @@ class Watch(Observer):
             return
         mistake = Mistake(name, text, corrected, place)
         self.found.append(mistake)
-        for told in tuple(self._told):
-            told(mistake)
+        for reference in tuple(self._told):
+            if (told := reference()) is not None:
+                told(mistake)
         file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
         with suppress(MixedPrecisionMistake):  # where warnings are errors
             warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
