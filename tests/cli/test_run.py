@@ -38,10 +38,20 @@ IDIOMS = {
 }
 
 
-def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+def started(command: list[str], folder: Path = SCRIPTS) -> subprocess.Popen[str]:
+    def hear_ctrl_c() -> None:  # which a process that a shell has started in the background does not
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_ctrl_c
     )
+
+
+def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
+    process = started(command, folder)
+    output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -159,7 +169,7 @@ def test_ctrl_c_in_the_middle_ends_as_without_and_has_a_report(tmp_path: Path) -
     script = tmp_path / "train.py"
     script.write_text(f"{TRAINING}import time\ntime.sleep(60)\n")
     command = [*RUN, "--out", str(tmp_path / "out"), str(script)]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started(command)
     assert process.stdout is not None
     assert process.stdout.readline() == "trained castwise\n"
     process.send_signal(signal.SIGINT)

@@ -223,28 +223,23 @@ def test_checkpointing_computes_again_what_it_has_computed(use_reentrant: bool) 
         assert torch.equal(gradient(), expected)
 
 
-def test_a_policy_is_in_force_in_all_regions() -> None:
-    model, x = small_model(), torch.randn(2, 8)
-    policy = castwise.Policy(compute="bfloat16", modules={"2": "float32"})
-    with castwise.installed(policy=policy):
+def test_a_policy_is_in_force_in_all_regions_under_names_that_begin_with_the_models_class() -> None:
+    class Policied(nn.Sequential):
+        pass
+
+    class AlsoPolicied(nn.Linear):
+        pass
+
+    model, other, x = Policied(*small_model()), AlsoPolicied(8, 8), torch.randn(2, 8)
+    rules = {"Policied.2": "float32", "AlsoPolicied": "float32"}
+    with castwise.installed(policy=castwise.Policy(compute="bfloat16", modules=rules)):
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.float16):
                 assert model[0](x).dtype is torch.bfloat16
-                assert model(x).dtype is torch.float32
+                assert model(x).dtype is other(x).dtype is torch.float32
         with torch.autocast("cpu", enabled=False):
             assert model[0](x).dtype is torch.float32
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_with_several_models_names_begin_with_their_classes() -> None:
-    class Other(nn.Linear):
-        pass
-
-    model, other, x = small_model(), Other(8, 8), torch.randn(2, 8)
-    rules = {"Sequential.2": "float32", "Other": "float32"}
-    with castwise.installed(policy=castwise.Policy(compute="bfloat16", modules=rules)), torch.autocast("cpu"):
-        assert model[0](x).dtype is torch.bfloat16
-        assert model(x).dtype is other(x).dtype is torch.float32
 
 
 def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
