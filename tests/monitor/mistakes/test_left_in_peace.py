@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -235,3 +237,17 @@ def test_where_warnings_are_errors_the_training_goes_on() -> None:
         nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
         training.finish()
     assert [record["name"] for record in records if record["kind"] == "mistake"] == ["clipped-while-scaled"]
+
+
+def test_a_monitor_that_nobody_detaches_is_silent_at_the_end_of_the_process() -> None:
+    script = """
+import torch, castwise
+model = torch.nn.Linear(2, 1)
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+monitor = castwise.Monitor(model, optimizer, scaler).attach()
+scaler.scale(model(torch.ones(2)).sum()).backward()
+scaler.step(optimizer)
+scaler.update()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,9 +93,14 @@ class Watch(Observer):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            atexit.unregister(self._tell_nobody)
+
+    def _tell_nobody(self) -> None:
+        self._told = []
 
     def _start(self) -> None:
         self._forget()
+        atexit.register(self._tell_nobody)  # weak references do not outlive the modules that they are made by
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
         self._finders = [kind(self) for kind in kinds]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
