@@ -186,7 +186,9 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     script.write_text(f"import warnings\nwarnings.filterwarnings('ignore')\n{source}")
     line = script.read_text().splitlines().index(f"    {wrong}") + 1
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)])
-    assert f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied" in run.stderr
+    told = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
+    assert run.stderr.count(told) == 1
+    assert run.stderr.rstrip().endswith("mistakes of the script: 1")
     assert f"correct: scaler.unscale_(optimizer)\n             {wrong}" in run.stderr
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"{script}:{line}" in page
@@ -194,6 +196,16 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     text = call([sys.executable, "-m", "castwise", "report", "--text", str(tmp_path / "out")]).stdout
     assert "mistake: " in text
     assert "scaler.unscale_(optimizer)" in text
+
+
+def test_where_warnings_are_errors_the_script_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    wrong = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    script.write_text(TRAINING.replace("    scaler.step", f"    {wrong}\n    scaler.step"))
+    command = [sys.executable, "-W", "error", "-m", "castwise", "run", "--out", str(tmp_path / "out"), str(script)]
+    run = call(command)
+    assert run.returncode == 0, run.stderr
+    assert "gradients are clipped here" in run.stderr
 
 
 def test_settings_reach_the_script(tmp_path: Path) -> None:
@@ -220,6 +232,7 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
         (["broken.py"], "broken.py is no Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
         (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
+        (["--out", "broken.py", "broken.py"], "--out must be a folder, and broken.py is a file"),
         (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
     ],
 )

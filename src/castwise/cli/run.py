@@ -48,6 +48,8 @@ def run(
     try:
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out must be a folder, and {out} is a file")
         program = Script(script, arguments or [], is_module=module)
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)

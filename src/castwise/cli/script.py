@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ import castwise
 from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
 from castwise.cli.errors import UserError
+from castwise.monitor.mistakes.mistake import Mistake
 from castwise.monitor.mistakes.watch import WATCH
 from castwise.monitor.sinks import FILE_NAME
 
@@ -69,14 +71,21 @@ class Script:
         """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
         out = out.absolute()  # the script may change the folder
         castwise.install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
+        WATCH.warns = False  # scripts filter warnings
+        WATCH.begin_telling(self._say)
         aftermath = _start_aftermath(out)
         atexit.register(_finish, out, os.getpid(), aftermath)  # before any of the script's, so it comes after them
         sys.argv = [self.name, *self.arguments]
+        sys.excepthook = sys.__excepthook__  # typer has set its own
         try:
             self._execute()
         except BaseException:
             _hide_own_frames()
             raise
+
+    def _say(self, mistake: Mistake) -> None:
+        if os.environ.get("RANK", "0") == "0":  # all ranks run the same script
+            print(f"castwise: {mistake}", file=sys.stderr)
 
     def _execute(self) -> None:
         if self.is_module:
@@ -84,7 +93,10 @@ class Script:
             return
         sys.path[0] = str(self._path.parent)
         main = types.ModuleType("__main__")
-        main.__dict__.update(__file__=str(self._path), __builtins__=__builtins__, __cached__=None)
+        loader = SourceFileLoader("__main__", str(self._path))
+        main.__dict__.update(
+            __file__=str(self._path), __builtins__=__builtins__, __cached__=None, __loader__=loader, __annotations__={}
+        )
         sys.modules["__main__"] = main
         try:
             exec(self._code, main.__dict__)
@@ -153,14 +165,16 @@ def _finish(out: Path, pid: int, aftermath: subprocess.Popen[str] | None) -> Non
     if os.getpid() != pid:
         return  # of a worker that was forked
     report = castwise.uninstall()
+    WATCH.stop()
     if aftermath is not None:
         with suppress(OSError, ValueError, subprocess.TimeoutExpired):
             aftermath.communicate("done", timeout=10)
     records = sorted(out.glob(f"*/{FILE_NAME}"))
-    ending = f"recorded in {out}" if records else "no optimizer has stepped, so nothing was recorded"
+    ending = f"recorded in {out}" if records else "nothing was recorded: no optimizer of a module has stepped"
     ending = ending if report is None else f"wrote {report}"
-    for line in [*WATCH.found, ending]:
-        print(f"castwise: {line}", file=sys.stderr)
+    if WATCH.found:
+        ending += f"; mistakes of the script: {len(WATCH.found)}"
+    print(f"castwise: {ending}", file=sys.stderr)
     if _INTERRUPTED and sys.platform != "win32":
         # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
         sys.stdout.flush()

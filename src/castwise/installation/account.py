@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
@@ -82,6 +83,7 @@ class Account(Observer):
             self._meet(optimizer)
         self._scaler = None
 
+    @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._scaler is None:
             with self._guard:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 import warnings
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -59,6 +60,10 @@ class Replacement:
                     self._old.append(old)
                     self._new[id(old)] = settings.applied_to(getattr(castwises, name))
                 self._places.append((vars(torchs), name, old, self._new[id(old)]))
+        self._old.append(torch.save)
+        self._new[id(torch.save)] = _observed_save(torch.save)
+        for module_of_save in (torch, torch.serialization):
+            self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
         self._settings = settings
         self._step = torch.optim.lr_scheduler.LRScheduler.step
 
@@ -73,7 +78,7 @@ class Replacement:
                     self._places.append((namespace, key, value, self._new[id(value)]))
         for namespace, key, _, new in self._places:
             namespace[key] = new
-        torch.optim.lr_scheduler.LRScheduler.step = _observed(self._step)  # type: ignore[method-assign]
+        torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]
 
     def undo(self) -> None:
         """Put back what was there, unless somebody has put there something else since."""
@@ -97,17 +102,34 @@ class Replacement:
                 f"not replaced by castwise, as they were made before: {', '.join(left[:_NAMED])}{more}. "
                 "Install castwise before the modules that make them are imported"
             )
-            warnings.warn_explicit(text, UserWarning, place.file, place.line)
+            with suppress(UserWarning):  # where warnings are errors
+                warnings.warn_explicit(text, UserWarning, place.file, place.line)
 
 
-def _observed(step: Any) -> Any:
-    """Return `LRScheduler.step` that says which schedule is advanced, and where."""
+class _Observed:
+    """`LRScheduler.step` that says which schedule is asked for it; called, it is torch's own, in the caller's frame.
 
-    @functools.wraps(step)
-    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(self, "optimizer", None), torch.optim.Optimizer):
-            WATCH.advanced(self.optimizer)
-        return step(self, *args, **kwargs)
+    Its warnings are given at the line that calls it, as without castwise.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def __get__(self, scheduler: Any, owner: type) -> Any:
+        if scheduler is None:
+            return self._step
+        if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
+            WATCH.advanced(scheduler.optimizer)
+        return self._step.__get__(scheduler, owner)
+
+
+def _observed_save(save: Any) -> Any:
+    """Return `torch.save` that says that something is saved."""
+
+    @functools.wraps(save)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        WATCH.file_saved()
+        return save(*args, **kwargs)
 
     return observed
 

@@ -20,6 +20,7 @@ from castwise.amp.gradients import is_plain
 from castwise.monitor import names
 from castwise.monitor.exponents import count
 from castwise.monitor.guard import Guard
+from castwise.monitor.hooks import Hook
 from castwise.monitor.replay import is_replaying
 from castwise.monitor.shards import is_split, part_of
 
@@ -55,8 +56,8 @@ class Activations:
             if module in compiled or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._handles += [
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave(name), always_call=True),
+                module.register_forward_pre_hook(Hook(self._enter)),
+                module.register_forward_hook(Hook(self._leave(name)), always_call=True),
             ]
 
     def stop(self) -> dict[str, list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 from castwise._warnings import warn
@@ -33,5 +34,6 @@ class Guard:
         if not self._has_warned:
             self._has_warned = True
             text = f"the monitor could not measure, and goes on without: {type(error).__name__}: {error}"
-            warn(text, RuntimeWarning, 2)
+            with suppress(RuntimeWarning):  # where warnings are errors
+                warn(text, RuntimeWarning, 2)
         return True

@@ -18,6 +18,7 @@ from castwise.monitor.cases import outputs_of
 from castwise.monitor.diagnosis import Diagnosis, diagnose_replay
 from castwise.monitor.forward_state import CastingState, RandomState
 from castwise.monitor.guard import Guard
+from castwise.monitor.hooks import Hook
 from castwise.monitor.op_facts import tensors_of
 from castwise.monitor.replay import is_replaying
 
@@ -175,8 +176,8 @@ class Recording:
         if not self._hooks:
             # First of all, before a policy's rule for the model itself sets another state.
             self._hooks = [
-                self._model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-                self._model.register_forward_hook(self._after, always_call=True),
+                self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+                self._model.register_forward_hook(Hook(self._after), always_call=True),
             ]
 
     def detach(self) -> None:

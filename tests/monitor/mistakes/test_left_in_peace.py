@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import pickle
+import pickletools
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +197,138 @@ def test_gradients_of_a_network_that_is_not_stepped(training: Training) -> None:
         training.scaler.scale(loss).backward()
         training.finish()
     assert WATCH.found == []
+
+
+def test_checks_for_zeros_and_infs_by_norms(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        for parameter in training.model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            assert not gradient.abs().max().isinf()
+            assert gradient.norm() > 0 or gradient.abs().sum() == 0
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_gradients_that_are_projected_on_each_other(training: Training) -> None:
+    """What comes of it does not depend on the scale, but for the scale itself."""
+    for _ in range(3):
+        training.backward()
+        for parameter in training.model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            other = gradient.flip(0)
+            if (gradient * other).sum() < 0:
+                parameter.grad = gradient - (gradient * other).sum() / (other * other).sum() * other
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_a_backward_that_begins_with_a_scaled_gradient(training: Training) -> None:
+    """A pipeline by hand: the first half goes on with what the second half has got."""
+    first, second = training.model[0], training.model[2]
+    for _ in range(3):
+        with castwise.autocast("cpu", dtype=torch.float16):
+            hidden = first(torch.randn(4, 8)).relu()
+            cut = hidden.detach().requires_grad_()
+            loss = second(cut).float().mean()
+        training.scaler.scale(loss).backward()
+        hidden.backward(cut.grad)
+        training.finish()
+    assert WATCH.found == []
+
+
+def test_a_frozen_part_in_fp16_and_the_rest_in_fp32() -> None:
+    backbone, head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    somebody = Somebody()
+    WATCH.begin_telling(somebody.told)
+    for _ in range(3):
+        with castwise.autocast("cpu", dtype=torch.float16):
+            features = backbone(torch.randn(4, 8))
+        head(features.float()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    WATCH.end_telling(somebody.told)
+    assert WATCH.found == []
+
+
+def test_an_optimizers_state_that_is_looked_at(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        training.finish()
+        copy.deepcopy(training.optimizer.state_dict())
+    WATCH._each("stop")
+    assert WATCH.found == []
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+@pytest.mark.parametrize("disabled", [True, False])
+def test_a_validation_in_fp32_is_one_on_purpose_if_it_says_so(disabled: bool, keyword: bool) -> None:
+    class Net(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's
+            return super().forward(input)
+
+    model, x = Net(8, 1), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with castwise.Monitor(model, optimizer):
+        for _ in range(2):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model.train()(x).mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad(), castwise.autocast("cpu", enabled=False) if disabled else contextlib.nullcontext():
+                model.eval()(input=x) if keyword else model.eval()(x)
+        found = [mistake.name for mistake in WATCH.found]
+    assert found == ([] if disabled else ["validation-outside-autocast"])
+
+
+def test_half_weights_are_named_before_the_scaler_refuses_their_gradients(training: Training) -> None:
+    training.model.half()
+    training.backward()
+    with pytest.raises(ValueError, match="fp16"):
+        training.finish()
+    assert [mistake.name for mistake in WATCH.found] == ["half-with-autocast"]
+
+
+def test_gradients_are_copied_and_saved_as_plain_tensors(training: Training) -> None:
+    training.backward()
+    gradients = [parameter.grad for parameter in training.model.parameters()]
+    saved = io.BytesIO()
+    torch.save(gradients, saved)
+    saved.seek(0)
+    for others in (
+        copy.deepcopy(gradients),
+        torch.load(saved, weights_only=True),
+        pickle.loads(pickle.dumps(gradients)),
+    ):
+        assert {type(other) for other in others} == {torch.Tensor}
+        assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_monitored_model_is_copied_and_saved_without_its_hooks(every: int) -> None:
+    training = Training()
+    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_skip="diagnose"):
+        training.backward()
+        training.finish()
+        saved = io.BytesIO()
+        torch.save(training.model, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(training.model), torch.load(saved, weights_only=False)]
+    x = torch.randn(4, 8)
+    for model in copies:
+        assert torch.equal(model(x), training.model(x))
+    needs = {line for line in pickletools_names(saved.getvalue()) if "castwise" in line}
+    assert needs == set()
+
+
+def pickletools_names(saved: bytes) -> set[str]:
+    """The names that a file of torch.save imports when it is loaded."""
+    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
+        return {str(argument) for _, argument, _ in pickletools.genops(archive.read(name)) if isinstance(argument, str)}
 
 
 def test_gradients_are_plain_tensors_again_before_anybody_can_keep_one(training: Training) -> None:

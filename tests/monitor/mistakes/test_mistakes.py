@@ -68,7 +68,6 @@ def _weights(script: Path, *, watched: bool) -> list[torch.Tensor]:
         warnings.simplefilter("ignore")
         with castwise.installed():
             if not watched:
-                WATCH._told.clear()
-                WATCH._end_if_nobody_is_left()
+                WATCH.stop()
             made: dict[str, Any] = runpy.run_path(str(script))
     return list(made["model"].parameters())

@@ -21,7 +21,8 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
     @only_inlined
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
         warn(
-            "castwise.cpu.amp.autocast(...) is deprecated: use castwise.autocast('cpu', ...)",
+            "castwise.cpu.amp.autocast(...), like torch.cpu.amp.autocast, is deprecated: "
+            "use castwise.autocast('cpu', ...)",
             FutureWarning,
             2,
         )

@@ -24,7 +24,8 @@ class GradScaler(amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         warn(
-            "castwise.cpu.amp.GradScaler(...) is deprecated: use castwise.GradScaler('cpu', ...)",
+            "castwise.cpu.amp.GradScaler(...), like torch.cpu.amp.GradScaler, is deprecated: "
+            "use castwise.GradScaler('cpu', ...)",
             FutureWarning,
             2,
         )

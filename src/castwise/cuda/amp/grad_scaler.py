@@ -25,7 +25,8 @@ class GradScaler(amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         warn(
-            "castwise.cuda.amp.GradScaler(...) is deprecated: use castwise.GradScaler('cuda', ...)",
+            "castwise.cuda.amp.GradScaler(...), like torch.cuda.amp.GradScaler, is deprecated: "
+            "use castwise.GradScaler('cuda', ...)",
             FutureWarning,
             2,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
@@ -96,12 +97,14 @@ class Backwards(Finder):
         if not found or self._by_hand or not scaler.is_enabled() or is_one(scaler):
             return
         source = found[0].source if found[0] is not None else "loss.backward()"
+        if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
+            return  # it begins with a gradient that may be a scaled one
         loss, dot, rest = source.partition(".backward(")
         self.watch.say(
             "loss-not-scaled",
             "this loss is not scaled, but its gradients go into a step that divides them by the scale: it counts for "
             "almost nothing",
-            f"scaler.scale({loss}){dot}{rest}" if dot else "scaler.scale(loss).backward()",
+            f"scaler.scale({loss}){dot}{rest}",
             found[0],
         )
 

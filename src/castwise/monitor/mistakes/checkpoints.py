@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,18 +22,24 @@ class Checkpoints(Finder):
         self._is_scaled: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         self._saved_alone: Place | None = None
         self._scaler_saved = False
+        self._file_saved = False
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Look out for its state being asked for."""
-        self._hooks.append(optimizer.register_state_dict_post_hook(self._optimizer_saved))
+        with suppress(AttributeError):  # of one that wraps another and is no whole Optimizer itself
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._optimizer_asked))
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Say so if the checkpoint before this step was without the scaler."""
         self._say()
-        self._scaler_saved = False
+        self._scaler_saved = self._file_saved = False
         self._is_scaled[optimizer] = scaler.is_enabled()
 
-    def _optimizer_saved(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    def file_saved(self) -> None:
+        """What was asked for before is in a file now."""
+        self._file_saved = self._saved_alone is not None
+
+    def _optimizer_asked(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         if self._is_scaled.get(optimizer) and not self._scaler_saved:
             self._saved_alone = self._saved_alone or caller()
 
@@ -50,7 +57,7 @@ class Checkpoints(Finder):
 
     def _say(self) -> None:
         place, self._saved_alone = self._saved_alone, None
-        if place is not None:
+        if place is not None and self._file_saved:
             self.watch.say(
                 "scaler-not-saved",
                 "the optimizer's state is saved here without the scaler's: a training that goes on from it begins with "

@@ -36,6 +36,9 @@ class Finder(Observer):
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """A learning-rate schedule of an optimizer is advanced, in the line of the script that is running."""
 
+    def file_saved(self) -> None:
+        """`torch.save` is called, while castwise is installed."""
+
     def model_found(self, model: nn.Module) -> None:
         """A model is known to be trained."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from castwise._torch_private import graph_nodes_made
 from castwise.amp.gradients import params_of
 from castwise.monitor.mistakes.finder import Finder
 from castwise.monitor.mistakes.mistake import Place, caller
@@ -16,15 +17,22 @@ class Regions(Finder):
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
+        self._entered: list[tuple[Place | None, int]] = []
         self._in_fp16: Place | None = None
         self._in_any: Place | None = None
 
     def entered(self, region: Any) -> None:
-        """Remember where a training is cast."""
-        if region._enabled and self.watch.is_looking and torch.is_grad_enabled():
-            self._in_any = caller()
+        """Remember where, and how many nodes of a graph there are."""
+        is_looking = region._enabled and self.watch.is_looking and torch.is_grad_enabled()
+        self._entered.append((caller() if is_looking else None, graph_nodes_made()))
+
+    def left(self, region: Any) -> None:
+        """If the region has made nodes of a graph, gradients may come through it."""
+        place, nodes = self._entered.pop() if self._entered else (None, 0)
+        if place is not None and graph_nodes_made() > nodes:
+            self._in_any = place
             if region.fast_dtype is torch.float16:
-                self._in_fp16 = self._in_any
+                self._in_fp16 = place
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say what is wrong with the step that follows on such a region."""
@@ -42,6 +50,18 @@ class Regions(Finder):
                 "# or dtype=torch.bfloat16, which needs none",
                 self._in_fp16,
             )
+        self._look_for_half(trained)
+
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Of fp16 weights this fails."""
+        self.stepping(scaler, optimizer)
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Of fp16 weights this fails."""
+        if self._in_any is not None:
+            self._look_for_half(params_of(optimizer))
+
+    def _look_for_half(self, trained: list[torch.Tensor]) -> None:
         if any(param.dtype is torch.float16 for param in trained):
             self.watch.say(
                 "half-with-autocast",

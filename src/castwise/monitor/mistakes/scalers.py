@@ -43,7 +43,7 @@ class Scalers(Finder):
 
     def entered(self, region: Any) -> None:
         """Remember what trainings are cast to."""
-        if region._enabled and torch.is_grad_enabled():
+        if region._enabled and region._policy is None and torch.is_grad_enabled():
             self._dtypes.add(region.fast_dtype)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +58,7 @@ class Scalers(Finder):
                 "this GradScaler takes the place of another one in the middle of a training: the scale that was found "
                 "is forgotten, and the first steps with the new one may be skipped again",
                 "make the scaler once, before the loop over epochs",
-                self._made.get(scaler),
+                self._made.get(scaler) or caller(),
             )
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
@@ -75,5 +75,5 @@ class Scalers(Finder):
                 "costs a pass over all of them",
                 "GradScaler(device, enabled=dtype is torch.float16)\n"
                 "# or castwise.GradScaler(device, schedule=castwise.schedules.Guard()), to skip non-finite steps only",
-                self._made.get(scaler),
+                self._made.get(scaler) or caller(),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,8 +12,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves
+from castwise.monitor.hooks import Hook
 from castwise.monitor.mistakes.finder import Finder
-from castwise.monitor.mistakes.mistake import caller
+from castwise.monitor.mistakes.mistake import caller, passes_through
+
+# Who runs a model once to look at it.
+_EXPORTS = ("torch/jit/_trace.py", "torch/export/__init__.py", "torch/onnx/__init__.py")
 
 
 class Validation(Finder):
@@ -24,24 +29,34 @@ class Validation(Finder):
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
         self._hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+        self._regions = threading.local()
         self._trains_in_autocast = False
 
     def model_found(self, model: nn.Module) -> None:
         """Look at each of its forwards."""
         is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
         if model not in self._hooks and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
-            self._hooks[model] = model.register_forward_pre_hook(self._look)
+            self._hooks[model] = model.register_forward_pre_hook(Hook(self._look), with_kwargs=True)
 
-    def _look(self, model: nn.Module, inputs: Any) -> None:
+    def entered(self, region: Any) -> None:
+        """Count regions: whoever disables autocast for a validation means to."""
+        self._regions.depth = getattr(self._regions, "depth", 0) + 1
+
+    def left(self, region: Any) -> None:
+        """Count them."""
+        self._regions.depth = getattr(self._regions, "depth", 1) - 1
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if is_dynamo_compiling() or is_jit_tracing():
             return
-        device = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
+        leaves = tree_leaves((args, kwargs))
+        device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if device is None:
             return
-        is_cast = torch.is_autocast_enabled(device)
+        is_cast, is_in_region = torch.is_autocast_enabled(device), getattr(self._regions, "depth", 0) > 0
         if model.training:
             self._trains_in_autocast = self._trains_in_autocast or is_cast
-        elif not is_cast and self._trains_in_autocast:
+        elif self._trains_in_autocast and not (is_cast or is_in_region or passes_through(*_EXPORTS)):
             place = caller()
             source = place.source if place else "model(input)"
             self.watch.say(

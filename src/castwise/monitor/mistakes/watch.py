@@ -6,6 +6,7 @@ import atexit
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from castwise._torch_private import never_traced
 from castwise.amp.observers import OBSERVERS, Observer
 from castwise.monitor.guard import Guard
 from castwise.monitor.mistakes.accumulation import Accumulation
@@ -54,11 +56,14 @@ class Watch(Observer):
 
     def _forget(self) -> None:
         self.found: list[Mistake] = []
+        self.warns = True
+        """Whether to warn of what is found."""
         self.has_scaled = False
         """Whether an enabled scaler has scaled a loss."""
         self.is_stepping = False
         """Whether `step` of an enabled scaler is running."""
         self._ticks = 0
+        self._thread: int | None = None
         self._finders: list[Finder] = []
         self._listening: dict[str, list[Finder]] = {}
         self._handles: list[Any] = []
@@ -85,6 +90,11 @@ class Watch(Observer):
             self._told = [each for each in self._told if each() not in (None, told)]
             self._end_if_nobody_is_left()
 
+    def stop(self) -> None:
+        """Tell nobody of any more."""
+        self._told = []
+        self._end_if_nobody_is_left()
+
     def _end_if_nobody_is_left(self, gone: object = None) -> None:
         self._told = [each for each in self._told if each is not gone]
         if not self._told and self in OBSERVERS:
@@ -93,14 +103,11 @@ class Watch(Observer):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            atexit.unregister(self._tell_nobody)
-
-    def _tell_nobody(self) -> None:
-        self._told = []
+            atexit.unregister(self.stop)
 
     def _start(self) -> None:
         self._forget()
-        atexit.register(self._tell_nobody)  # weak references do not outlive the modules that they are made by
+        atexit.register(self.stop)  # weak references do not outlive the modules that they are made by
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
         self._finders = [kind(self) for kind in kinds]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
@@ -127,6 +134,8 @@ class Watch(Observer):
         for reference in tuple(self._told):
             if (told := reference()) is not None:
                 told(mistake)
+        if not self.warns:
+            return
         file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
         with suppress(MixedPrecisionMistake):  # where warnings are errors
             warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
@@ -134,6 +143,10 @@ class Watch(Observer):
     def model_found(self, model: nn.Module) -> None:
         """Look at what is done with a model that is trained."""
         self._each("model_found", model)
+
+    def file_saved(self) -> None:
+        """Tell the finders of a file."""
+        self._each("file_saved")
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders of a learning-rate schedule."""
@@ -195,16 +208,19 @@ class Watch(Observer):
         """Tell the finders."""
         self._each("left", region)
 
+    @never_traced
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._meet(optimizer)
         self._each("optimizer_steps", optimizer)
 
+    @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self.is_stepping:
             self._tick()
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._optimizers:
+            self._thread = self._thread or get_ident()
             self._optimizers.add(optimizer)
             self._each("optimizer_found", optimizer)
 
@@ -213,6 +229,8 @@ class Watch(Observer):
         self._each("ticked")
 
     def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
+        if self._thread is not None and self._thread != get_ident():
+            return  # a training in a thread of its own: what is looked at here is the first one
         for finder in self._listening[event]:
             with self._guard:
                 getattr(finder, event)(*args, **kwargs)

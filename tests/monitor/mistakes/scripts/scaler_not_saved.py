@@ -1,3 +1,5 @@
+import io
+
 import torch
 from torch import nn
 
@@ -16,3 +18,4 @@ checkpoint = {
     "model": model.state_dict(),
     "optimizer": optimizer.state_dict(),  # scaler-not-saved
 }
+torch.save(checkpoint, io.BytesIO())
