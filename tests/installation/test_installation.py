@@ -207,6 +207,31 @@ def test_regions_inside_of_compiled_code_are_castwises_in_one_graph() -> None:
     assert torch.equal(compiled, expected)
 
 
+def test_a_step_inside_of_compiled_code_is_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Compiled(nn.Sequential):
+        pass
+
+    model = Compiled(*small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with castwise.installed(tmp_path):
+        torch.compiler.reset()
+        compiled = torch.compile(step, backend="eager")
+        for _ in range(4):
+            compiled(torch.randn(2, 8))
+    torch.compiler.reset()
+    run = Run.read(tmp_path / "Compiled")
+    assert [step["step"] for step in run.steps] == [1, 2, 3]  # the first one is what it was met by
+    assert "castwise" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_computes_again_what_it_has_computed(use_reentrant: bool) -> None:
     def gradient() -> torch.Tensor:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable
 
 import torch
+import torch.fx
 from torch import nn
 
 
@@ -35,6 +36,8 @@ def model_with(params: Iterable[torch.Tensor] | None = None) -> nn.Module | None
         # type(), as isinstance asks for __class__, which proxies answer with whatever they stand for.
         if issubclass(type(value), nn.Module) and not isinstance(value, Models) and _has(value, wanted):
             having.append(value)
+    # The compiler's graphs have the parameters of what they were made from.
+    having = [each for each in having if not isinstance(each, torch.fx.GraphModule)] or having
     inner = {id(child) for module in having for child in module.modules() if child is not module}
     outermost = sorted((module for module in having if id(module) not in inner), key=lambda each: type(each).__name__)
     if len(outermost) == 1:

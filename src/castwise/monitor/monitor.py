@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp.outcomes import StepFacts
 from castwise.monitor.activations import Activations
@@ -199,6 +200,7 @@ class Monitor:
 
     # -- what happens in a step, in this order ------------------------------------------------------------------
 
+    @never_traced  # a step may be inside of compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
         """Look at gradients that nobody has changed yet."""
         if not self._knows(optimizer):
@@ -218,6 +220,7 @@ class Monitor:
             with self._guard:
                 self._activations.watch()
 
+    @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
         if iteration is not None and iteration.sample is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from castwise._torch_private import never_traced
 from castwise.amp.gradients import params_of
 from castwise.amp.outcomes import DELAY, StepFacts
 
@@ -37,6 +38,7 @@ class UnscaledSteps:
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
         """Call a function with each optimizer and a scale of 1 before it steps."""
 
+        @never_traced
         def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
             hook(optimizer, torch.ones((), device=_device_of(optimizer)))
 
@@ -52,6 +54,7 @@ class UnscaledSteps:
         """Tell of all steps."""
         self._tell(0)
 
+    @never_traced  # a step may be inside of compiled code
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False, iteration=self._steps))

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from castwise._torch_private import never_traced
+
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep,
     str(Path(__file__).absolute().parents[2]) + os.sep,
@@ -85,6 +87,7 @@ class Mistake:
         }
 
 
+@never_traced
 def caller() -> Place | None:
     """Return the line of the script that has called torch or castwise: in a thread of torch's, what waits for it."""
     place = _outside(sys._getframe(1))

@@ -228,6 +228,7 @@ class Watch(Observer):
         self._ticks += 1
         self._each("ticked")
 
+    @never_traced  # by Dynamo, which goes on after a break of its graph with whatever is called
     def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
         if self._thread is not None and self._thread != get_ident():
             return  # a training in a thread of its own: what is looked at here is the first one
