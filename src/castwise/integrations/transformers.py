@@ -31,7 +31,7 @@ __all__ = ["ReportCallback"]
 _PAGE = "report.html"
 
 
-class ReportCallback(TrainerCallback):
+class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow Transformers
     """Records what happens to the numbers of a training, and writes `report.html` when it ends.
 
     A `Monitor` is attached when the training begins, after a checkpoint was loaded, and detached when it ends. A
