@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
@@ -74,17 +72,6 @@ def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_same_bits(undi
     folder = demo.prepare(STEPS, EVERY)
     process = demo.start("--resume", folder)
     stop_at(demo, changes(folder, "checkpoint*"), process, signal.SIGKILL)
-    assert_resumes_to(undisturbed, demo, folder)
-
-
-def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(undisturbed: Path, demo: Demo) -> None:
-    folder = demo.prepare(STEPS, EVERY)
-    for n_lines in sorted(random.Random(0).sample(range(EVERY, 6 * STEPS - EVERY, EVERY), k=1)):
-        process = demo.start("--resume", folder)
-        demo.wait_until(has_lines(folder, n_lines), process)
-        time.sleep(random.uniform(0, 0.02))
-        process.kill()
-        process.communicate()
     assert_resumes_to(undisturbed, demo, folder)
 
 
