@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
@@ -57,7 +59,9 @@ def assert_resumes_to(undisturbed: Path, demo: Demo, folder: Path) -> None:
 def test_a_run_killed_at_every_kind_of_moment_resumes_to_the_same_bits(undisturbed: Path, demo: Demo) -> None:
     folder = demo.prepare(STEPS, EVERY)
     moments = {
+        "before the first step": has_lines(folder, 0),
         "before the first checkpoint": has_lines(folder, EVERY - 1),
+        "after the last step of a training": has_lines(folder, STEPS),
         "in the middle of a training": has_lines(folder, 3 * STEPS + EVERY + 1),
         "after the last step of all": has_lines(folder, 6 * STEPS),
     }
@@ -70,8 +74,20 @@ def test_a_run_killed_at_every_kind_of_moment_resumes_to_the_same_bits(undisturb
 
 def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_same_bits(undisturbed: Path, demo: Demo) -> None:
     folder = demo.prepare(STEPS, EVERY)
-    process = demo.start("--resume", folder)
-    stop_at(demo, changes(folder, "checkpoint*"), process, signal.SIGKILL)
+    for _ in range(2):
+        process = demo.start("--resume", folder)
+        stop_at(demo, changes(folder, "checkpoint*"), process, signal.SIGKILL)
+    assert_resumes_to(undisturbed, demo, folder)
+
+
+def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(undisturbed: Path, demo: Demo) -> None:
+    folder = demo.prepare(STEPS, EVERY)
+    for n_lines in sorted(random.Random(0).sample(range(EVERY, 6 * STEPS - EVERY, EVERY), k=2)):
+        process = demo.start("--resume", folder)
+        demo.wait_until(has_lines(folder, n_lines), process)
+        time.sleep(random.uniform(0, 0.02))
+        process.kill()
+        process.communicate()
     assert_resumes_to(undisturbed, demo, folder)
 
 

@@ -83,6 +83,9 @@ def test_a_split_run_that_was_killed_resumes_to_the_same_bits(demo: Demo) -> Non
     demo.wait_until(lambda: list(killed.glob("*/checkpoint.pt")), process)
     kill(process)
     (folder,), (whole,) = killed.glob("[0-9]*"), undisturbed.iterdir()
+    code, _, stderr = run(3, "--resume", folder)
+    assert code != 0
+    assert stderr.count("the run was started with 2 processes, and goes on with as many") == 1
     code, _, stderr = run(2, "--resume", folder)
     if "SIGSEGV" in stderr or "SIGABRT" in stderr:  # gloo when it ends, now and then: one more run that was killed
         code, _, stderr = run(2, "--resume", folder)
