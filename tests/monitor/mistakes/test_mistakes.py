@@ -16,7 +16,11 @@ from castwise.monitor.mistakes.mistake import Mistake
 from castwise.monitor.mistakes.watch import WATCH, MixedPrecisionMistake
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
-NEEDS_NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+
+
+def needs(script: Path) -> list[pytest.MarkDecorator]:
+    is_without_cuda = script.stem == "scaler_without_cuda"
+    return [pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")] if is_without_cuda else []
 
 
 def wrong_lines(script: Path) -> list[tuple[str, int]]:
@@ -33,10 +37,10 @@ def run(script: Path) -> tuple[list[Mistake], list[warnings.WarningMessage]]:
     return mistakes, [each for each in warned if issubclass(each.category, MixedPrecisionMistake)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=needs(each)) for each in SCRIPTS], ids=lambda path: path.stem
+)
 def test_a_mistake_is_found_once_in_its_line(script: Path) -> None:
-    if script.stem == "scaler_without_cuda" and torch.cuda.is_available():
-        pytest.skip("there is CUDA")
     mistakes, warned = run(script)
     assert [(each.name, each.place.line if each.place else 0) for each in mistakes] == wrong_lines(script)
     assert [(each.filename, each.lineno) for each in warned] == [(str(script), line) for _, line in wrong_lines(script)]

@@ -9,7 +9,6 @@ import torch
 
 from castwise.amp.gradients import params_of
 from castwise.monitor.mistakes.finder import Finder
-from castwise.monitor.mistakes.graph import leaves_of
 from castwise.monitor.mistakes.mistake import Place, caller
 
 
@@ -38,15 +37,9 @@ class Accumulation(Finder):
         """Gradients that nobody steps with are none to think of."""
         self._trained.update(map(id, params_of(optimizer)))
 
-    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Look at the gradients when the backward starts that adds to them."""
-        if not scaled.requires_grad or not self.watch.is_looking:
-            return
-        leaves = [leaf for leaf in leaves_of(scaled) if id(leaf) in self._trained]
-        scaled.register_hook(lambda _: self._look(leaves))  # type: ignore[no-untyped-call]
-
-    def _look(self, leaves: list[torch.Tensor]) -> None:
-        for leaf in leaves:
+    def backward_starts(self, leaves: list[torch.Tensor]) -> None:
+        """Look at the gradients that it adds to."""
+        for leaf in [leaf for leaf in leaves if id(leaf) in self._trained]:
             self._scaled[id(leaf)] = leaf
             unscaled, updated = self._unscaled.pop(id(leaf), None), self._updated.pop(id(leaf), None)
             if updated is not None and updated.is_of(leaf):

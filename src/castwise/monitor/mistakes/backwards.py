@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from castwise._torch_private import at_the_end_of_this_backward, backward_running
+from castwise._torch_private import backward_running
 from castwise.amp.gradients import params_of
 from castwise.monitor.mistakes.finder import Finder
 from castwise.monitor.mistakes.mistake import Place, caller
@@ -31,19 +31,14 @@ class Backwards(Finder):
         self._backward: int | None = None
         self._place: Place | None = None
         self._unscaled: dict[int, tuple[Place | None, weakref.ref[torch.Tensor]]] = {}
-        self._by_hand = False
 
-    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+    def backward_starts(self, leaves: list[torch.Tensor]) -> None:
         """Know the backwards that start here."""
-        if scaled.requires_grad and self.watch.is_looking:
-            scaled.register_hook(self._start)  # type: ignore[no-untyped-call]
-
-    def _start(self, _: torch.Tensor) -> None:
         self._scaled_running += 1
         self._scaled_backwards.add(backward_running())
-        at_the_end_of_this_backward(self._end)
 
-    def _end(self) -> None:
+    def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
+        """One of them is over."""
         self._scaled_running = max(0, self._scaled_running - 1)
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,6 +56,10 @@ class Backwards(Finder):
         self._hooks += [param.register_post_accumulate_grad_hook(self._gradient_came) for param in params]  # type: ignore[no-untyped-call]
 
     def _gradient_came(self, param: torch.Tensor) -> None:
+        with self.watch.guard:
+            self._look_at(param)
+
+    def _look_at(self, param: torch.Tensor) -> None:
         backward = backward_running()
         if backward is None:
             return  # FSDP2 brings gradients after it
@@ -83,10 +82,6 @@ class Backwards(Finder):
             place,
         )
 
-    def asked(self, scaler: Any) -> None:
-        """Losses may be scaled by hand with it."""
-        self._by_hand = True
-
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Say so if gradients that will be divided by the scale were not multiplied with it."""
         found = []
@@ -94,7 +89,7 @@ class Backwards(Finder):
             place, gradient = self._unscaled.pop(id(param), (None, lambda: None))
             if gradient() is not None and gradient() is param.grad:  # it was not zeroed since
                 found.append(place)
-        if not found or self._by_hand or not scaler.is_enabled() or is_one(scaler):
+        if not found or self.watch.is_by_hand or not scaler.is_enabled() or is_one(scaler):
             return
         source = found[0].source if found[0] is not None else "loss.backward()"
         if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
@@ -110,7 +105,6 @@ class Backwards(Finder):
 
     def ticked(self) -> None:
         """Take the hooks off, or put them on again."""
-        self._by_hand = False
         self._scaled_running = 0
         self._scaled_backwards.clear()
         if self.watch.is_looking and not self._hooks:

@@ -40,17 +40,21 @@ class Checkpoints(Finder):
         self._file_saved = self._saved_alone is not None
 
     def _optimizer_asked(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        if self._is_scaled.get(optimizer) and not self._scaler_saved:
-            self._saved_alone = self._saved_alone or caller()
+        with self.watch.guard:
+            if self._is_scaled.get(optimizer) and not self._scaler_saved:
+                self._saved_alone = self._saved_alone or caller()
 
     def saved(self, scaler: Any) -> None:
         """All is well."""
         self._scaler_saved = True
         self._saved_alone = None
 
-    def stop(self) -> None:
-        """Say what is left to say, and remove the hooks."""
+    def ending(self) -> None:
+        """No step will come."""
         self._say()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

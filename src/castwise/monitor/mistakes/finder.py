@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,12 @@ class Finder(Observer):
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, or to be unscaled, for the first time."""
 
+    def backward_starts(self, leaves: list[torch.Tensor]) -> None:
+        """A backward of a scaled loss, which will reach these, has begun; while the watch is looking."""
+
+    def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
+        """It has ended; with the scaler that has scaled the loss."""
+
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, within `scaler.step` or without."""
 
@@ -44,6 +50,9 @@ class Finder(Observer):
 
     def ticked(self) -> None:
         """An iteration is over."""
+
+    def ending(self) -> None:
+        """Somebody who was told wants to know no more: what is left to say has to be said now."""
 
     def stop(self) -> None:
         """Remove all that was put anywhere."""

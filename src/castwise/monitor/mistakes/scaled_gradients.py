@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from castwise._torch_private import PlainFunctions, never_traced, tree_leaves
+from castwise.monitor.guard import Guard
 from castwise.monitor.mistakes.mistake import Place, caller
 
 # What puts a bound on it.
@@ -63,9 +64,11 @@ class Window:
 
     Args:
         params: Those whose gradients the backward has brought.
+        guard: Under which is looked at what they are given to.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], guard: Guard) -> None:
+        self._guard = guard
         self.clipped: Place | None = None
         self.measured: Place | None = None
         self._tensors: list[weakref.ref[torch.Tensor]] = []
@@ -76,6 +79,10 @@ class Window:
     @never_traced
     def note(self, func: Any, args: Any, result: Any) -> None:
         """Look at a torch function that was called with a scaled gradient."""
+        with self._guard:
+            self._look_at(func, args, result)
+
+    def _look_at(self, func: Any, args: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
         if name in _CLIPS:
             self.clipped = self.clipped or caller()

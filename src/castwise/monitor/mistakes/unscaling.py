@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from castwise._torch_private import at_the_end_of_this_backward
 from castwise.amp.gradients import params_of
 from castwise.monitor.mistakes.finder import Finder
-from castwise.monitor.mistakes.graph import leaves_of
 from castwise.monitor.mistakes.mistake import Place, caller
 from castwise.monitor.mistakes.scaled_gradients import Window, is_one
 
@@ -23,29 +21,19 @@ class Unscaling(Finder):
         self._scaled: dict[int, torch.Tensor] = {}
         self._clipped: Place | None = None
         self._measured: Place | None = None
-        self._by_hand = False
 
-    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Open a window when the backward that starts here is over."""
-        if not (scaled.requires_grad and self.watch.is_looking) or is_one(scaler):
+    def backward_starts(self, leaves: list[torch.Tensor]) -> None:
+        """It adds to what is looked at."""
+        self._close()
+
+    def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
+        """Open a window."""
+        self._close()
+        if is_one(scaler):
             return
-        leaves = leaves_of(scaled)
-
-        def start(_: torch.Tensor) -> None:
-            self._close()
-            at_the_end_of_this_backward(end)
-
-        def end() -> None:
-            self._close()
-            with_gradients = [leaf for leaf in leaves if leaf.grad is not None]
-            self._scaled.update((id(leaf), leaf) for leaf in with_gradients)
-            self._window = Window(with_gradients)
-
-        scaled.register_hook(start)  # type: ignore[no-untyped-call]
-
-    def asked(self, scaler: Any) -> None:
-        """Gradients or their norms may be unscaled by hand with it."""
-        self._by_hand = True
+        with_gradients = [leaf for leaf in leaves if leaf.grad is not None]
+        self._scaled.update((id(leaf), leaf) for leaf in with_gradients)
+        self._window = Window(with_gradients, self.watch.guard)
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """From now on they are unscaled; what was done with them before comes to light."""
@@ -63,7 +51,7 @@ class Unscaling(Finder):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say so if an optimizer steps on scaled gradients by itself."""
         self._close()
-        if self.watch.is_stepping or self._by_hand or not self._scaled:
+        if self.watch.is_stepping or self.watch.is_by_hand or not self._scaled:
             return
         if any(id(param) in self._scaled and param.grad is not None for param in params_of(optimizer)):
             place = caller()
@@ -77,7 +65,7 @@ class Unscaling(Finder):
 
     def _say(self) -> None:
         clipped, measured, self._clipped, self._measured = self._clipped, self._measured, None, None
-        if self._by_hand:
+        if self.watch.is_by_hand:
             return
         if clipped is not None:
             self.watch.say(
@@ -110,7 +98,6 @@ class Unscaling(Finder):
     def ticked(self) -> None:
         """Begin anew."""
         self._close()
-        self._by_hand = False
         self._clipped = self._measured = None
         self._scaled.clear()
 

@@ -47,8 +47,11 @@ class Validation(Finder):
         self._regions.depth = getattr(self._regions, "depth", 1) - 1
 
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_dynamo_compiling() or is_jit_tracing():
-            return
+        if not (is_dynamo_compiling() or is_jit_tracing()):
+            with self.watch.guard:
+                self._look_at(model, args, kwargs)
+
+    def _look_at(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if device is None:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from castwise._torch_private import never_traced
+from castwise._torch_private import at_the_end_of_this_backward, never_traced
 from castwise.amp.observers import OBSERVERS, Observer
 from castwise.monitor.guard import Guard
 from castwise.monitor.mistakes.accumulation import Accumulation
 from castwise.monitor.mistakes.backwards import Backwards
 from castwise.monitor.mistakes.checkpoints import Checkpoints
 from castwise.monitor.mistakes.finder import Finder
+from castwise.monitor.mistakes.graph import leaves_of
 from castwise.monitor.mistakes.losses import Losses
 from castwise.monitor.mistakes.mistake import Mistake, Place
 from castwise.monitor.mistakes.regions import Regions
@@ -51,10 +52,11 @@ class Watch(Observer):
 
     def __init__(self) -> None:
         self._told: list[WeakMethod[Told]] = []
-        self._guard = Guard()
         self._forget()
 
     def _forget(self) -> None:
+        self.guard = Guard()
+        """Whatever a finder does in a hook of its own, it does under this."""
         self.found: list[Mistake] = []
         self.warns = True
         """Whether to warn of what is found."""
@@ -62,6 +64,8 @@ class Watch(Observer):
         """Whether an enabled scaler has scaled a loss."""
         self.is_stepping = False
         """Whether `step` of an enabled scaler is running."""
+        self.is_by_hand = False
+        """Whether the scale was asked for in this iteration: somebody may scale or unscale with it."""
         self._ticks = 0
         self._thread: int | None = None
         self._finders: list[Finder] = []
@@ -85,13 +89,15 @@ class Watch(Observer):
             told(mistake)
 
     def end_telling(self, told: Told) -> None:
-        """Tell somebody of no more; look for none if nobody is left."""
+        """Tell somebody of what is left to say, and of no more; look for none if nobody is left."""
         if told in [each() for each in self._told]:
+            self._each("ending")
             self._told = [each for each in self._told if each() not in (None, told)]
             self._end_if_nobody_is_left()
 
     def stop(self) -> None:
-        """Tell nobody of any more."""
+        """Say what is left to say, and tell nobody of any more."""
+        self._each("ending")
         self._told = []
         self._end_if_nobody_is_left()
 
@@ -159,22 +165,39 @@ class Watch(Observer):
         self._each("scaler_made", scaler, wanted=wanted)
 
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Tell the finders."""
+        """Tell the finders, and look out for the backward that begins here."""
+        if self._is_elsewhere():
+            return
         self.has_scaled = True
         self._each("scaled", scaler, loss, scaled)
+        if scaled.requires_grad and self.is_looking:
+            with self.guard:
+                self._look_out_for_backward(scaler, scaled)
+
+    def _look_out_for_backward(self, scaler: Any, scaled: torch.Tensor) -> None:
+        leaves = leaves_of(scaled)
+
+        def start(_: torch.Tensor) -> None:
+            with self.guard:
+                self._tell("backward_starts", leaves)
+                at_the_end_of_this_backward(lambda: self._tell("backward_ended", leaves, scaler))
+
+        scaled.register_hook(start)  # type: ignore[no-untyped-call]
 
     def asked(self, scaler: Any) -> None:
-        """Tell the finders."""
-        self._each("asked", scaler)
+        """Take note of it."""
+        self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders, unless it is the scaler that does so."""
-        if not self.is_stepping:
+        if not self.is_stepping and not self._is_elsewhere():
             self._meet(optimizer)
             self._each("unscaling", scaler, optimizer)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders."""
+        if self._is_elsewhere():
+            return
         self._meet(optimizer)
         self.is_stepping = scaler.is_enabled()
         if scaler not in self._scalers:
@@ -184,13 +207,15 @@ class Watch(Observer):
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders."""
-        self.is_stepping = False
-        self._each("stepped", scaler, optimizer)
+        if not self._is_elsewhere():
+            self.is_stepping = False
+            self._each("stepped", scaler, optimizer)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Tell the finders that an iteration ends."""
-        self._each("updating", scaler, is_set=is_set)
-        self._tick()
+        if not self._is_elsewhere():
+            self._each("updating", scaler, is_set=is_set)
+            self._tick()
 
     def saved(self, scaler: Any) -> None:
         """Tell the finders."""
@@ -210,12 +235,13 @@ class Watch(Observer):
 
     @never_traced
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._meet(optimizer)
-        self._each("optimizer_steps", optimizer)
+        if not self._is_elsewhere():
+            self._meet(optimizer)
+            self._each("optimizer_steps", optimizer)
 
     @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self.is_stepping:
+        if not self.is_stepping and not self._is_elsewhere():
             self._tick()
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,13 +253,22 @@ class Watch(Observer):
     def _tick(self) -> None:
         self._ticks += 1
         self._each("ticked")
+        self.is_by_hand = False
+
+    @never_traced
+    def _is_elsewhere(self) -> bool:
+        """Say whether this is a training in a thread of its own: what is looked at is the first one."""
+        return self._thread is not None and self._thread != get_ident()
+
+    def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
+        if not self._is_elsewhere():
+            self._tell(event, *args, **kwargs)
 
     @never_traced  # by Dynamo, which goes on after a break of its graph with whatever is called
-    def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
-        if self._thread is not None and self._thread != get_ident():
-            return  # a training in a thread of its own: what is looked at here is the first one
-        for finder in self._listening[event]:
-            with self._guard:
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Tell the finders, in whatever thread a backward runs."""
+        for finder in self._listening.get(event, ()):
+            with self.guard:
                 getattr(finder, event)(*args, **kwargs)
 
 
