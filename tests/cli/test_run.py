@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from castwise.cli import app
+from castwise.cli.script import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "castwise", "run"]
@@ -111,6 +112,7 @@ def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     assert len(folders) == 2
     assert folders[1] == folders[0] + "-rank1"
     assert (tmp_path / "report.html").is_file()
+    assert run.stderr.count("castwise: wrote") == 1
 
 
 TRAINING = """import torch
@@ -184,6 +186,27 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     assert "scaler.unscale_(optimizer)" in text
 
 
+def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "Linear").mkdir()
+    (tmp_path / "Linear" / "monitor.jsonl").write_text('{"kind": "end"}\n')
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    run = call([*RUN, "--out", str(tmp_path), str(script)])
+    assert run.stderr == "castwise: nothing was recorded: no optimizer of a module has stepped\n"
+
+
+def test_a_package_is_not_imported_before_castwise_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_script").mkdir()
+    (tmp_path / "of_a_script" / "__init__.py").touch()
+    (tmp_path / "of_a_script" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    Script("of_a_script.train", [], is_module=True)
+    assert "of_a_script" not in sys.modules
+
+
 def test_where_warnings_are_errors_the_script_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     wrong = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
@@ -214,7 +237,7 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["missing.py"], "cannot read missing.py: No such file or directory"),
-        (["-m", "missing.module"], "there is no module 'missing.module'"),
+        (["-m", "missing.module"], "there is no module 'missing'"),
         (["broken.py"], "broken.py is no Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
         (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),

@@ -16,14 +16,15 @@ from pathlib import Path
 from types import TracebackType
 
 import castwise
+import castwise.installation
 from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
 from castwise.cli.errors import UserError
 from castwise.monitor.mistakes.mistake import Mistake
 from castwise.monitor.mistakes.watch import WATCH
+from castwise.monitor.ranks import rank_now
 from castwise.monitor.sinks import FILE_NAME
 
-_INTERRUPTED: list[bool] = []
 _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
 
 # Waits until the process that has started it is no more, and writes the report if that has not been able to: it is
@@ -52,6 +53,7 @@ class Script:
 
     def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
         self.name, self.arguments, self.is_module = name, arguments, is_module
+        self._is_interrupted = False
         if is_module:
             sys.path[0] = os.getcwd()
             _check_module(name)
@@ -74,7 +76,7 @@ class Script:
         WATCH.warns = False  # scripts filter warnings
         WATCH.begin_telling(self._say)
         aftermath = _start_aftermath(out)
-        atexit.register(_finish, out, os.getpid(), aftermath)  # before any of the script's, so it comes after them
+        atexit.register(self._finish, out, os.getpid(), aftermath)  # before any of the script's, so it comes after them
         sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer has set its own
         try:
@@ -84,7 +86,7 @@ class Script:
             raise
 
     def _say(self, mistake: Mistake) -> None:
-        if os.environ.get("RANK", "0") == "0":  # all ranks run the same script
+        if rank_now() == 0:  # all ranks run the same script
             print(f"castwise: {mistake}", file=sys.stderr)
 
     def _execute(self) -> None:
@@ -101,17 +103,44 @@ class Script:
         try:
             exec(self._code, main.__dict__)
         except KeyboardInterrupt:
-            _INTERRUPTED.append(True)
+            self._is_interrupted = True
             raise
+
+    def _finish(self, out: Path, pid: int, aftermath: subprocess.Popen[str] | None) -> None:
+        """Write the report, and say what there is to say."""
+        if os.getpid() != pid:
+            return  # of a worker that was forked
+        was_recording = castwise.installation.is_recording()
+        report = castwise.uninstall()
+        WATCH.stop()
+        if aftermath is not None:
+            with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+                aftermath.communicate("done", timeout=10)
+        if rank_now() == 0:
+            ending = (
+                f"recorded in {out}" if was_recording else "nothing was recorded: no optimizer of a module has stepped"
+            )
+            ending = ending if report is None else f"wrote {report}"
+            if WATCH.found:
+                ending += f"; mistakes of the script: {len(WATCH.found)}"
+            print(f"castwise: {ending}", file=sys.stderr)
+        if self._is_interrupted and sys.platform != "win32":
+            # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(pid, signal.SIGINT)
 
 
 def _check_module(name: str) -> None:
+    """Raise UserError if there is no such module; to look inside a package would run it, too early."""
+    package = name.partition(".")[0]
     try:
-        found = find_spec(name)
+        found = find_spec(package)
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UserError(f"there is no module {name!r}")
+        raise UserError(f"there is no module {package!r}")
 
 
 def _hide_own_frames() -> None:
@@ -158,26 +187,3 @@ def _start_aftermath(out: Path) -> subprocess.Popen[str] | None:
     if pipe is not None and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=pipe.close)  # a worker that lives on would keep it waiting
     return process
-
-
-def _finish(out: Path, pid: int, aftermath: subprocess.Popen[str] | None) -> None:
-    """Write the report, and say what there is to say."""
-    if os.getpid() != pid:
-        return  # of a worker that was forked
-    report = castwise.uninstall()
-    WATCH.stop()
-    if aftermath is not None:
-        with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-            aftermath.communicate("done", timeout=10)
-    records = sorted(out.glob(f"*/{FILE_NAME}"))
-    ending = f"recorded in {out}" if records else "nothing was recorded: no optimizer of a module has stepped"
-    ending = ending if report is None else f"wrote {report}"
-    if WATCH.found:
-        ending += f"; mistakes of the script: {len(WATCH.found)}"
-    print(f"castwise: {ending}", file=sys.stderr)
-    if _INTERRUPTED and sys.platform != "win32":
-        # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(pid, signal.SIGINT)

@@ -92,6 +92,12 @@ def uninstall() -> Path | None:
     return account.end()
 
 
+def is_recording() -> bool:
+    """Say whether castwise is installed, and a model is being recorded in a folder."""
+    with _LOCK:
+        return any(account.has_recorded for _, account in _INSTALLED)
+
+
 @contextmanager
 def installed(
     out: str | os.PathLike[str] | None = None,

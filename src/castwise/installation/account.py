@@ -22,7 +22,7 @@ from castwise.monitor.guard import Guard
 from castwise.monitor.mistakes.mistake import Mistake
 from castwise.monitor.mistakes.watch import WATCH
 from castwise.monitor.monitor import Monitor, check_every
-from castwise.monitor.ranks import Ranks
+from castwise.monitor.ranks import Ranks, rank_now
 from castwise.monitor.sinks import FILE_NAME, JSONL
 
 REPORT = "report.html"
@@ -54,7 +54,7 @@ class Account(Observer):
         self._rank: int | None = None
 
     def begin(self) -> None:
-        """Look for mistakes and, if there is a folder, for models, from now on."""
+        """Look for mistakes and for models from now on; models are recorded if there is a folder."""
         WATCH.begin_telling(self._told)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -69,7 +69,12 @@ class Account(Observer):
             with self._guard:
                 monitor.detach()
         WATCH.end_telling(self._told)
-        return None if self.out is None or self._rank_now() else write_report_of(self.out)
+        return write_report_of(self.out) if self.out is not None and self.has_recorded and not self._rank else None
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a model was met."""
+        return bool(self._names)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -114,7 +119,7 @@ class Account(Observer):
 
     def _sink(self, model: nn.Module) -> JSONL:
         if self._rank is None:
-            self._rank = self._rank_now()
+            self._rank = rank_now()
             _remove_records(self.out, self._rank)
         inner = getattr(model, "_orig_mod", getattr(model, "module", model))
         parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
@@ -124,12 +129,6 @@ class Account(Observer):
         folder = name + (f"-{count}" if count > 1 else "") + (f"-rank{self._rank}" if self._rank else "")
         assert self.out is not None
         return JSONL(self.out / folder / FILE_NAME)
-
-    def _rank_now(self) -> int:
-        if self._rank is not None:
-            return self._rank
-        dist = torch.distributed
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class _Alone(Monitor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,14 @@ _T = TypeVar("_T")
 
 # What one rank knows for certain outweighs what others have to suppose.
 _BY_WEIGHT = (Cause.NONFINITE_WEIGHTS, Cause.NONFINITE_LOSS, Cause.OVERFLOW, Cause.UNKNOWN, Cause.ANOTHER_RANK)
+
+
+def rank_now() -> int:
+    """Return the number of this process among those that train together; before they have met, that of `torchrun`."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    said = os.environ.get("RANK", "")
+    return int(said) if said.isdecimal() else 0
 
 
 class Ranks:
