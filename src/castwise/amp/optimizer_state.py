@@ -135,7 +135,8 @@ def no_momentum_of_a_skipped_step(optimizer: torch.optim.Optimizer, found_inf: t
 
     torch 2.13 takes what happens to be in that memory for the momentum of the next step.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    is_on_host = found_inf.device.type == "cpu"
+    if not isinstance(optimizer, torch.optim.SGD) or (is_on_host and not found_inf.item()):
         yield
         return
     params = [param for param in params_of(optimizer) if "momentum_buffer" not in optimizer.state.get(param, {})]
@@ -144,7 +145,7 @@ def no_momentum_of_a_skipped_step(optimizer: torch.optim.Optimizer, found_inf: t
         made = optimizer.state.get(param, {}).get("momentum_buffer")
         if made is None:
             continue
-        if found_inf.device.type != "cpu":
-            made.masked_fill_(found_inf.to(made.device, non_blocking=True) != 0, 0.0)
-        elif found_inf.item():
+        if is_on_host:
             del optimizer.state[param]["momentum_buffer"]
+        else:
+            made.masked_fill_(found_inf.to(made.device, non_blocking=True) != 0, 0.0)
