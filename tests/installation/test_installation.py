@@ -267,6 +267,16 @@ def test_a_policy_is_in_force_in_all_regions_under_names_that_begin_with_the_mod
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_policys_output_is_said_to_have_no_effect_on_several_models() -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    castwise.install(policy=castwise.Policy(compute="bfloat16", output="float32"))
+    try:
+        with pytest.warns(UserWarning, match="output has no effect: there are several models"), torch.autocast("cpu"):
+            models[0](torch.ones(1, 2))
+    finally:
+        castwise.uninstall()
+
+
 def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
     with castwise.installed(schedule=castwise.schedules.Static(8.0)):
         made = [torch.amp.GradScaler("cpu", init_scale=4.0), torch.GradScaler("cpu", 2.0, growth_interval=7)]

@@ -69,7 +69,13 @@ class Account(Observer):
             with self._guard:
                 monitor.detach()
         WATCH.end_telling(self._told)
-        return write_report_of(self.out) if self.out is not None and self.has_recorded and not self._rank else None
+        return self._write_report() if self.has_recorded and not self._rank else None
+
+    def _write_report(self) -> Path | None:
+        from castwise.monitor.report import write_report_or_warn
+
+        assert self.out is not None
+        return write_report_or_warn(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
 
     @property
     def has_recorded(self) -> bool:
@@ -136,21 +142,6 @@ class _Alone(Monitor):
 
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
-
-
-def write_report_of(out: Path) -> Path | None:
-    """Write the report of what was recorded in a folder; return where, None if nothing was or if it cannot be."""
-    from castwise.monitor.report import write_report
-    from castwise.monitor.run import Run
-
-    files = sorted(out.glob(f"*/{FILE_NAME}"))
-    if not files:
-        return None
-    try:
-        return write_report([Run.read(file) for file in files], out / REPORT)
-    except (ImportError, OSError, ValueError) as error:
-        warn(f"no report is written: {error}", UserWarning, 2)
-        return None
 
 
 def _optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
 from castwise.amp.weight_cache import WeightCache
-from castwise.installation.models import model_with
+from castwise.installation.models import Models, model_with
 
 
 class Settings:
@@ -72,6 +72,12 @@ class Settings:
         self._is_bound = True
         self._model = model_with()
         if self._model is not None and self.policy is not None:
+            if isinstance(self._model, Models) and self.policy.output is not None:
+                warn(
+                    "the policy's output has no effect: there are several models, and none is the outermost",
+                    UserWarning,
+                    3,
+                )
             self._bound = self.policy.bind(self._model)
         if self._model is not None and self.weight_cache:
             self._cache = WeightCache(self._model)

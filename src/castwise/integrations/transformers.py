@@ -13,11 +13,10 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal
 
-from castwise._warnings import warn
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations.accelerate import unwrapped
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.report import write_report
+from castwise.monitor.report import write_report_or_warn
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -109,9 +108,5 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
 def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:
     monitor.__exit__(None if error is None else type(error), error, None)
-    if folder is None:
-        return
-    try:
-        write_report([folder], folder / _PAGE)
-    except (ImportError, OSError, ValueError) as problem:  # a training does not fail for its report
-        warn(f"there is no report of {folder}, only the record: {problem}", RuntimeWarning, 2)
+    if folder is not None:
+        write_report_or_warn([folder], folder / _PAGE)

@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from castwise._warnings import warn
 from castwise.monitor.figures import Figure, align
 from castwise.monitor.figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.monitor.figures.maps import KINDS, MEASURES, heat_map
@@ -174,6 +175,15 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     aside.write_text(_page(environment, plotly_js, views), encoding="utf-8", errors="backslashreplace")
     aside.replace(target)
     return target
+
+
+def write_report_or_warn(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path | None:
+    """`write_report` at the end of a training, which does not fail for its report: None and a RuntimeWarning then."""
+    try:
+        return write_report(runs, path)
+    except (ImportError, OSError, ValueError) as error:
+        warn(f"there is no report in {Path(path).parent}, only the record: {error}", RuntimeWarning, 2)
+        return None
 
 
 def _worst_of(ranked: Sequence[WorstModule], ranges: Mapping[str, Ranges]) -> list[str]:

@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from castwise._warnings import warn
 from castwise.integrations._lightning.scaling import Scaling
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.report import write_report
+from castwise.monitor.report import write_report_or_warn
 
 _PAGE = "report.html"
 
@@ -51,10 +50,4 @@ class Report:
             trainer.precision_plugin.update_if_due()
         monitor.__exit__(None if error is None else type(error), error, None)
         if trainer.is_global_zero:
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            write_report([self.folder], self.folder / _PAGE)
-        except (ImportError, OSError, ValueError) as error:  # a training does not fail for its report
-            warn(f"there is no report of {self.folder}, only the record: {error}", RuntimeWarning, 2)
+            write_report_or_warn([self.folder], self.folder / _PAGE)
