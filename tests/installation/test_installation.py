@@ -277,6 +277,15 @@ def test_a_policys_output_is_said_to_have_no_effect_on_several_models() -> None:
         castwise.uninstall()
 
 
+def test_a_warning_of_a_learning_rate_schedule_is_given_at_the_line_that_calls_it() -> None:
+    with castwise.installed():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with pytest.warns(UserWarning, match="lr_scheduler.step\\(\\)` before `optimizer.step") as told:
+            scheduler.step()
+    assert {each.filename for each in told} == {__file__}
+
+
 def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
     with castwise.installed(schedule=castwise.schedules.Static(8.0)):
         made = [torch.amp.GradScaler("cpu", init_scale=4.0), torch.GradScaler("cpu", 2.0, growth_interval=7)]

@@ -164,7 +164,7 @@ def test_a_whole_checkpoint(training: Training, save: Callable[[Any], object], s
         training.optimizer.state_dict()
         if not scaler_first:
             save(training.scaler)
-    WATCH._each("stop")
+    WATCH._each("ending")
     assert WATCH.found == []
 
 
@@ -259,7 +259,17 @@ def test_an_optimizers_state_that_is_looked_at(training: Training) -> None:
         training.backward()
         training.finish()
         copy.deepcopy(training.optimizer.state_dict())
-    WATCH._each("stop")
+    WATCH._each("ending")
+    assert WATCH.found == []
+
+
+@pytest.mark.parametrize("how", [torch.jit.trace, torch.export.export])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_is_exported_after_its_training(how: Callable[..., Any], training: Training) -> None:
+    with castwise.Monitor(training.model, training.optimizer, training.scaler):
+        training.backward()
+        training.finish()
+        how(training.model.eval(), (torch.randn(4, 8),))
     assert WATCH.found == []
 
 
