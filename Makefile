@@ -28,9 +28,10 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/monitor_cost.py
 	$(BIN)/python -m pip install --quiet 'transformers>=4.40' && $(BIN)/python benchmarks/fault_finding.py
 
+# Without --no-compile pip compiles 30 s of modules that are never imported.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
