@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-import castwise  # noqa: E402
+import castwise
 
 project = "castwise"
 author = "castwise contributors"
