@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 
-import recording
 import torch
+
+import recording
 
 CAPPED = ("", "AVX512_CORE", "AVX2")
 

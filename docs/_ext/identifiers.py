@@ -38,18 +38,12 @@ TORCHS = [
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return what a module offers: its `__all__`, or else what it has made itself; no private names, no modules."""
-    package = module.__name__.partition(".")[0]
-    names = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
-    ]
-    return sorted(
-        name
-        for name in names
-        if not name.startswith("_")
-        and not isinstance(value := getattr(module, name), ModuleType)
-        and (package != "torch" or callable(value))
-    )
+    """Return what a module offers: its `__all__`; of one without, and of torch's, what it and its like have made."""
+    names = set(getattr(module, "__all__", ()))
+    if not names or module.__name__.startswith("torch."):
+        made_by = re.compile(rf"{re.escape(module.__name__)}$|torch\..*\b(amp|sharded_grad_scaler)\b")
+        names |= {name for name, value in vars(module).items() if made_by.match(str(getattr(value, "__module__", "")))}
+    return sorted(name for name in names if not name.startswith("_") and not inspect.ismodule(getattr(module, name)))
 
 
 def members(found: Any) -> list[str]:
