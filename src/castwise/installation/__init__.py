@@ -35,7 +35,7 @@ def install(
     already. What exists of torch's classes by now - objects, subclasses - stays as it is, and is named in a warning.
     It loads torch's compiler, which the first optimizer would load anyway, and FSDP.
 
-    Mistakes are told as warnings, each once, with file and line: see `docs/run.md` for what is found.
+    Mistakes are told as warnings, each once, with file and line: see `docs/integrations/run.md` for what is found.
 
     Args:
         out: A folder. Each model that an optimizer trains gets a `Monitor` after its first step, which writes a folder
@@ -107,7 +107,14 @@ def installed(
     schedule: Schedule | None = None,
     weight_cache: bool = False,
 ) -> Iterator[None]:
-    """`install` at the beginning of a block, and `uninstall` at its end, also after an error; arguments as there.
+    """`install` at the beginning of a block, and `uninstall` at its end, also after an error.
+
+    Args:
+        out: As for `install`.
+        every: As for `install`.
+        policy: As for `install`.
+        schedule: As for `install`.
+        weight_cache: As for `install`.
 
     Example:
         >>> import castwise, torch
