@@ -34,5 +34,5 @@ bench: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .nox build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.monitor import recorded
 
 from castwise.monitor.run import Run
 from castwise.monitor.sinks import JSONL
@@ -30,9 +31,14 @@ def test_a_run_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
         {"kind": "step", "step": n, "skipped": False, "loss": loss}
         for n, loss in ((1, 0.5), (2, math.inf), (3, -math.inf))
     ]
-    sample = {"kind": "sample", "step": 1, "scale": 1.0, "modules": {"nan": {"headroom_bits": -math.inf}}}
+    sample = {
+        "kind": "sample",
+        "step": 1,
+        "scale": 1.0,
+        "modules": {"nan": recorded.stats(-10.0, 1.0, nonfinite=math.inf)},
+    }
     texts = dict.fromkeys(("cause", "phase", "op", "text", "advice"), "")
-    diagnosis = {"kind": "diagnosis", "step": 2, "module": "inf_layer", **texts}
+    diagnosis = {"kind": "diagnosis", "step": 2, **texts, "module": "inf"}
     write(tmp_path, HEADER, *steps, sample, diagnosis, {"kind": "end", "step": 3})
     for path in (tmp_path, tmp_path / "monitor.jsonl", str(tmp_path)):
         run = Run.read(path)
