@@ -38,5 +38,5 @@ bench: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .nox build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -85,10 +85,14 @@ def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "[1.0]", "[-1.0, true, null]", '["a", true, null]', "no json", "[1, true, [2]]"]
+    "line",
+    [
+        *("{}", "[1.0]", "[-1.0, true, null]", '["a", true, null]', "no json", "[1, true, [2]]", "\xff", "[" * 9000),
+        *("[1, 2, null]", '[1, true, {"1": 1e999}]', '[1, true, {"1": -1}]', '[1, true, {"1024": 1}]'),
+    ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text(f"[1.0, true, null]\n{line}\n")
+    file.write_bytes(f"[1.0, true, null]\n{line}\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"trace.jsonl, line 2 is no step of a trace"):
         read_trace(file)

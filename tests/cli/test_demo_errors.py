@@ -183,7 +183,15 @@ def test_a_name_that_no_file_can_have(refusal: Refusal) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("threads", 0), ("threads", 10**6), ("threads", "x"), ("data", 5), ("device", None), ("emulated", ["fp99"])],
+    [
+        ("threads", 0),
+        ("threads", 10**6),
+        ("threads", "x"),
+        ("data", 5),
+        ("device", None),
+        ("emulated", ["fp99"]),
+        ("emulated", [[]]),
+    ],
 )
 def test_resuming_a_run_whose_settings_were_changed_by_hand(
     refusal: Refusal, demo: Demo, name: str, value: object

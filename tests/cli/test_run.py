@@ -237,6 +237,8 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["missing.py"], "cannot read missing.py: No such file or directory"),
+        (["n" * 300], "n: File name too long"),
+        (["--out", "n" * 300, "broken.py"], "n: File name too long"),
         (["-m", "missing.module"], "there is no module 'missing'"),
         (["broken.py"], "broken.py is no Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),

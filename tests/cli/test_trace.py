@@ -65,6 +65,9 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
     ("options", "text"),
     [
         (["--model", "torch"], "--model must be MODULE:FACTORY, got 'torch'"),
+        (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..:f'"),
+        (["--model", "torch.nn:Linear"], "torch.nn:Linear must be callable without arguments: missing a required"),
+        (["--model", "traced_by_test:model", "--input", "99999999x99999999"], "--input '99999999x99999999': "),
         (["--model", "nowhere:f"], "there is no module 'nowhere'"),
         (["--model", "traced_by_test:bot"], "'traced_by_test' has no function 'bot'; did you mean 'both'?"),
         (["--model", "traced_by_test:wrong"], "traced_by_test:wrong returned int, not a torch.nn.Module"),

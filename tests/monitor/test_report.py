@@ -101,13 +101,15 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
         tmp_path / "<b>run<script>",
         *records,
         *(sample(i, 2.0**14, {EVIL: -16.0}, {EVIL: 15.0}) for i in range(1, 5)),
+        {"kind": "mistake", "line": 1, **dict.fromkeys(("name", "text", "corrected", "file", "source"), EVIL)},
+        {"kind": "diagnosis", "step": 3, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), EVIL)},
         **{EVIL: EVIL},
     )
     page = page_of(tmp_path, run)
     tags = [tag for tag, _ in page.tags]
     assert tags.count("script") == 3
     assert "img" not in tags
-    assert page.text.count(EVIL) >= 5
+    assert page.text.count(EVIL) >= 14
     assert page.figures["flush-1"]["choices"]["outputs/e4m3"]["labels"] == [
         EVIL.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     ]

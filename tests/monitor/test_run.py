@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.monitor import recorded
 
 from castwise.monitor.run import Run
 from castwise.monitor.sinks import JSONL
@@ -30,9 +32,14 @@ def test_a_run_comes_back_as_it_was_recorded(tmp_path: Path) -> None:
         {"kind": "step", "step": n, "skipped": False, "loss": loss}
         for n, loss in ((1, 0.5), (2, math.inf), (3, -math.inf))
     ]
-    sample = {"kind": "sample", "step": 1, "scale": 1.0, "modules": {"nan": {"headroom_bits": -math.inf}}}
+    sample = {
+        "kind": "sample",
+        "step": 1,
+        "scale": 1.0,
+        "modules": {"nan": recorded.stats(-10.0, 1.0, nonfinite=math.inf)},
+    }
     texts = dict.fromkeys(("cause", "phase", "op", "text", "advice"), "")
-    diagnosis = {"kind": "diagnosis", "step": 2, "module": "inf_layer", **texts}
+    diagnosis = {"kind": "diagnosis", "step": 2, **texts, "module": "inf"}
     write(tmp_path, HEADER, *steps, sample, diagnosis, {"kind": "end", "step": 3})
     for path in (tmp_path, tmp_path / "monitor.jsonl", str(tmp_path)):
         run = Run.read(path)
@@ -65,6 +72,52 @@ def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
     assert [(step["step"], step["try"]) for step in run.steps] == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert numbers(run.samples) == [1, 2]
     assert not run.ended
+
+
+STATS = recorded.stats(-10.0, 1.0)
+WRONG = [
+    ({"kind": "step", "step": "1", "skipped": False}, "a step: step must be an integer from 0 on, got '1'"),
+    ({"kind": "step", "step": 1, "skipped": 0}, "a step: skipped must be true or false, got 0"),
+    ({"kind": "step", "step": 1, "skipped": True, "cause": {}}, "a step: cause must be a string, got {}"),
+    ({"kind": "step", "step": 1, "skipped": True, "parameters": "a"}, "a step: parameters must be a list, got 'a'"),
+    (
+        {"kind": "step", "step": 1, "skipped": True, "parameters": [[]]},
+        "a step: parameters: 0 must be a string, got []",
+    ),
+    ({"kind": "step", "step": 1, "skipped": True, "loss": True}, "a step: loss must be a number, or 'nan', "),
+    ({"kind": "step", "step": 1, "skipped": True, "loss": 10**400}, "a step: loss must be a number, or 'nan', "),
+    ({"kind": "sample", "step": 1, "scale": 0.0}, "a sample: scale must be a finite number > 0, got 0.0"),
+    ({"kind": "sample", "step": 1, "scale": 1, "modules": []}, "a sample: modules must be an object, got []"),
+    (
+        {"kind": "sample", "step": 1, "scale": 1, "modules": {"a": {**STATS, "numel": -1}}},
+        "a sample: modules: a: numel must be an integer from 0 on, got -1",
+    ),
+    (
+        {
+            "kind": "sample",
+            "step": 1,
+            "scale": 1,
+            "modules": {"a": {**STATS, "exponents": {"lowest": 1000, "counts": [0] * 99}}},
+        },
+        "a sample: modules: a: exponents must be no higher than 1023, got 1098",
+    ),
+    ({**HEADER, "format": "1"}, "a run: format must be an integer from 1 on, got '1'"),
+    ({**HEADER, "time": 1e20}, "a run: time must be seconds since 1970, less than 17179869184, got 1e+20"),
+    ({"kind": "step", "step": 1, "skipped": "x" * 99}, f"a step: skipped must be true or false, got '{'x' * 59}..."),
+]
+
+
+@pytest.mark.parametrize(("record", "told"), WRONG)
+def test_what_a_record_holds_is_checked(record: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{json.dumps(record)}\n{json.dumps(HEADER)}\n")
+    with pytest.raises(ValueError, match=re.escape(f"monitor.jsonl, line 2 is no record of a monitor: {told}")):
+        Run.read(tmp_path)
+
+
+def test_what_a_later_castwise_records_besides_is_left_as_it_is(tmp_path: Path) -> None:
+    later = [{"kind": "weather", "of": ["nan"]}, {"kind": "step", "step": 1, "skipped": False, "new": "nan"}]
+    write(tmp_path, HEADER, *later)
+    assert Run.read(tmp_path).steps == later[1:]
 
 
 @pytest.mark.parametrize(

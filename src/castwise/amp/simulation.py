@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from castwise.amp.checks import at_least, check_scale
+from castwise.amp.checks import at_least, check_scale, count, integer
 from castwise.amp.schedules import Met, Schedule, on_device
 
 _FP16 = torch.finfo(torch.float16)
@@ -28,8 +28,8 @@ class GradientRange:
         loss_is_finite: Whether the loss was; if not, no scale could have saved the step.
 
     Raises:
-        TypeError: `largest` is not a number.
-        ValueError: `largest` is not a finite number >= 0.
+        TypeError: `largest` is not a number, or an exponent not an integer.
+        ValueError: `largest` is not a finite number >= 0, or an exponent is not one of fp64, in [-1074, 1023].
     """
 
     largest: float
@@ -38,6 +38,9 @@ class GradientRange:
 
     def __post_init__(self) -> None:
         at_least("largest", self.largest, 0.0)
+        for exponent in self.exponents or ():
+            if not -1074 <= integer("an exponent", exponent) <= 1023:
+                raise ValueError(f"an exponent must be in [-1074, 1023], got {exponent!r}")
 
 
 def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
@@ -65,14 +68,23 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
         ValueError: It holds something else.
     """
     trace = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
-            largest, loss_is_finite, exponents = json.loads(line)
-            counts = None if exponents is None else {int(e): int(count) for e, count in exponents.items()}
-            trace.append(GradientRange(largest, counts, bool(loss_is_finite)))
-        except (ValueError, TypeError, AttributeError) as error:
+            trace.append(_step(*json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no step of a trace: {error}") from None
     return trace
+
+
+def _step(largest: object, loss_is_finite: object, exponents: object) -> GradientRange:
+    if not isinstance(loss_is_finite, bool):
+        raise TypeError(f"loss_is_finite must be true or false, got {loss_is_finite!r}")
+    if exponents is None:
+        return GradientRange(at_least("largest", largest, 0.0), None, loss_is_finite)
+    if not isinstance(exponents, dict):
+        raise TypeError(f"exponents must be an object or null, got {exponents!r}")
+    counts = {int(exponent): count("a count of exponents", n, 0, bits=63) for exponent, n in exponents.items()}
+    return GradientRange(at_least("largest", largest, 0.0), counts, loss_is_finite)
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,9 @@ def simulate(
             wasted += overflows
         elif step.exponents is not None:
             seen += sum(step.exponents.values())
-            flushed += sum(count for e, count in step.exponents.items() if now * 2.0 ** (e + 1) <= flushed_below)
+            flushed += sum(
+                count for e, count in step.exponents.items() if now * 2.0 ** min(e + 1, 1023) <= flushed_below
+            )
         found_inf = torch.tensor(float(is_skipped), device="cpu")
         loss = torch.tensor(float(not step.loss_is_finite), device="cpu")
         schedule.advance_(scale, trackers, Met(found_inf, loss, torch.tensor(step.largest, device="cpu")))

@@ -18,7 +18,7 @@ from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
 from castwise.cli.trace import trace as trace_command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(demo_command.demo)
 app.command()(doctor_command)
 app.command()(report_command)

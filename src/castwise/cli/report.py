@@ -57,12 +57,15 @@ def report(
 
 def _records_in(path: Path) -> list[Path]:
     """The record of a run, or those of the runs in a folder, such as that of a demo."""
-    if not path.exists():
-        raise UserError(f"there is no {path}")
-    if not path.is_dir():
-        return [path]
-    own = path / FILE_NAME
-    found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
+    try:
+        if not path.exists():
+            raise UserError(f"there is no {path}")
+        if not path.is_dir():
+            return [path]
+        own = path / FILE_NAME
+        found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
+    except OSError as error:  # a name that is too long
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if not found:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
     return found

@@ -48,10 +48,17 @@ def run(
     try:
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
-        if out.exists() and not out.is_dir():
-            raise UserError(f"--out must be a folder, and {out} is a file")
+        _check_folder(out)
         program = Script(script, arguments or [], is_module=module)
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
     chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache))
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out must be a folder, and {out} is a file")
+    except OSError as error:  # a name that is too long
+        raise UserError(f"--out {out}: {error.strerror}") from None

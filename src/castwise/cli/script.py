@@ -59,10 +59,10 @@ class Script:
             _check_module(name)
             return
         path = Path(name)
-        if path.is_dir() and (path / "__main__.py").is_file():
-            path = path / "__main__.py"
-        self._path = path.absolute()  # as in tracebacks without castwise
         try:
+            if path.is_dir() and (path / "__main__.py").is_file():
+                path = path / "__main__.py"
+            self._path = path.absolute()  # as in tracebacks without castwise
             self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -137,7 +137,7 @@ def _check_module(name: str) -> None:
     package = name.partition(".")[0]
     try:
         found = find_spec(package)
-    except (ImportError, ValueError):
+    except (ImportError, ValueError, OSError):
         found = None
     if found is None:
         raise UserError(f"there is no module {package!r}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -78,11 +80,15 @@ def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, tuple[Any
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
             raise  # it is there, but misses something
         raise UserError(f"there is no module {place!r}") from None
+    except TypeError:
+        if not place.startswith("."):
+            raise
+        raise UserError(f"--model must begin with the name of a module, not with a dot, got {spelled!r}") from None
     factory = getattr(module, name, None)
     if not callable(factory):
         near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
         raise UserError(f"{place!r} has no function {name!r}{near}")
-    made = factory()
+    made = _call(factory, spelled)
     net, *given = made if isinstance(made, tuple) else (made,)
     if not isinstance(net, nn.Module):
         raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
@@ -91,6 +97,18 @@ def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, tuple[Any
     elif not given:
         raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
     return net, tuple(given)
+
+
+def _call(factory: Callable[..., Any], spelled: str) -> Any:
+    try:
+        needed = inspect.signature(factory).bind
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return factory()
+    try:
+        needed()
+    except TypeError as error:
+        raise UserError(f"{spelled} must be callable without arguments: {error}") from None
+    return factory()
 
 
 def _input(spelled: str) -> torch.Tensor:
@@ -104,7 +122,10 @@ def _input(spelled: str) -> torch.Tensor:
     dtype = getattr(torch, dtype_name or "float32", None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"--input: {dtype_name!r} is not a dtype of torch")
-    return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
+    try:
+        return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
+    except (RuntimeError, TypeError) as error:  # too much memory, or a dtype that tensors are not made of
+        raise UserError(f"--input {spelled!r}: {str(error).splitlines()[0]}") from None
 
 
 def _policy(spelled: str, net: nn.Module) -> BoundPolicy:

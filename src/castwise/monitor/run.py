@@ -6,27 +6,19 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from castwise.amp.simulation import GradientRange
 from castwise.monitor.formats import FP16
+from castwise.monitor.record_shape import checked
 from castwise.monitor.sinks import file_in
 
 Record = dict[str, Any]
 
 FORMAT = 1
-_NOT_FINITE = {"nan", "inf", "-inf"}
-# What has to be in a record of each kind: what is read of it without asking.
-_KEYS = {
-    "run": ("format", "settings"),
-    "step": ("step", "skipped"),
-    "sample": ("step", "scale"),
-    "diagnosis": ("step", "cause", "phase", "module", "op", "text", "advice"),
-    "mistake": ("name", "text", "corrected", "file", "line", "source"),
-}
 
 
 @dataclass
@@ -65,8 +57,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is no record, or lacks what one of its kind has, or the file has a format
-                of a later castwise.
+            ValueError: A line before the last is no record, or lacks or holds what one of its kind does not, or the
+                file has a format of a later castwise.
         """
         run = cls(file_in(path))
         for record in _records(run.path):
@@ -106,7 +98,8 @@ class Run:
 
     def _forget_from(self, step: int) -> None:
         for records in (self.steps, self.samples, self.diagnoses):
-            records[:] = [record for record in records if record["step"] < step]
+            while records and records[-1]["step"] >= step:
+                records.pop()
 
 
 def _range_of(sample: Record, loss: float | None) -> GradientRange:
@@ -126,24 +119,9 @@ def _records(path: Path) -> Iterator[Record]:
     *lines, unfinished = path.read_bytes().split(b"\n")
     for number, line in enumerate([*lines, unfinished] if unfinished else lines, start=1):
         try:
-            record = json.loads(line)
-            _check(record)
-        except ValueError as error:
+            record = checked(json.loads(line))
+        except (ValueError, RecursionError) as error:
             if line is unfinished:
                 return
             raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
-        yield _with_numbers(record)
-
-
-def _check(record: object) -> None:
-    if not isinstance(record, dict) or "kind" not in record:
-        raise ValueError("it has no kind")
-    missing = [key for key in _KEYS.get(str(record["kind"]), ()) if key not in record]
-    if missing:
-        raise ValueError(f"a {record['kind']} without {' and '.join(missing)}")
-
-
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_numbers(each) for key, each in value.items()}
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+        yield record

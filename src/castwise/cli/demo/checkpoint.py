@@ -55,13 +55,30 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint, all tensors on the CPU; a missing file is a run stopped before its first.
 
     Raises:
-        UserError: The file is truncated, damaged, or was written by something else.
+        UserError: The file is truncated, damaged, or was written by something else or another version.
     """
     if not path.exists():
         return Checkpoint([], None, 0)
+    refused = UserError(f"{path} is damaged or no checkpoint of castwise demo: delete it to start this run over")
     if not _is_sealed(path):
-        raise UserError(f"{path} is damaged or no checkpoint of castwise demo: delete it to start this run over")
-    return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+        raise refused
+    try:
+        read = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # the seal is right, but anybody can make one, and torch raises what it likes
+        raise refused from error
+    if not _are_fields(read):
+        raise refused
+    return read
+
+
+def _are_fields(read: Checkpoint) -> bool:
+    return (
+        isinstance(read.results, list)
+        and all(isinstance(each, dict) for each in read.results)
+        and (read.trainer is None or isinstance(read.trainer, dict))
+        and type(read.metrics_bytes) is int
+        and read.metrics_bytes >= 0
+    )
 
 
 def _is_sealed(path: Path) -> bool:

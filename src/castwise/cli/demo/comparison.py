@@ -13,7 +13,7 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -58,7 +58,7 @@ class _Comparison:
         loaded = checkpoint.load(folder / CHECKPOINT)
         self._metrics: MetricsFile | None = None  # of the rank that writes
         ranks.first(lambda: self._open_metrics(loaded.metrics_bytes))
-        self._results = [Result(**record) for record in loaded.results]
+        self._results = _results(loaded, settings, folder / CHECKPOINT)
         self._unfinished = loaded.trainer
 
     def _open_metrics(self, n_bytes: int) -> None:
@@ -115,6 +115,21 @@ class _Comparison:
             return
         results = [asdict(result) for result in self._results]
         checkpoint.save(self._folder / CHECKPOINT, Checkpoint(results, trainer, self._metrics.sync()))
+
+
+def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]:
+    """The trainings that a checkpoint has finished: the first ones of the run."""
+    hints = get_type_hints(Result)
+    wanted = settings.trainings()[: len(loaded.results)]
+    fits = len(wanted) == len(loaded.results) and all(
+        record.keys() == hints.keys()
+        and all(isinstance(record[name], hint) for name, hint in hints.items())
+        and (record["precision"], record["library"]) == (training.precision, training.library)
+        for record, training in zip(loaded.results, wanted, strict=True)
+    )
+    if not fits:
+        raise UserError(f"{path} is of another run than its settings: delete it to start over")
+    return [Result(**record) for record in loaded.results]
 
 
 def metrics_line(training: Training, step: Step) -> dict[str, object]:

@@ -96,7 +96,7 @@ def _are_fields(content: dict[str, Any]) -> bool:
         content.keys() == kinds.keys()
         and all(isinstance(content[name], kind) for name, kind in kinds.items())
         and 1 <= content["threads"] <= MAX_THREADS
-        and set(content["emulated"]) <= set(PRECISIONS)
+        and all(isinstance(name, str) and name in PRECISIONS for name in content["emulated"])
     )
 
 

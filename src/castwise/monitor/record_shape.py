@@ -1,0 +1,185 @@
+"""What a record of a run holds: checked when it is read, so that nobody who uses one meets anything else.
+
+A reader takes a value of JSON and returns it as it is used, or raises a `ValueError` that says where what is wrong.
+Entries that no reader is named for, as of a later castwise, are left as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from castwise.monitor.formats import LOW_PRECISION
+
+Reader: TypeAlias = Callable[[Any], Any]
+
+_NOT_FINITE = {"nan", "inf", "-inf"}
+# Exponents of fp64's smallest and largest numbers.
+_LOWEST, _HIGHEST = -1074, 1023
+_LAST_SECOND = 2**34  # in the year 2514: a time that every system can show
+
+
+def _fail(wanted: str, got: object) -> ValueError:
+    spelled = repr(got)
+    return ValueError(f"must be {wanted}, got {spelled if len(spelled) <= 60 else f'{spelled[:60]}...'}")
+
+
+def _number(value: Any) -> float:
+    """Strings stand for the numbers that JSON does not know."""
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value)
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or (isinstance(value, int) and abs(value) >= 2**63)
+    ):
+        raise _fail("a number, or 'nan', 'inf' or '-inf'", value)
+    return value
+
+
+def _time(value: Any) -> float:
+    number = _number(value)
+    if not 0 <= number < _LAST_SECOND:
+        raise _fail(f"seconds since 1970, less than {_LAST_SECOND}", value)
+    return number
+
+
+def _positive(value: Any) -> float:
+    number = _number(value)
+    if not 0.0 < number < math.inf:
+        raise _fail("a finite number > 0", value)
+    return number
+
+
+def _integer(lowest: int, below: int = 2**63) -> Reader:
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < below:
+            raise _fail(
+                f"an integer from {lowest} on" if below == 2**63 else f"an integer in [{lowest}, {below})", value
+            )
+        return value
+
+    return read
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _fail("true or false", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _fail("a string", value)
+    return value
+
+
+def _or_null(read: Reader) -> Reader:
+    return lambda value: None if value is None else read(value)
+
+
+def _list(read: Reader) -> Reader:
+    def read_all(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise _fail("a list", value)
+        return [_at(place, read, each) for place, each in enumerate(value)]
+
+    return read_all
+
+
+def _by_name(read: Reader) -> Reader:
+    def read_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise _fail("an object", value)
+        return {name: _at(name, read, each) for name, each in value.items()}
+
+    return read_all
+
+
+def _fields(readers: Mapping[str, Reader], optional: Mapping[str, Reader] | None = None) -> Reader:
+    known = {**readers, **(optional or {})}
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise _fail("an object", value)
+        missing = [name for name in readers if name not in value]
+        if missing:
+            raise ValueError(f"without {' and '.join(missing)}")
+        return {name: _at(name, known[name], each) if name in known else each for name, each in value.items()}
+
+    return read
+
+
+def _at(where: object, read: Reader, value: Any) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        separator = " " if str(error).startswith(("must be", "without")) else ": "
+        raise ValueError(f"{str(where)[:60]}{separator}{error}") from None
+
+
+def _exponents(value: Any) -> dict[str, Any]:
+    read: dict[str, Any] = _fields({"lowest": _integer(_LOWEST, _HIGHEST + 1), "counts": _list(_integer(0))})(value)
+    if read["lowest"] + len(read["counts"]) > _HIGHEST + 1:
+        raise _fail(f"no higher than {_HIGHEST}", read["lowest"] + len(read["counts"]) - 1)
+    return read
+
+
+_STATS = _fields(
+    {
+        "numel": _integer(0),
+        "largest": _number,
+        "smallest": _or_null(_number),
+        "zero": _number,
+        "nonfinite": _number,
+        "exponents": _exponents,
+        "formats": _fields(
+            {
+                name: _fields({"flush": _number, "subnormal": _number, "headroom_bits": _number})
+                for name in LOW_PRECISION
+            }
+        ),
+    }
+)
+_STEP = _integer(0)
+_KINDS = {
+    "run": _fields({"format": _integer(1), "settings": _by_name(lambda value: value)}, {"time": _time}),
+    "step": _fields(
+        {"step": _STEP, "skipped": _flag},
+        {
+            "scale": _or_null(_number),
+            "cause": _or_null(_text),
+            "parameters": _or_null(_list(_text)),
+            "grad_norm": _or_null(_number),
+            "loss": _or_null(_number),
+            "seconds": _or_null(_number),
+        },
+    ),
+    "sample": _fields(
+        {"step": _STEP, "scale": _positive},
+        {
+            "gradients": _by_name(_STATS),
+            "modules": _by_name(_STATS),
+            "activations": _by_name(_STATS),
+            "weights": _by_name(_fields({"update_to_weight": _number, "lost_in_bf16": _number})),
+        },
+    ),
+    "diagnosis": _fields(
+        {"step": _STEP, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), _text)},
+    ),
+    "mistake": _fields({**dict.fromkeys(("name", "text", "corrected", "file", "source"), _text), "line": _integer(0)}),
+}
+
+
+def checked(record: object) -> dict[str, Any]:
+    """Return a record, with numbers in the place of `"nan"`, `"inf"` and `"-inf"`; one of unknown kind as it is.
+
+    Raises:
+        ValueError: It is no record, or lacks or holds what one of its kind does not.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise ValueError("it has no kind")
+    kind = record["kind"]
+    read: dict[str, Any] = _at(f"a {kind}", _KINDS[kind], record) if kind in _KINDS else record
+    return read

@@ -1,0 +1,89 @@
+"""Loading a file never runs code that is in it: what SECURITY.md promises."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import castwise
+from castwise.cli.demo import checkpoint
+from castwise.cli.errors import UserError
+
+SOURCE = Path(castwise.__file__).parent
+MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+# What the user has named on the command line, to be run.
+ALLOWED = {("cli/script.py", "compile"), ("cli/script.py", "exec")}
+
+
+def what_may_run_code(code: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] in MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module} if node.module.split(".")[0] in MODULES else set()
+            if node.module == "torch":
+                found |= {"torch.load" for alias in node.names if alias.name == "load"}
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            is_loading = name in {"torch.load", "torch.jit.load", "torch.hub.load", "torch.serialization.load"}
+            if name in CALLS or (is_loading and named.get("weights_only") != "True"):
+                found.add(name)
+            if named.get("allow_pickle") == "True":
+                found.add("allow_pickle")
+    return found
+
+
+def test_nothing_in_the_library_loads_what_may_run_code() -> None:
+    found = {
+        (path.relative_to(SOURCE).as_posix(), name)
+        for path in SOURCE.rglob("*.py")
+        for name in what_may_run_code(path.read_text())
+    }
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("import pickle", "from pickle import loads", "import yaml", "import torch.load as x; eval('1')"),
+        *("torch.load(path)", "torch.load(path, weights_only=False)", "from torch import load", "exec(code)"),
+        *("import shelve as s", "def f():\n    import marshal", "numpy.load(path, allow_pickle=True)"),
+    ],
+)
+def test_the_test_can_fail(code: str) -> None:
+    assert what_may_run_code(code)
+    assert not what_may_run_code(
+        "torch.load(path, weights_only=True); model.eval(); ast.literal_eval(text); re.compile(x)"
+    )
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoint_with_code_and_a_right_hash_is_refused_and_not_run(tmp_path: Path) -> None:
+    path, trace = tmp_path / "checkpoint.pt", tmp_path / "code-was-run"
+    with path.open("wb") as file:
+        torch.save({"results": [Bomb(trace)], "trainer": None, "metrics_bytes": 0}, file)
+    content = path.read_bytes()
+    path.write_bytes(content + b"\ncastwise demo 1 sha256 %s\n" % hashlib.sha256(content).hexdigest().encode())
+    with pytest.raises(UserError, match=r"checkpoint\.pt is damaged or no checkpoint of castwise demo: delete it"):
+        checkpoint.load(path)
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Bomb(trace)))
+    assert trace.exists()  # so it would have been
