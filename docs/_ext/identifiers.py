@@ -113,11 +113,12 @@ def keywords() -> dict[str, str]:
 
 
 def index() -> str:
-    """Return the table of keywords, by their last part: who looks for `unscale_` finds it under u."""
-    rows = sorted(keywords().items(), key=lambda row: (row[0].rpartition(".")[2].strip("_").lower(), row[0]))
-    return "\n".join(
-        ["| keyword | where |", "|---|---|", *(f"| `{name}` | {{py:obj}}`{place}` |" for name, place in rows)]
-    )
+    """Return the table of keywords by their last part, so that who looks for `unscale_` finds all of them under u."""
+    by_last_part: dict[str, list[str]] = {}
+    for name, place in sorted(keywords().items()):
+        by_last_part.setdefault(name.rpartition(".")[2], []).append(f"{{py:obj}}`{name} <{place}>`")
+    rows = sorted(by_last_part.items(), key=lambda row: row[0].lower())
+    return "\n".join(["| | |", "|---|---|", *(f"| {last} | {' '.join(links)} |" for last, links in rows)])
 
 
 def face() -> str:
