@@ -3,7 +3,7 @@
     pip install lightning accelerate jmp jax keras torchao deepspeed
     python benchmarks/peers.py [--rounds 80]
 
-Who is not installed is left out, by name. Writes benchmarks/results/peers-cpu.json and the tables in docs/peers.md.
+Who is not installed is left out, by name. Writes benchmarks/results/peers-cpu.json and the tables in docs/explanation/peers.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import recording
 FEATURES, LEARNING_RATE = 4, 12.8
 NANS, GOOD, TINY = 200, 200, 2.0**-20
 USUAL = 2.0**-8  # keeps scaled gradients within fp16 where a model is in it
-PAGE = recording.HERE.parent / "docs" / "peers.md"
+PAGE = recording.HERE.parent / "docs" / "explanation" / "peers.md"
 WIDTHS = (1024, 2048, 1024, 1024)
 WORKER = "PEERS_STORE"
 

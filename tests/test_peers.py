@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "peers-cpu.json").read_text())
-PAGE = (ROOT / "docs" / "peers.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "peers.md").read_text()
 BEFORE, REST = PAGE.split("<!-- peers-cpu begins -->")
 MEASURED, AFTER = REST.split("<!-- peers-cpu ends -->")
 RAN_OR_READ = re.compile(r" \((ran|read: [\w.*/, ]+)\)$")

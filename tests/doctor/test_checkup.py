@@ -17,7 +17,7 @@ import torch
 from castwise.amp.emulation import is_native_here
 from castwise.doctor import checkup
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "integrations" / "doctor.md"
 
 
 def keys(found: Any) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Which low precisions this CPU computes, and the one warning about a region in one that it emulates.
 
 Where a CPU has no units for a format, torch converts to fp32 and back, with vectors at best and number by number at
-worst. `castwise doctor` has measured what that does to matrix products (docs/doctor.md): fp16 has 0.06 of fp32's speed,
-bf16 0.37 with oneDNN's kernels for AVX512 and 0.08 without any. So the warning is for both formats, whenever there are
-no units. It says what is known of the CPU: no region waits for a measurement.
+worst. `castwise doctor` has measured what that does to matrix products (docs/integrations/doctor.md): either format is
+slower than fp32 then. So the warning is for both, whenever there are no units. It says what is known of the CPU: no
+region waits for a measurement.
 """
 
 from __future__ import annotations

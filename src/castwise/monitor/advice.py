@@ -9,6 +9,7 @@ from typing import Literal
 from castwise.monitor.number_text import bits, percent, power_of_two
 
 Severity = Literal["critical", "warning", "note", "good"]
+"""How much an advice matters, the gravest first."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "good")
 Measured = float | str | tuple[str, ...]
 Evidence = Mapping[str, Measured]

@@ -48,8 +48,9 @@ class Monitor:
     one forward (see `activations.Activations`). Gradients are looked at before they are unscaled or clipped.
 
     It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
-    (`MixedPrecisionMistake`; `docs/run.md` lists them). For that parameters have hooks in the first iterations and in
-    two of each 50 after, and the model itself has one. Between samples there are no other hooks, and nothing is read.
+    (`MixedPrecisionMistake`; `docs/integrations/run.md` lists them). For that parameters have hooks in the first
+    iterations and in two of each 50 after, and the model itself has one. Between samples there are no other hooks, and
+    nothing is read.
 
     In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no
     power of two), weights are copied once and compared; the host waits for no accelerator, and what was found is

@@ -15,7 +15,9 @@ from castwise.monitor.tensorboard_events import TensorBoard
 __all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
 
 Record: TypeAlias = dict[str, Any]
+"""What a sink is given: plain values by key, `kind` among them."""
 Sink: TypeAlias = Callable[[Record], object]
+"""Anything that takes a record; if it has a `close`, that is called at the end."""
 
 FILE_NAME = "monitor.jsonl"
 _ENCODER = json.JSONEncoder(allow_nan=False)

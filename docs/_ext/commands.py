@@ -1,0 +1,41 @@
+"""`{commands}`: the command line, as typer has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from generated import directive
+from sphinx.application import Sphinx
+
+from castwise.cli import app as command_line
+
+
+def pages() -> str:
+    """Return a section for each command: its usage, what it does, its arguments and options."""
+    group: Any = typer.main.get_command(command_line)
+    context = group.make_context("castwise", [], resilient_parsing=True)
+    sections = [_section(group, context, "castwise")]
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        within = command.make_context(name, [], parent=context, resilient_parsing=True)
+        sections.append(_section(command, within, f"castwise {name}"))
+    return "\n".join(sections)
+
+
+def _section(command: Any, context: Any, title: str) -> str:
+    usage = " ".join([title, *command.collect_usage_pieces(context)])
+    rows = [row for param in command.get_params(context) if (row := param.get_help_record(context))]
+    lines = [f"## `{title}`", "", "```text", usage, "```", "", (command.help or "").split("\f")[0].strip(), ""]
+    lines += ["| | |", "|---|---|", *(f"| `{_cell(what)}` | {_cell(text)} |" for what, text in rows), ""]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive."""
+    app.add_directive("commands", directive(pages))
+    return {"parallel_read_safe": True}

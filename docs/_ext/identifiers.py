@@ -1,0 +1,143 @@
+"""`{keywords}` and `{face}`: every public name of castwise, and every name of torch.amp, with the place that says what it does.
+
+Names come from the modules themselves, places from the `auto...` directives in `docs/reference`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from generated import directive
+from sphinx.application import Sphinx
+
+import castwise
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+_DIRECTIVE = re.compile(r"^\.\. auto(?:class|exception|function|data):: (castwise[\w.]*)", re.M)
+
+OURS = [
+    *("castwise", "castwise.amp", "castwise.amp.autocast_mode", "castwise.amp.grad_scaler"),
+    *("castwise.policies", "castwise.schedules", "castwise.installation", "castwise.monitor.sinks"),
+    *("castwise.monitor.verdict", "castwise.cuda.amp", "castwise.cpu.amp"),
+    *("castwise.cuda.amp.autocast_mode", "castwise.cuda.amp.grad_scaler", "castwise.cuda.amp.common"),
+    *("castwise.cpu.amp.autocast_mode", "castwise.cpu.amp.grad_scaler"),
+    "castwise.distributed.fsdp.sharded_grad_scaler",
+    *(f"castwise.integrations.{name}" for name in ("accelerate", "lightning", "mlflow", "transformers")),
+]
+TORCHS = [
+    *("torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler"),
+    *("torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler", "torch.cuda.amp.common"),
+    *("torch.cpu.amp", "torch.cpu.amp.autocast_mode", "torch.cpu.amp.grad_scaler"),
+    "torch.distributed.fsdp.sharded_grad_scaler",
+]
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Return what a module offers: its `__all__`, or else what it has made itself; private names and modules are none."""
+    package = module.__name__.partition(".")[0]
+    names = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+    ]
+    return sorted(
+        name
+        for name in names
+        if not name.startswith("_")
+        and not isinstance(value := getattr(module, name), ModuleType)
+        and (package != "torch" or callable(value))
+    )
+
+
+def members(found: Any) -> list[str]:
+    """Return the public methods and properties of a class, also those it inherits from one of the same package."""
+    if not inspect.isclass(found):
+        return []
+    package = found.__module__.partition(".")[0]
+    return sorted(
+        {
+            name
+            for base in found.__mro__
+            if base.__module__.partition(".")[0] == package
+            for name, value in vars(base).items()
+            if not name.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
+        }
+    )
+
+
+def places() -> dict[int, str]:
+    """Return by the id of an object under which name the reference has it."""
+    found = {}
+    for page in sorted(REFERENCE.glob("*.md")):
+        for name in _DIRECTIVE.findall(page.read_text()):
+            module, _, last = name.rpartition(".")
+            found[id(getattr(import_module(module), last))] = name
+    return found
+
+
+def _place(found: Any, where: dict[int, str], member: str = "") -> str:
+    if id(found) in where:
+        return where[id(found)] + (member and f".{member}")
+    raise LookupError(f"docs/reference has no page for {found!r}")
+
+
+def _of_module(name: str, where: dict[int, str]) -> dict[str, str]:
+    """Return the names in a module, each with that in the reference."""
+    module = import_module(name)
+    counterpart = import_module(name.replace("torch", "castwise", 1)) if name.startswith("torch") else module
+    found = {}
+    for public in public_names(module):
+        theirs, ours = getattr(module, public), getattr(counterpart, public)
+        found[f"{name}.{public}"] = _place(ours, where)
+        for member in members(theirs):
+            owner = next(base for base in ours.__mro__ if member in vars(base))
+            found[f"{name}.{public}.{member}"] = (
+                _place(owner, where, member) if id(owner) in where else _place(ours, where)
+            )
+    return found
+
+
+def keywords() -> dict[str, str]:
+    """Return every public name, by module, with the name in the reference that says what it does.
+
+    Raises:
+        LookupError: Of one there is no page.
+    """
+    where = places()
+    found = {"torch.autocast": _place(castwise.autocast, where), "torch.GradScaler": _place(castwise.GradScaler, where)}
+    for module in (*OURS, *TORCHS):
+        found |= _of_module(module, where)
+    for name in where.values():  # what is documented and in none of these modules
+        found.setdefault(name, name)
+        module, _, last = name.rpartition(".")
+        for member in members(getattr(import_module(module), last)):
+            found.setdefault(f"{name}.{member}", f"{name}.{member}")
+    return found
+
+
+def index() -> str:
+    """Return the table of keywords, by their last part: who looks for `unscale_` finds it under u."""
+    rows = sorted(keywords().items(), key=lambda row: (row[0].rpartition(".")[2].strip("_").lower(), row[0]))
+    return "\n".join(["| keyword | where |", "|---|---|", *(f"| `{name}` | {{py:obj}}`{place}` |" for name, place in rows)])
+
+
+def face() -> str:
+    """Return what `import castwise` offers, each with its first sentence."""
+    where = places()
+    lines = ["| | |", "|---|---|"]
+    for name in castwise.__all__:
+        found = getattr(castwise, name)
+        sentence = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        shown = f"`castwise.{name}`" if isinstance(found, ModuleType) else f"{{py:obj}}`{_place(found, where)}`"
+        lines.append(f"| {shown} | {sentence} |")
+    return "\n".join(lines)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives."""
+    app.add_directive("keywords", directive(index))
+    app.add_directive("face", directive(face))
+    return {"parallel_read_safe": True}

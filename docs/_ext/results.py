@@ -1,0 +1,97 @@
+"""Figures that are taken from the files in `benchmarks/results` when the manual is built.
+
+    {result}`weight_cache-cpu.json#/cases/MLP, inference, batch 1/torch ~1 castwise/median|.1f`
+    {machine}`weight_cache-cpu.json`
+
+A file, a pointer or a format that does not hold is a warning, and warnings are errors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxRole
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def at(document: Any, pointer: str) -> Any:
+    """Return what an RFC 6901 pointer points at.
+
+    Raises:
+        ValueError: There is nothing.
+    """
+    if pointer and not pointer.startswith("/"):
+        raise ValueError(f"a JSON pointer begins with /, got {pointer!r}")
+    found = document
+    for token in pointer.split("/")[1:]:
+        key = token.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        except (LookupError, TypeError, ValueError):
+            has = f": there are {', '.join(found)}" if isinstance(found, dict) else ""
+            raise ValueError(f"nothing at {key!r} of {pointer!r}{has}") from None
+    return found
+
+
+def read(file: str, folder: Path = RESULTS) -> Any:
+    """Return what a result file holds.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    try:
+        return json.loads((folder / file).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"no result file {file!r} in benchmarks/results") from None
+
+
+def figure(reference: str, folder: Path = RESULTS) -> str:
+    """Return the text of `FILE#/pointer|format`.
+
+    Raises:
+        ValueError: There is no such file, nothing at the pointer, or what is there cannot be formatted so.
+    """
+    where, _, spec = reference.partition("|")
+    file, _, pointer = where.partition("#")
+    found = at(read(file, folder), pointer)
+    if isinstance(found, (dict, list)) or found is None:
+        raise ValueError(f"{where!r} is no figure but a {type(found).__name__}")
+    try:
+        return format(found, spec)
+    except ValueError as error:
+        raise ValueError(f"{found!r} at {where!r} cannot be formatted by {spec!r}: {error}") from None
+
+
+def machine(file: str, folder: Path = RESULTS) -> str:
+    """Return where, when and by which command a file was measured."""
+    about = at(read(file, folder), "/machine")
+    return (
+        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
+        f"Python {about['python']}, {about['date']}, {about['command']}"
+    )
+
+
+class _Role(SphinxRole):
+    def __init__(self, text_of: Any) -> None:
+        super().__init__()
+        self._text_of = text_of
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        self.env.note_dependency(str(RESULTS / self.text.partition("#")[0]))
+        try:
+            return [nodes.inline(text=self._text_of(self.text), classes=["measured"])], []
+        except ValueError as error:
+            message = self.inliner.reporter.warning(str(error), line=self.lineno)
+            return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the roles."""
+    app.add_role("result", _Role(figure))
+    app.add_role("machine", _Role(machine))
+    return {"parallel_read_safe": True}

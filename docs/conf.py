@@ -1,0 +1,50 @@
+"""How Sphinx builds the manual: `make docs`. It reads nothing from the network, and neither does what it makes."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+import castwise  # noqa: E402
+
+project = "castwise"
+author = "castwise contributors"
+copyright = author
+version = release = castwise.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "commands",
+    "identifiers",
+    "op_tables",
+    "prose_links",
+    "results",
+]
+exclude_patterns = ["_build", "writing.md"]
+nitpicky = True
+# Names that are there for type checkers alone, and generic types as text.
+nitpick_ignore_regex = [("py:class", r"nn\..*|Ranks|MixedPrecisionPolicy|(dict|list|collections\.abc\.Mapping)\[.*")]
+
+html_theme = "furo"
+html_title = f"castwise {release}"
+html_static_path = ["_static"]
+html_css_files = ["castwise.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_numpy_docstring = False
+# Docstrings quote names as Markdown does, and link nothing.
+default_role = "name"
+# The index of keywords is ours, and takes torch's names too.
+html_use_index = False
+html_domain_indices = False
