@@ -5,7 +5,7 @@ BIN := .venv/bin
 # busy process (15 steps of the demo on two cores: 10 s alone, over 120 s beside one; with this 10 s and 41 s).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -18,6 +18,9 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.ready
+	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html
 
 bench: .venv/.ready
 	$(BIN)/python benchmarks/autocast_overhead.py
@@ -34,5 +37,5 @@ bench: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

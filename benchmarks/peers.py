@@ -3,7 +3,8 @@
     pip install lightning accelerate jmp jax keras torchao deepspeed
     python benchmarks/peers.py [--rounds 80]
 
-Who is not installed is left out, by name. Writes benchmarks/results/peers-cpu.json and the tables in docs/explanation/peers.md.
+Who is not installed is left out, by name. Writes benchmarks/results/peers-cpu.json and the tables in
+docs/explanation/peers.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
-import castwise  # noqa: E402
+import castwise
 
 project = "castwise"
 author = "castwise contributors"
@@ -24,6 +24,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "writing.md"]
 nitpicky = True
+smartquotes = False  # it would turn --option into a dash
 # Names that are there for type checkers alone, and generic types as text.
 nitpick_ignore_regex = [("py:class", r"nn\..*|Ranks|MixedPrecisionPolicy|(dict|list|collections\.abc\.Mapping)\[.*")]
 

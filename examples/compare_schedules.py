@@ -2,6 +2,7 @@
 
     python examples/compare_schedules.py [TRACE ...]
     python examples/compare_schedules.py --record    # train the demo's model and write the traces anew
+    python examples/compare_schedules.py --write     # write benchmarks/results/schedules.json and README.md's table
 
 The traces are of 600 steps of `castwise demo`'s smallest GPT: as it is, with a learning rate at which gradients spike,
 and with a batch now and then whose loss is not finite. They were recorded in fp32, so that no gradient was lost before
@@ -10,10 +11,14 @@ it was looked at. Only gradients of weights are in them; those of activations ma
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
+import platform
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,15 +34,22 @@ STEPS = 600
 TRAININGS = {"steady": (5e-4, 0), "spiking": (2e-2, 0), "bad_batches": (5e-4, 97)}
 
 SCHEDULES = {
-    "Dynamic (torch)": schedules.Dynamic(),
-    "Dynamic, every 100": schedules.Dynamic(growth_interval=100),
-    "Dynamic, Megatron-LM": schedules.Dynamic(2.0**32, growth_interval=1000, hysteresis=2, min_scale=1.0),
-    "Dynamic, hold": schedules.Dynamic(growth_interval=100, on_nonfinite_loss="hold"),
-    "Static 2^10": schedules.Static(2.0**10),
-    "Guard": schedules.Guard(),
-    "Headroom": schedules.Headroom(),
-    "Headroom, 1 bit": schedules.Headroom(headroom_bits=1.0),
+    "Dynamic()": schedules.Dynamic(),
+    "Dynamic(growth_interval=100)": schedules.Dynamic(growth_interval=100),
+    'Dynamic(growth_interval=100, on_nonfinite_loss="hold")': schedules.Dynamic(
+        growth_interval=100, on_nonfinite_loss="hold"
+    ),
+    "Dynamic(2.0**32, growth_interval=1000, hysteresis=2, min_scale=1.0)": schedules.Dynamic(
+        2.0**32, growth_interval=1000, hysteresis=2, min_scale=1.0
+    ),
+    "Headroom()": schedules.Headroom(),
+    "Headroom(headroom_bits=1.0)": schedules.Headroom(headroom_bits=1.0),
+    "Static(2.0**10)": schedules.Static(2.0**10),
+    "Guard()": schedules.Guard(),
 }
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "schedules.json"
+README = ROOT / "README.md"
 
 
 def record(name: str) -> None:
@@ -61,30 +73,77 @@ def record(name: str) -> None:
         schedules.write_trace(TRACES / f"{name}.jsonl", Run.read(folder).gradient_ranges())
 
 
-def compare(path: Path) -> None:
-    """Print a line for each schedule: steps skipped, wasted among them, wasted after 100 steps, gradients flushed."""
+def compare(path: Path) -> dict[str, Any]:
+    """Return of each schedule: steps skipped, wasted, wasted after 100 steps, share flushed, and the last scale."""
     trace = schedules.read_trace(path)
-    print(f"\n{path.stem}: {len(trace)} steps")
-    print(f"{'schedule':22}{'skipped':>9}{'wasted':>9}{'of these late':>15}{'flushed':>10}{'last scale':>12}")
+    found = {}
     for name, schedule in SCHEDULES.items():
         run = schedules.simulate(trace, schedule)
         late = sum(step >= 100 and trace[step].loss_is_finite for step in run.skipped)
-        flushed = "-" if run.flushed is None else f"{run.flushed:.3%}"
-        scale = f"2^{math.log2(run.scales[-1]):g}"
-        print(f"{name:22}{run.skips:9}{run.wasted_steps:9}{late:15}{flushed:>10}{scale:>12}")
+        found[name] = {"skipped": run.skips, "wasted": run.wasted_steps, "late": late, "flushed": run.flushed}
+        found[name]["last scale"] = run.scales[-1]
+    return {"steps": len(trace), "schedules": found}
+
+
+def show(name: str, compared: dict[str, Any]) -> None:
+    """Print a line for each schedule."""
+    width = max(map(len, SCHEDULES))
+    print(f"\n{name}: {compared['steps']} steps")
+    print(f"{'schedule':{width}}{'skipped':>9}{'wasted':>9}{'of these late':>15}{'flushed':>10}{'last scale':>12}")
+    for schedule, of in compared["schedules"].items():
+        flushed = "-" if of["flushed"] is None else f"{of['flushed']:.3%}"
+        scale = f"2^{math.log2(of['last scale']):g}"
+        print(f"{schedule:{width}}{of['skipped']:9}{of['wasted']:9}{of['late']:15}{flushed:>10}{scale:>12}")
+
+
+def result(compared: dict[str, Any]) -> dict[str, Any]:
+    """Return what the result file holds."""
+    about = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "castwise": castwise.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": "python examples/compare_schedules.py --write",
+    }
+    return {"machine": about, "traces": compared}
+
+
+def table(written: dict[str, Any]) -> str:
+    """Return the README's table of a result."""
+    of = {name: compared["schedules"] for name, compared in written["traces"].items()}
+    lines = [
+        f"| {STEPS} steps of the demo's smallest GPT | wasted: steady | spiking | bad batches "
+        "| flushed: steady | bad batches |",
+        "|---|---|---|---|---|---|",
+    ]
+    for schedule in SCHEDULES:
+        wasted = [str(of[name][schedule]["wasted"]) for name in ("steady", "spiking", "bad_batches")]
+        flushed = [f"{of[name][schedule]['flushed']:.3%}" for name in ("steady", "bad_batches")]
+        lines.append(f"| `{schedule}` | {' | '.join([*wasted, *flushed])} |")
+    return "\n".join(lines)
+
+
+def write(written: dict[str, Any]) -> None:
+    """Write the result, and its table between the marks in the README."""
+    RESULT.write_text(json.dumps(written, indent=2) + "\n")
+    before, begin, rest = README.read_text().partition("<!-- schedules begins -->\n")
+    _, end, after = rest.partition("<!-- schedules ends -->\n")
+    README.write_text(f"{before}{begin}{table(written)}\n{end}{after}")
 
 
 def main(arguments: list[str]) -> None:
-    """Record, or compare."""
-    if arguments == ["--record"]:
+    """Record, compare, or write."""
+    option = arguments[0] if arguments and arguments[0] in {"--record", "--write"} else None
+    if option == "--record":
         TRACES.mkdir(exist_ok=True)
         for name in TRAININGS:
             record(name)
-    for path in map(Path, [] if arguments == ["--record"] else arguments):
-        compare(path)
-    if not arguments or arguments == ["--record"]:
-        for path in sorted(TRACES.glob("*.jsonl")):
-            compare(path)
+    paths = sorted(TRACES.glob("*.jsonl")) if option or not arguments else [Path(path) for path in arguments]
+    compared = {path.stem: compare(path) for path in paths}
+    for name, of in compared.items():
+        show(name, of)
+    if option == "--write":
+        write(result(compared))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,15 @@ def _emulated_formats_have_been_told() -> None:
             castwise.autocast("cpu", dtype=dtype)
 
 
-# Files with fixtures that take many seconds, once for all their tests that are in one process.
+# Files with fixtures that take many seconds, once for all their tests that are in one process. So are the blocks of a
+# page of the manual.
 _TOGETHER = (
     "tests/amp/test_agreement.py",
     "tests/cli/test_demo_ranks.py",
     "tests/cli/test_demo_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_policy_fsdp.py",
+    "tests/docs/test_manual.py",
     "tests/integrations/test_lightning_ranks.py",
 )
 
@@ -42,6 +44,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):  # pytest-xdist's own groups (3.8) do not reach pytest 9.2's ids
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return file if file in _TOGETHER else nodeid
+            return file if file in _TOGETHER or file.endswith(".md") else nodeid
 
     return Scheduling(config, log)

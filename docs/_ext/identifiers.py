@@ -1,4 +1,4 @@
-"""`{keywords}` and `{face}`: every public name of castwise, and every name of torch.amp, with the place that says what it does.
+"""`{keywords}` and `{face}`: every public name of castwise, and every name of torch.amp, with its place.
 
 Names come from the modules themselves, places from the `auto...` directives in `docs/reference`.
 """
@@ -38,18 +38,12 @@ TORCHS = [
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return what a module offers: its `__all__`, or else what it has made itself; private names and modules are none."""
-    package = module.__name__.partition(".")[0]
-    names = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
-    ]
-    return sorted(
-        name
-        for name in names
-        if not name.startswith("_")
-        and not isinstance(value := getattr(module, name), ModuleType)
-        and (package != "torch" or callable(value))
-    )
+    """Return what a module offers: its `__all__`; of one without, and of torch's, what it and its like have made."""
+    names = set(getattr(module, "__all__", ()))
+    if not names or module.__name__.startswith("torch."):
+        made_by = re.compile(rf"{re.escape(module.__name__)}$|torch\..*\b(amp|sharded_grad_scaler)\b")
+        names |= {name for name, value in vars(module).items() if made_by.match(str(getattr(value, "__module__", "")))}
+    return sorted(name for name in names if not name.startswith("_") and not inspect.ismodule(getattr(module, name)))
 
 
 def members(found: Any) -> list[str]:
@@ -121,7 +115,9 @@ def keywords() -> dict[str, str]:
 def index() -> str:
     """Return the table of keywords, by their last part: who looks for `unscale_` finds it under u."""
     rows = sorted(keywords().items(), key=lambda row: (row[0].rpartition(".")[2].strip("_").lower(), row[0]))
-    return "\n".join(["| keyword | where |", "|---|---|", *(f"| `{name}` | {{py:obj}}`{place}` |" for name, place in rows)])
+    return "\n".join(
+        ["| keyword | where |", "|---|---|", *(f"| `{name}` | {{py:obj}}`{place}` |" for name, place in rows)]
+    )
 
 
 def face() -> str:

@@ -1,7 +1,7 @@
 """Figures that are taken from the files in `benchmarks/results` when the manual is built.
 
     {result}`weight_cache-cpu.json#/cases/MLP, inference, batch 1/torch ~1 castwise/median|.1f`
-    {machine}`weight_cache-cpu.json`
+    {machine}`weight_cache-cpu.json, step_cost-cpu.json`
 
 A file, a pointer or a format that does not hold is a warning, and warnings are errors.
 """
@@ -9,6 +9,7 @@ A file, a pointer or a format that does not hold is a warning, and warnings are 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +68,48 @@ def figure(reference: str, folder: Path = RESULTS) -> str:
         raise ValueError(f"{found!r} at {where!r} cannot be formatted by {spec!r}: {error}") from None
 
 
-def machine(file: str, folder: Path = RESULTS) -> str:
-    """Return where, when and by which command a file was measured."""
-    about = at(read(file, folder), "/machine")
-    return (
-        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
-        f"Python {about['python']}, {about['date']}, {about['command']}"
-    )
+def machines(files: str, folder: Path = RESULTS) -> dict[str, list[str]]:
+    """Return where and when some files (`a.json, b.json`) were measured, each with the commands that did.
+
+    Raises:
+        ValueError: There is no such file, or it does not say.
+    """
+    found: dict[str, list[str]] = {}
+    for file in files.split(","):
+        about = at(read(file.strip(), folder), "/machine")
+        machine = (
+            f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
+            f"Python {about['python']}, {about['date']}"
+        )
+        commands = found.setdefault(machine, [])
+        if about["command"] not in commands:
+            commands.append(about["command"])
+    return found
+
+
+def _shown(text: str) -> list[nodes.Node]:
+    return [nodes.inline(text=figure(text), classes=["measured"])]
+
+
+def _machines_shown(files: str) -> list[nodes.Node]:
+    shown: list[nodes.Node] = []
+    for machine, commands in machines(files).items():
+        shown.append(nodes.Text(f"{'; ' if shown else ''}{machine}: "))
+        for place, command in enumerate(commands):
+            shown += [nodes.Text(", " if place else ""), nodes.literal(text=command)]
+    return shown
 
 
 class _Role(SphinxRole):
-    def __init__(self, text_of: Any) -> None:
+    def __init__(self, show: Callable[[str], list[nodes.Node]]) -> None:
         super().__init__()
-        self._text_of = text_of
+        self._show = show
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-        self.env.note_dependency(str(RESULTS / self.text.partition("#")[0]))
+        for file in self.text.partition("#")[0].split(","):
+            self.env.note_dependency(str(RESULTS / file.strip()))
         try:
-            return [nodes.inline(text=self._text_of(self.text), classes=["measured"])], []
+            return self._show(self.text), []
         except ValueError as error:
             message = self.inliner.reporter.warning(str(error), line=self.lineno)
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
@@ -92,6 +117,6 @@ class _Role(SphinxRole):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the roles."""
-    app.add_role("result", _Role(figure))
-    app.add_role("machine", _Role(machine))
+    app.add_role("result", _Role(_shown))
+    app.add_role("machine", _Role(_machines_shown))
     return {"parallel_read_safe": True}

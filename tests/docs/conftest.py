@@ -1,0 +1,6 @@
+"""What the manual is built with can be imported."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_ext"))

@@ -1,0 +1,84 @@
+"""No measured figure is typed into README or manual: it comes from a result file, or from the script that found it."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted({ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/writing.md"})
+
+_NUMBER = r"(?:\d[\d,.]*[ ]?|(?:an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundred)[ ])"
+_UNIT = (
+    r"(?:ns|us|µs|ms|s|sec|seconds?|minutes?|hours?|%|percent|x|times|[KMG]i?B|[KMG]B/s|G?FLOPS?|GFLOP/s|tokens/s)"
+    r"(?![\w/])"
+)
+# With a unit; or a decimal number that is no version.
+FIGURE = re.compile(rf"(?<![\w.^/-])(?:{_NUMBER}{_UNIT}|\d+\.\d+(?![\w.]))", re.I)
+NOT_PROSE = [
+    r"^(?P<fence>`{3,}).*?^(?P=fence)[ ]*$",  # code
+    r"<!-- (?P<name>[\w-]+) begins -->.*?<!-- (?P=name) ends -->",  # written by a script
+    r"<!--.*?-->",
+    r"\{\w+\}`[^`]*`",  # roles, {result} among them
+    r"`[^`]*`",
+    r"\b(?:torch|Python|castwise) (?:>= )?\d+\.\d+",
+]
+
+MODEL = {ranks: 2 * math.ceil(math.log2(ranks)) for ranks in (8, 1024, 16384, 100_000)}
+ALPHAS = (2, 5, 20)
+
+# What is defined, promised or assumed, not measured; each is somewhere on that page.
+DEFINITIONS = {
+    "README.md": {"0.1%"},  # a promise, and the tolerance of tests/cli/test_demo_ranks.py
+    "docs/integrations/doctor.md": {
+        *("10%", "1.5 times"),  # what decides on a verdict
+        *("7.0", "8.0", "8.9"),  # compute capabilities
+        "a second",  # operations
+    },
+    # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.
+    "docs/explanation/ranks.md": {
+        *(f"{hops * alpha} us" for hops in MODEL.values() for alpha in ALPHAS),
+        *(f"{alpha} us" for alpha in ALPHAS),
+        *("1 s", "10 ms", f"{100 * MODEL[100_000] * 5e-6:.2f}%", f"{100 * MODEL[100_000] * 5e-6 / 10e-3:.1f}%"),
+        *("25 GB/s", "a second"),
+    },
+}
+
+
+def prose(text: str) -> str:
+    for pattern in NOT_PROSE:
+        text = re.sub(pattern, " ", text, flags=re.M | re.S)
+    return text
+
+
+def figures(text: str) -> set[str]:
+    return set(FIGURE.findall(prose(text)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_no_measured_figure_is_typed(page: Path) -> None:
+    known = DEFINITIONS.get(str(page.relative_to(ROOT)), set())
+    assert figures(page.read_text()) == known
+
+
+@pytest.mark.parametrize("typed", ["takes 40.6 ms", "0.5% slower", "5.4x faster", "4 times", "two seconds", "46 GB/s"])
+def test_a_typed_figure_is_found(typed: str) -> None:
+    assert len(figures(f"It {typed}, as was seen.")) == 1
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        "takes {result}`step_cost-cpu.json#/a|.1f` ms",
+        "`sleep 5 s`",
+        "```sh\nsleep 5 s\n```",
+        "<!-- x begins -->\n5 ms\n<!-- x ends -->",
+        "2^-126 steps",
+        "16 bytes",
+    ],
+)
+def test_what_is_quoted_or_no_figure_is_left(quoted: str) -> None:
+    assert figures(quoted) == set()

@@ -1,0 +1,113 @@
+"""The page on formats names exactly what files and states hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+from castwise.amp.checkpoint import COUNTS, KEYS
+from castwise.cli.demo.comparison import metrics_line
+from castwise.cli.demo.gpt import EMULATED
+from castwise.cli.demo.settings import CASTWISE, Training
+from castwise.cli.demo.training import Step
+from castwise.monitor.formats import LOW_PRECISION
+from castwise.monitor.mistakes.mistake import Mistake
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
+
+
+def rows(heading: str) -> list[tuple[str, str]]:
+    """The rows of the table under a heading."""
+    _, _, section = PAGE.partition(f"# {heading}\n")
+    table = re.search(r"^\|.*\n\|---\|---\|\n((?:\|.*\n)+)", section, re.M)
+    assert table is not None
+    return [tuple(cell.strip() for cell in row.strip("| ").split(" | ", 1)) for row in table[1].splitlines()]
+
+
+def documented(heading: str) -> set[str]:
+    return {name for keys, _ in rows(heading) for name in re.findall(r"`(.*?)`", keys)}
+
+
+def named_in(heading: str, key: str) -> set[str]:
+    """What the text beside a key names."""
+    text = next(text for keys, text in rows(heading) if f"`{key}`" in keys)
+    return set(re.findall(r"`(.*?)`", text))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One record of each kind, of a real run in which the second step overflows."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = castwise.GradScaler("cpu", init_scale=16.0)
+    with (
+        warnings.catch_warnings(),
+        castwise.Monitor(model, optimizer, scaler, every=1, sinks=[folder], on_skip="diagnose"),
+    ):
+        warnings.simplefilter("ignore")
+        for factor in (1.0, 1e38):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.randn(3, 4)) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
+    mistake = Mistake("scaler-for-bf16", "text", "corrected").record()
+    return {line["kind"]: line for line in reversed([*lines, mistake])}
+
+
+@pytest.mark.parametrize("kind", ["run", "step", "sample", "diagnosis", "mistake", "end"])
+def test_a_record_has_exactly_the_keys_that_are_documented(kind: str, records: dict[str, dict[str, Any]]) -> None:
+    assert documented(f"`{kind}`") == set(records[kind])
+
+
+def test_what_is_inside_of_records_is_documented(records: dict[str, dict[str, Any]]) -> None:
+    sample = records["sample"]
+    numbers = sample["gradients"]["weight"]
+    assert documented("Numbers") == set(numbers)
+    assert documented("Update") == set(sample["weights"]["weight"])
+    assert named_in("Numbers", "exponents") >= set(numbers["exponents"])
+    assert named_in("Numbers", "formats") == set(LOW_PRECISION) | set(numbers["formats"]["fp16"])
+    assert named_in("`run`", "settings") == set(records["run"]["settings"])
+    assert {name.strip('"') for name in named_in("`step`", "cause")} == set(map(str, castwise.Cause))
+
+
+def test_metrics_have_exactly_the_keys_that_are_documented() -> None:
+    line = metrics_line(Training("fp16", CASTWISE, EMULATED, 4), Step(1, 1.0, 0.1, 1.0, 0))
+    assert documented("`metrics.jsonl`") == set(line)
+
+
+def test_a_policy_file_has_exactly_the_fields_that_are_documented(tmp_path: Path) -> None:
+    policy = castwise.Policy("float16", {"a": "float32"}, {"softmax": "float32"}, "float32", "cast")
+    policy.to_file(tmp_path / "policy.json")
+    assert documented("Policy files") == set(json.loads((tmp_path / "policy.json").read_text()))
+
+
+SCHEDULES = {
+    "Dynamic": castwise.schedules.Dynamic(hysteresis=2),
+    "Headroom": castwise.schedules.Headroom(),
+    "Static": castwise.schedules.Static(),
+    "Guard": castwise.schedules.Guard(),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_state_has_exactly_the_keys_that_are_documented(name: str) -> None:
+    state = castwise.GradScaler("cpu", schedule=SCHEDULES[name]).state_dict()
+    assert documented("Scaler") == set(state)
+    assert named_in("Scaler", "schedule") == set(state["schedule"])
+    assert set(re.findall(r"`(.*?)`", dict(rows("Trackers"))[f"`{name}`"])) == set(state["schedule"]["trackers"])
+
+
+def test_a_state_of_torchs_own_schedule_has_no_more_than_counters_beside_torchs_keys() -> None:
+    assert set(castwise.GradScaler("cpu").state_dict()) == {*KEYS, *COUNTS}
+    assert set(torch.amp.GradScaler("cpu").state_dict()) == set(KEYS)
+    assert castwise.GradScaler("cpu", enabled=False).state_dict() == {}

@@ -1,0 +1,114 @@
+"""The manual is built without a warning, every link in it leads somewhere, and nothing in it needs a network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import identifiers
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Page(HTMLParser):
+    """The places of a page that can be linked to, where its links go, and what a browser loads for it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.places: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.places |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        loaded = [given[name] for name in ("src", "srcset", "poster", "data") if name in given]
+        if tag == "link" and given.get("rel") not in {"search", "next", "prev", "canonical"}:
+            loaded.append(given.get("href", ""))
+        self.loads += loaded
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manual, built as `make docs` builds it."""
+    out = tmp_path_factory.mktemp("manual")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-d", str(out / "doctrees")]
+    run = subprocess.run([*command, str(ROOT / "docs"), str(out / "html")], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return out / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(built: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(built.rglob("*.html"))}
+
+
+def target(page: Page, link: str) -> tuple[Path, str]:
+    """The file and the place in it that a link of a page leads to."""
+    parts = urlsplit(link)
+    path = (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path
+    return path, unquote(parts.fragment)
+
+
+def test_every_link_leads_somewhere(pages: dict[Path, Page]) -> None:
+    internal = 0
+    for page in pages.values():
+        for link in page.links:
+            if urlsplit(link).scheme:
+                continue
+            path, place = target(page, link)
+            assert path.is_file(), f"{page.path.name}: {link}"
+            assert not place or path not in pages or place in pages[path].places, f"{page.path.name}: {link}"
+            internal += 1
+    assert internal > 1000
+
+
+def test_nothing_is_loaded_from_a_network(built: Path, pages: dict[Path, Page]) -> None:
+    loads = [(page.path.name, load) for page in pages.values() for load in page.loads]
+    assert len(loads) > 100
+    assert [load for load in loads if urlsplit(load[1]).scheme not in {"", "data"} or load[1].startswith("//")] == []
+    for style in built.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text()), style
+
+
+def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -> None:
+    page = built / "reference" / "keywords.html"
+    rows = re.findall(r"<tr.*?</tr>", page.read_text(), re.S)
+    found = {}
+    for row in rows:
+        link = re.search(r'href="([^"]+)"', row)
+        words = re.findall(r'<span class="pre">(.*?)</span>', row)
+        if link is not None:
+            path, place = target(pages[page], link[1])
+            assert place in pages[path].places
+            found[words[0]] = place
+    assert found == identifiers.keywords()
+
+
+def test_the_start_page_has_measured_figures_on_its_first_screen(built: Path) -> None:
+    page = (built / "index.html").read_text()
+    assert page.count('class="measured"') >= 12
+
+
+def test_a_page_that_is_wrong_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'docs' / '_ext')!r})\n"
+        "extensions = ['myst_parser', 'results', 'prose_links']\nnitpicky = True\n"
+    )
+    (tmp_path / "index.md").write_text(
+        "# A page\n\n{result}`step_cost-cpu.json#/nothing`\n\n{repo}`no/such/file.py`\n\n"
+        "{py:class}`castwise.Missing`\n\n[a link](nowhere.md)\n"
+    )
+    command = [sys.executable, "-m", "sphinx", "-q", str(tmp_path), str(tmp_path / "html")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for fault in ("nothing at 'nothing'", "no 'no/such/file.py'", "castwise.Missing", "nowhere.md"):
+        assert fault in said
