@@ -18,9 +18,6 @@ from pathlib import Path
 
 import torch
 from drawing import HERE, RESULTS
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.support.ui import WebDriverWait
 
 import castwise
 from castwise.cli.demo import gpt
@@ -56,6 +53,10 @@ def train(folder: Path, size: gpt.Size = gpt.EMULATED, steps: int = 240, every: 
 
 def photograph(page: Path, sections: Sequence[str], folder: Path) -> None:
     """Write a picture of each section of a page, by day and by night."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.support.ui import WebDriverWait
+
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium is not installed"
     for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):

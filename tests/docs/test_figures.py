@@ -38,6 +38,12 @@ DEFINITIONS = {
         *("7.0", "8.0", "8.9"),  # compute capabilities
         "a second",  # operations
     },
+    "docs/explanation/number-formats.md": {
+        *("0.5", "1.5"),  # numbers that e2m1 has
+        *("4.25", "6.25", "8.25"),  # bits: of an element, and an eighth of one of its block's scale
+        *("0.001", "1.0"),  # an update that is lost; the version of a specification
+    },
+    "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
     # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.
     "docs/explanation/ranks.md": {
         *(f"{hops * alpha} us" for hops in MODEL.values() for alpha in ALPHAS),
