@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+from collections.abc import Callable, Iterator
 
 import identifiers
 import pytest
@@ -86,3 +88,53 @@ def test_methods_are_documented() -> None:
 
 def test_torch_is_the_reference() -> None:
     assert set(identifiers.members(torch.amp.GradScaler)) >= {"scale", "unscale_", "step", "update", "state_dict"}
+
+
+def documented_arguments(found: object) -> set[str]:
+    """The arguments that a docstring has an entry or a word for; of a dataclass also the fields with a text below."""
+    doc = inspect.getdoc(found) or ""
+    entries = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{doc}\n", re.M)
+    names = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", entries[1], re.M) if entries else []
+    fields = re.findall(r'^    (\w+):.*\n    """', inspect.getsource(found), re.M) if inspect.isclass(found) else []
+    return (
+        {name.strip(" *") for each in names for name in each.split(",")}
+        | set(fields)
+        | set(re.findall(r"`(\w+)`", doc))
+    )
+
+
+# Enums are made by Python, a warning by nobody but us; these methods are called by a framework, or
+# the base class says all.
+WITHOUT_ARGUMENTS = {
+    *("Cause", "OptState", "MixedPrecisionMistake"),
+    *("on_train_begin", "on_train_end", "advance_", "adopt"),
+}
+
+
+def public_callables() -> Iterator[tuple[str, Callable[..., object]]]:
+    for name in sorted(set(identifiers.places().values())):
+        module, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(module), last)
+        own = [each for each in identifiers.members(found) if each in vars(found)] if inspect.isclass(found) else []
+        for path, each in [(name, found), *((f"{name}.{member}", getattr(found, member)) for member in own)]:
+            is_called = inspect.isclass(each) or inspect.isroutine(each)
+            if is_called and path.rpartition(".")[2] not in WITHOUT_ARGUMENTS:
+                yield path, each
+
+
+def test_every_argument_of_what_is_public_is_documented() -> None:
+    for name, found in public_callables():
+        given = inspect.signature(found).parameters
+        asked = {each for each in given if each not in {"self", "cls"} and not each.startswith("_")}
+        assert asked <= documented_arguments(found), name
+
+
+def test_an_argument_that_is_not_documented_is_found() -> None:
+    def function(known: int, unknown: int) -> None:
+        """Do something.
+
+        Args:
+            known: A number.
+        """
+
+    assert documented_arguments(function) == {"known"}

@@ -148,7 +148,14 @@ class BoundPolicy:
 
     @only_inlined
     def enter(self, device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> Any:
-        """Put the policy in force in this thread, and return what `leave` takes."""
+        """Put the policy in force in this thread, and return what `leave` takes; a region does that.
+
+        Args:
+            device: The `type` of the region's device.
+            enabled: Whether autocast is.
+            dtype: That of the region.
+            cache: Whether autocast keeps casts of weights.
+        """
         _drop_what_an_interrupted_backward_left()
         outer = THREAD.state, THREAD.modules
         THREAD.state = state = State(self, device, enabled, dtype, cache)
@@ -160,7 +167,11 @@ class BoundPolicy:
 
     @only_inlined
     def leave(self, entered: Any) -> None:
-        """Put in force what was before."""
+        """Put in force what was before.
+
+        Args:
+            entered: What `enter` has returned.
+        """
         outer, mode, state, start = entered
         if mode is not None:
             mode.__exit__(None, None, None)
@@ -169,7 +180,14 @@ class BoundPolicy:
 
     @only_inlined
     def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
-        """Note in which state the nodes of the graph were made that there are since `start`."""
+        """Note in which state the nodes of the graph were made that there are since a number of them.
+
+        Args:
+            start: That number; None notes nothing.
+            device: The `type` of the region's device.
+            native: Whether autocast is enabled, and its dtype.
+            state: The policy's; None where it is not in force.
+        """
         if start is not None and start != (stop := graph_nodes_made()):
             self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
 

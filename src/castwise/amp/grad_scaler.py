@@ -894,6 +894,9 @@ class GradScaler(torch.amp.GradScaler):
         A disabled scaler calls none. What the hook returns is ignored, but for the step that ends in a
         `ScaleExhausted`: there it becomes the error's `diagnosis`.
 
+        Args:
+            hook: Is given the `StepFacts`, plain numbers on the host.
+
         Returns:
             A handle, whose `remove()` ends it.
         """
@@ -903,6 +906,9 @@ class GradScaler(torch.amp.GradScaler):
         """Call a function with an optimizer and the scale, before its gradients are read or changed: once an iteration.
 
         They are as the backwards have left them, still scaled. A disabled scaler calls none.
+
+        Args:
+            hook: Is given the optimizer, and the scale: fp32, shape (), on its device.
 
         Returns:
             A handle, whose `remove()` ends it.
@@ -1047,7 +1053,16 @@ class GradScaler(torch.amp.GradScaler):
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows; checked as in the constructor."""
+        """Set what the scale is multiplied by when it grows.
+
+        Args:
+            new_factor: Finite, > 1.
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such factor.
+        """
         self._refuse_without("growth_factor")
         self._growth_factor = Dynamic(growth_factor=new_factor).growth_factor
 
@@ -1056,7 +1071,16 @@ class GradScaler(torch.amp.GradScaler):
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after a skipped step; checked as in the constructor."""
+        """Set what the scale is multiplied by after a skipped step.
+
+        Args:
+            new_factor: In (0, 1).
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such factor.
+        """
         self._refuse_without("backoff_factor")
         self._backoff_factor = Dynamic(backoff_factor=new_factor).backoff_factor
 
@@ -1065,7 +1089,16 @@ class GradScaler(torch.amp.GradScaler):
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of finite steps after which the scale grows; checked as in the constructor."""
+        """Set the number of finite steps after which the scale grows.
+
+        Args:
+            new_interval: Steps, >= 1.
+
+        Raises:
+            TypeError: It is not a whole number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such interval.
+        """
         self._refuse_without("growth_interval")
         self._growth_interval = Dynamic(growth_interval=new_interval).growth_interval
 
@@ -1123,6 +1156,9 @@ class GradScaler(torch.amp.GradScaler):
         """Take over a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
 
         What is still on its way of earlier steps is dropped: it advances no schedule, and no hook is told of it.
+
+        Args:
+            state_dict: Plain numbers by name.
 
         Raises:
             RuntimeError: It is empty, as a disabled scaler's is.

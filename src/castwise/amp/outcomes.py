@@ -70,6 +70,7 @@ class StepFacts:
     scale: float
     """During the step."""
     skipped: bool
+    """Whether a gradient was not finite, or would not have been once it was unscaled."""
     cause: Cause | None = None
     """None unless it was skipped."""
     parameters: tuple[torch.Tensor, ...] = ()

@@ -198,7 +198,10 @@ class Policy:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
-        """Read a policy from a `.toml` or `.json` file, as `to_file` writes it.
+        """Read a policy from a file, as `to_file` writes it.
+
+        Args:
+            path: Of a file whose name ends in `.toml` or `.json`.
 
         Raises:
             OSError: The file cannot be read.
@@ -223,7 +226,10 @@ class Policy:
             raise ValueError(f"{path}: {error}") from error
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy to a `.toml` or `.json` file, whole or not at all.
+        """Write the policy to a file, whole or not at all.
+
+        Args:
+            path: A name that ends in `.toml` or `.json`; a file of that name is replaced.
 
         Raises:
             OSError: The file cannot be written.

@@ -41,13 +41,24 @@ class GradientRange:
 
 
 def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
-    """Write a trace to a file, one line of JSON a step."""
+    """Write a trace to a file, one line of JSON a step.
+
+    Args:
+        path: A file of that name is replaced.
+        trace: What each step met, in order.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
     """Read what `write_trace` has written.
+
+    Args:
+        path: Of the file.
 
     Raises:
         OSError: There is no such file.

@@ -207,11 +207,20 @@ class WeightCache:
             )
 
     def mode(self, device_type: str) -> TorchFunctionMode:
-        """Return what a region on a type of device enters."""
+        """Return what a region enters.
+
+        Args:
+            device_type: The `type` of the device that the region is for.
+        """
         return _Substitution(self, device_type)
 
     def copy_of(self, weight: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
-        """Return the copy of a weight as it is now, or None if it is not one of the model's or cannot be cached."""
+        """Return the copy of a weight as it is now, or None if it is not one of the model's or cannot be cached.
+
+        Args:
+            weight: An fp32 parameter of the model.
+            dtype: Of the copy: `torch.float16` or `torch.bfloat16`.
+        """
         key = id(weight)
         with self._lock:
             if not self._knows(weight):

@@ -101,7 +101,14 @@ def installed(
     schedule: Schedule | None = None,
     weight_cache: bool = False,
 ) -> Iterator[None]:
-    """`install` at the beginning of a block, and `uninstall` at its end, also after an error; arguments as there.
+    """`install` at the beginning of a block, and `uninstall` at its end, also after an error.
+
+    Args:
+        out: As for `install`.
+        every: As for `install`.
+        policy: As for `install`.
+        schedule: As for `install`.
+        weight_cache: As for `install`.
 
     Example:
         >>> import castwise, torch

@@ -127,7 +127,11 @@ def _scaler_for(accelerator: Accelerator, schedule: Schedule | None) -> GradScal
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that Accelerate has wrapped; one that is not wrapped as it is."""
+    """Return the optimizer that Accelerate has wrapped.
+
+    Args:
+        optimizer: A prepared one; one that is not is returned as it is.
+    """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer

@@ -14,6 +14,11 @@ __all__ = ["autocast"]
 class autocast(amp.autocast):  # noqa: N801  # torch's name
     """Deprecated: `castwise.autocast("cpu", ...)`.
 
+    Args:
+        enabled: As there.
+        dtype: As there.
+        cache_enabled: As there.
+
     Warns:
         FutureWarning: Always.
     """

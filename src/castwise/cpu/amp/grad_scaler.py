@@ -11,6 +11,13 @@ __all__ = ["GradScaler"]
 class GradScaler(amp.GradScaler):
     """Deprecated: `castwise.GradScaler("cpu", ...)`, with the same arguments after the device.
 
+    Args:
+        init_scale: As there.
+        growth_factor: As there.
+        backoff_factor: As there.
+        growth_interval: As there.
+        enabled: As there.
+
     Warns:
         FutureWarning: Always.
     """

@@ -17,6 +17,11 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 class autocast(amp.autocast):  # noqa: N801  # torch's name
     """Deprecated: `castwise.autocast("cuda", ...)`.
 
+    Args:
+        enabled: As there.
+        dtype: As there.
+        cache_enabled: As there.
+
     Warns:
         FutureWarning: Always.
     """
@@ -34,13 +39,28 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
-    """Deprecated: `castwise.custom_fwd(..., device_type="cuda")`."""
+    """Deprecated: `castwise.custom_fwd(..., device_type="cuda")`.
+
+    Args:
+        fwd: As there.
+        cast_inputs: As there.
+
+    Warns:
+        FutureWarning: Always.
+    """
     _warn("custom_fwd(...)", "castwise.custom_fwd(..., device_type='cuda')")
     return amp.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Any) -> Any:
-    """Deprecated: `castwise.custom_bwd(..., device_type="cuda")`."""
+    """Deprecated: `castwise.custom_bwd(..., device_type="cuda")`.
+
+    Args:
+        bwd: As there.
+
+    Warns:
+        FutureWarning: Always.
+    """
     _warn("custom_bwd(...)", "castwise.custom_bwd(..., device_type='cuda')")
     return amp.custom_bwd(bwd, device_type="cuda")
 

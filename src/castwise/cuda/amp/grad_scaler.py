@@ -12,6 +12,13 @@ __all__ = ["GradScaler", "OptState"]
 class GradScaler(amp.GradScaler):
     """Deprecated: `castwise.GradScaler("cuda", ...)`, with the same arguments after the device.
 
+    Args:
+        init_scale: As there.
+        growth_factor: As there.
+        backoff_factor: As there.
+        growth_interval: As there.
+        enabled: As there.
+
     Warns:
         FutureWarning: Always.
     """
