@@ -127,7 +127,10 @@ def rules(device: str) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), _deprecations_unsaid():
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device]):
-            bare, _, overload = name.removeprefix("aten::").partition(".")
+            library, _, own = name.partition("::")
+            if library != "aten":
+                continue  # of another library, in this process by chance
+            bare, _, overload = own.partition(".")
             op = getattr(getattr(torch.ops.aten, bare), overload or "default")
             found.setdefault(bare, set()).add(rule(op, device))
     return {name: ", ".join(sorted(kinds)) for name, kinds in sorted(found.items())}
