@@ -89,7 +89,9 @@ def test_no_role_is_left_as_text(built: Path) -> None:
 def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -> None:
     page = built / "reference" / "keywords.html"
     found = {}
-    links = re.findall(r'<a class="reference internal" href="([^"]+#[^"]+)"[^>]*><code[^>]*>(.*?)</code>', page.read_text())
+    links = re.findall(
+        r'<a class="reference internal" href="([^"]+#[^"]+)"[^>]*><code[^>]*>(.*?)</code>', page.read_text()
+    )
     for link, name in links:
         path, place = target(pages[page], link)
         if "." in name:
