@@ -33,7 +33,7 @@ def install(
     From now on `torch.autocast`, `torch.GradScaler` and what `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
     `torch.distributed.fsdp.sharded_grad_scaler` have are castwise's, there and in every module that has imported them
     already. What exists of torch's classes by now - objects, subclasses - stays as it is, and is named in a warning.
-    It loads torch's compiler and FSDP, which takes a second or two.
+    It loads torch's compiler and FSDP, which takes longer than the import of castwise.
 
     Mistakes are told as warnings, each once, with file and line: see `docs/integrations/run.md` for what is found.
 
