@@ -24,7 +24,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "writing.md"]
 nitpicky = True
-smartquotes = False  # it would turn --option into a dash
+smartquotes_action = "D"  # the dashes between a parameter and its text; quotes stay as they are typed
 # Names that are there for type checkers alone, and generic types as text.
 nitpick_ignore_regex = [("py:class", r"nn\..*|Ranks|MixedPrecisionPolicy|(dict|list|collections\.abc\.Mapping)\[.*")]
 

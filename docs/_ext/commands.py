@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
@@ -26,13 +27,18 @@ def pages() -> str:
 def _section(command: Any, context: Any, title: str) -> str:
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     rows = [row for param in command.get_params(context) if (row := param.get_help_record(context))]
-    lines = [f"## `{title}`", "", "```text", usage, "```", "", (command.help or "").split("\f")[0].strip(), ""]
-    lines += ["| | |", "|---|---|", *(f"| `{_cell(what)}` | {_cell(text)} |" for what, text in rows), ""]
+    lines = [f"## `{title}`", "", "```text", usage, "```", "", _prose((command.help or "").strip()), ""]
+    lines += ["| | |", "|---|---|", *(f"| `{_cell(what)}` | {_prose(_cell(text))} |" for what, text in rows), ""]
     return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _prose(text: str) -> str:
+    """Keep Markdown from taking `runs/<time>` for a tag, and dashes of options from being joined."""
+    return re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", text.replace("<", "\\<"))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -42,7 +42,7 @@ class _File(SphinxRole):
         if not (ROOT / self.text.partition("::")[0]).exists():
             message = self.inliner.reporter.warning(f"no {self.text!r} in the repository", line=self.lineno)
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
-        return [nodes.literal(text=self.text)], []
+        return [nodes.literal(text=self.text, classes=["file"])], []
 
 
 def is_importable(name: str) -> bool:

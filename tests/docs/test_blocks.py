@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sybil import Sybil
 
 ROOT = Path(__file__).parents[2]
@@ -100,8 +99,7 @@ def test_a_wrong_page_fails(name: str, run: Run) -> None:
         run(WRONG[name])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_cuda_means_the_cpu_without_one(run: Run) -> None:
+def test_cuda_means_the_cpu(run: Run) -> None:
     page = "```python\nx = torch.ones(1, device=\"cuda\")\nk = {'cuda': 1}\n```\n"
     found = run(f"<!-- setup\nimport torch\n-->\n{page}")
     assert found["x"].device.type == "cpu"
