@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,27 @@ def test_a_training_goes_on_from_a_distributed_checkpoint_bit_for_bit(tmp_path: 
     assert on_ranks(2, "dcp.py", str(tmp_path), "--resume") == whole
 
 
-def test_a_bad_batch_of_one_rank_is_skipped_by_all() -> None:
-    steps = on_ranks(2, "fsdp2.py").splitlines()
+def on_two_hosts(example: str) -> list[str]:
+    """What the launchers of two hosts print, both of them this one: as docs/tutorials/fsdp2.md starts them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    command = [*launcher, *meeting, str(ROOT / "examples" / example)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    hosts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        outputs = [host.communicate(timeout=300)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0]
+    return outputs
+
+
+def test_a_bad_batch_of_one_host_is_skipped_by_all() -> None:
+    steps = "".join(on_two_hosts("fsdp2.py")).splitlines()
     assert [step.split()[1] for step in steps if step.endswith("skipped")] == ["11"]
     assert len(steps) == 20
     assert all(re.search(r"loss \d+\.\d+ norm \d+\.\d+$", step) for step in steps if not step.endswith("skipped"))

@@ -1,0 +1,97 @@
+"""What the pictures of the manual share: a drawing as SVG that is put into a page, so that it takes the page's colours.
+
+Text and lines are in `currentColor`, which is dark on a light page and light on a dark one. The colours of data are of
+a middling lightness, so that they are seen on both; they are those of Okabe and Ito, "Color Universal Design", 2008,
+which people with a colour vision deficiency can tell apart.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+BLUE, ORANGE, GREEN, PINK, GREY = "#2b87c7", "#d9730d", "#0a9b72", "#c2679a", "#8a8f98"
+FONT = "system-ui, sans-serif"
+
+
+def result(name: str) -> Any:
+    """Read a committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def number(value: float) -> str:
+    """Write a coordinate the same way on every machine."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def power_of_two(exponent: int) -> str:
+    """Write 2 to the power of something with small raised digits."""
+    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+class Picture:
+    """A drawing that grows from the first shape to the last.
+
+    Args:
+        width: Of the coordinates, in pixels where the page is wide enough.
+        height: The same.
+        says: What is to be seen, for those who cannot.
+    """
+
+    def __init__(self, width: int, height: int, says: str) -> None:
+        self.width, self.height, self.says = width, height, says
+        self.shapes: list[str] = []
+
+    def rectangle(self, x: float, y: float, width: float, height: float, colour: str, opacity: float = 1.0) -> None:
+        """Fill a rectangle, given by its upper left corner."""
+        place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+        self.shapes.append(f'<rect {place} fill="{colour}" fill-opacity="{number(opacity)}"/>')
+
+    def line(
+        self,
+        points: list[tuple[float, float]],
+        colour: str = "currentColor",
+        width: float = 1.0,
+        opacity: float = 1.0,
+        dashes: str = "",
+    ) -> None:
+        """Draw a line through points."""
+        path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        self.shapes.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{number(width)}" '
+            f'stroke-opacity="{number(opacity)}" stroke-linejoin="round"{dashed}/>'
+        )
+
+    def dot(self, x: float, y: float, radius: float, colour: str) -> None:
+        """Draw a point."""
+        self.shapes.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" fill="{colour}"/>')
+
+    def text(
+        self, x: float, y: float, words: str, *, anchor: str = "start", size: float = 13, colour: str = "currentColor"
+    ) -> None:
+        """Write a line of text; x is its start, middle or end."""
+        self.shapes.append(
+            f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" font-size="{number(size)}" '
+            f'fill="{colour}">{escape(words)}</text>'
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" '
+                f"aria-label={quoteattr(self.says)} "
+                f'style="width: 100%; max-width: {self.width}px; height: auto; font-family: {FONT}">',
+                *self.shapes,
+                "</svg>",
+                "",
+            ]
+        )
+
+    def write(self, name: str) -> None:
+        """Write the drawing beside the scripts."""
+        (HERE / f"{name}.svg").write_text(str(self), encoding="utf-8")

@@ -1,0 +1,111 @@
+"""Draw number formats: of explanation/number-formats.md. All that is drawn is computed from the formats' definitions.
+
+python docs/pictures/number_formats.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from drawing import BLUE, GREEN, GREY, ORANGE, Picture, power_of_two
+
+from castwise.monitor.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+
+SHOWN = (FP32, BF16, FP16, E5M2, E4M3)
+# Of the OCP Microscaling specification; 6 is its largest number, as it has neither inf nor NaN.
+E2M1 = Format("e2m1", torch.float4_e2m1fn_x2, exponent_bits=2, mantissa_bits=1, has_infinity=False)
+
+
+def bits(formats: tuple[Format, ...] = (*SHOWN, E2M1)) -> Picture:
+    """Draw what the bits of each format are for."""
+    picture = Picture(720, 46 + 34 * len(formats), "The bits of each format: sign, exponent and mantissa")
+    for place, (colour, word) in enumerate(
+        ((GREY, "sign"), (ORANGE, "exponent: range"), (BLUE, "mantissa: precision"))
+    ):
+        picture.rectangle(70 + 160 * place, 8, 14, 14, colour)
+        picture.text(90 + 160 * place, 20, word)
+    for row, each in enumerate(formats):
+        y = 38 + 34 * row
+        picture.text(60, y + 18, each.name, anchor="end")
+        colours = [GREY] + [ORANGE] * each.exponent_bits + [BLUE] * each.mantissa_bits
+        for bit, colour in enumerate(colours):
+            picture.rectangle(70 + 20 * bit, y, 18, 26, colour)
+    return picture
+
+
+def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
+    """Draw from where to where each format goes, on an axis of powers of two."""
+    lowest = min(each.smallest_subnormal_exponent for each in formats)
+    highest = max(math.log2(each.largest) for each in formats)
+    left, width = 62, 640
+    height = 62 + 40 * len(formats)
+    picture = Picture(720, height, "The range of each format: from its smallest subnormal number to its largest")
+
+    def x(exponent: float) -> float:
+        return left + width * (exponent - lowest) / (highest - lowest)
+
+    picture.rectangle(62, 8, 14, 14, BLUE)
+    picture.text(82, 20, "normal numbers, of full precision")
+    picture.rectangle(322, 8, 14, 14, BLUE, 0.4)
+    picture.text(342, 20, "subnormal numbers, the smaller the fewer bits")
+    for row, each in enumerate(formats):
+        y = 38 + 40 * row
+        smallest, normal = each.smallest_subnormal_exponent, each.smallest_normal_exponent
+        largest = math.log2(each.largest)
+        picture.text(54, y + 15, each.name, anchor="end")
+        picture.rectangle(x(smallest), y, x(normal) - x(smallest), 20, BLUE, 0.4)
+        picture.rectangle(x(normal), y, x(largest) - x(normal), 20, BLUE)
+        name = f"{each.largest:,.0f}" if each.largest < 1e6 else f"{each.largest:.2e}"
+        if x(largest) - x(smallest) > width / 2:  # the names fit beneath
+            picture.text(x(smallest), y + 33, power_of_two(smallest), size=12)
+            picture.text(x(largest), y + 33, name, anchor="end", size=12)
+        else:
+            picture.text(x(smallest) - 6, y + 15, power_of_two(smallest), anchor="end", size=12)
+            picture.text(x(largest) + 6, y + 15, name, size=12)
+    base = height - 18
+    picture.line([(x(0), 32), (x(0), base - 8)], dashes="4 3", opacity=0.6)
+    for exponent in range(-144, 128, 24):
+        picture.text(x(exponent), base + 8, power_of_two(exponent), anchor="middle", size=12)
+    return picture
+
+
+def positive(each: Format, up_to: float) -> list[float]:
+    """Return the numbers of a format from 0 to a bound."""
+    step = 2.0**-each.mantissa_bits
+    numbers = [mantissa * step * each.smallest_normal for mantissa in range(2**each.mantissa_bits)]
+    for exponent in range(each.smallest_normal_exponent, math.floor(math.log2(up_to)) + 1):
+        numbers += [(1 + mantissa * step) * 2.0**exponent for mantissa in range(2**each.mantissa_bits)]
+    return [each for each in numbers if each <= up_to]
+
+
+def spacing(formats: tuple[Format, ...] = (E4M3, E5M2, E2M1)) -> Picture:
+    """Draw each number of a format between 0 and 6 as a stroke."""
+    up_to, left, width = 6.0, 62, 640
+    picture = Picture(720, 60 + 46 * len(formats), "The numbers that each format has between 0 and 6")
+    for row, each in enumerate(formats):
+        y = 12 + 46 * row
+        picture.text(54, y + 18, each.name, anchor="end")
+        for number in positive(each, up_to):
+            at = left + width * number / up_to
+            colour = ORANGE if number < each.smallest_normal else (GREEN if math.log2(number) % 1 == 0 else BLUE)
+            picture.line([(at, y), (at, y + 28)], colour, 1.6)
+    base = 60 + 46 * len(formats) - 28
+    for whole in range(int(up_to) + 1):
+        picture.text(left + width * whole / up_to, base, str(whole), anchor="middle", size=12)
+    for place, (colour, word) in enumerate(
+        ((GREEN, "power of two"), (BLUE, "between"), (ORANGE, "zero and subnormal"))
+    ):
+        picture.rectangle(62 + 150 * place, base + 10, 12, 12, colour)
+        picture.text(80 + 150 * place, base + 20, word, size=12)
+    return picture
+
+
+def pictures() -> dict[str, Picture]:
+    """Draw the formats that the manual speaks of."""
+    return {"format-bits": bits(), "format-ranges": ranges(), "format-spacing": spacing()}
+
+
+if __name__ == "__main__":
+    for name, picture in pictures().items():
+        picture.write(name)
