@@ -29,6 +29,8 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/weight_cache.py
 	$(BIN)/python benchmarks/policy_overhead.py
 	$(BIN)/python benchmarks/monitor_cost.py
+	$(BIN)/python benchmarks/doctor.py
+	$(BIN)/python examples/compare_schedules.py --write
 	$(BIN)/python -m pip install --quiet 'transformers>=4.40' && $(BIN)/python benchmarks/fault_finding.py
 
 # Without --no-compile pip compiles 30 s of modules that are never imported.

@@ -18,16 +18,21 @@ from sphinx.application import Sphinx
 import castwise
 
 REFERENCE = Path(__file__).parents[1] / "reference"
+_MODULE = re.compile(r"^\.\. py:module:: (castwise[\w.]*)", re.M)
 _DIRECTIVE = re.compile(r"^\.\. auto(?:class|exception|function|data):: (castwise[\w.]*)", re.M)
 
 OURS = [
+    *("castwise.cuda", "castwise.cpu"),
     *("castwise", "castwise.amp", "castwise.amp.autocast_mode", "castwise.amp.grad_scaler"),
     *("castwise.policies", "castwise.schedules", "castwise.installation", "castwise.monitor.sinks"),
     *("castwise.monitor.verdict", "castwise.cuda.amp", "castwise.cpu.amp"),
     *("castwise.cuda.amp.autocast_mode", "castwise.cuda.amp.grad_scaler", "castwise.cuda.amp.common"),
     *("castwise.cpu.amp.autocast_mode", "castwise.cpu.amp.grad_scaler"),
     "castwise.distributed.fsdp.sharded_grad_scaler",
-    *(f"castwise.integrations.{name}" for name in ("accelerate", "lightning", "mlflow", "transformers")),
+    *(
+        f"castwise.integrations.{name}"
+        for name in ("accelerate", "lightning", "mlflow", "pytorch_lightning", "transformers")
+    ),
 ]
 TORCHS = [
     *("torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler"),
@@ -72,6 +77,11 @@ def places() -> dict[int, str]:
     return found
 
 
+def modules() -> set[str]:
+    """Return the modules that a page of the reference is about."""
+    return {name for page in REFERENCE.glob("*.md") for name in _MODULE.findall(page.read_text())}
+
+
 def _place(found: Any, where: dict[int, str], member: str = "") -> str:
     if id(found) in where:
         return where[id(found)] + (member and f".{member}")
@@ -100,10 +110,14 @@ def keywords() -> dict[str, str]:
     Raises:
         LookupError: Of one there is no page.
     """
-    where = places()
+    where, with_page = places(), modules()
     found = {"torch.autocast": _place(castwise.autocast, where), "torch.GradScaler": _place(castwise.GradScaler, where)}
     for module in (*OURS, *TORCHS):
         found |= _of_module(module, where)
+        ours = module.replace("torch", "castwise", 1) if module.startswith("torch.") else module
+        if ours not in with_page:
+            raise LookupError(f"docs/reference has no page for {ours}")
+        found[module] = ours
     for name in where.values():  # what is documented and in none of these modules
         found.setdefault(name, name)
         module, _, last = name.rpartition(".")
@@ -123,12 +137,13 @@ def index() -> str:
 
 def face() -> str:
     """Return what `import castwise` offers, each with its first sentence."""
-    where = places()
+    where, with_page = places(), modules()
     lines = ["| | |", "|---|---|"]
     for name in castwise.__all__:
         found = getattr(castwise, name)
         sentence = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-        shown = f"`castwise.{name}`" if isinstance(found, ModuleType) else f"{{py:obj}}`{_place(found, where)}`"
+        place = f"castwise.{name}" if f"castwise.{name}" in with_page else _place(found, where)
+        shown = f"{{py:obj}}`{place}`"
         lines.append(f"| {shown} | {sentence} |")
     return "\n".join(lines)
 

@@ -118,7 +118,11 @@ class BoundPolicy:
 
     @only_inlined
     def check_is_bound(self) -> None:
-        """Raise RuntimeError if its hooks are not on the model any more."""
+        """Say so if its hooks are not on the model any more.
+
+        Raises:
+            RuntimeError: They are not.
+        """
         if not self.is_bound:
             raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
 

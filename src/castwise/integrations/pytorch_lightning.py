@@ -21,7 +21,15 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
-    """`castwise.integrations.lightning.MixedPrecision` for `pytorch_lightning.Trainer`."""
+    """`castwise.integrations.lightning.MixedPrecision` for `pytorch_lightning.Trainer`.
+
+    Args:
+        precision: As there.
+        device: As there.
+        scaler: As there.
+        policy: As there.
+        weight_cache: As there.
+    """
 
     _plain = of_trainer.Precision
     _lightning_module = pl.LightningModule
@@ -30,11 +38,23 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
 
 
 class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.FSDPPrecision):  # type: ignore[misc]
-    """`castwise.integrations.lightning.FabricMixedPrecision` for `lightning_fabric.Fabric`."""
+    """`castwise.integrations.lightning.FabricMixedPrecision` for `lightning_fabric.Fabric`.
+
+    Args:
+        precision: As there.
+        device: As there.
+        scaler: As there.
+    """
 
     _plain = of_fabric.Precision
     _fabric_optimizer = _FabricOptimizer
 
 
 class ReportCallback(Report, pl.Callback):
-    """`castwise.integrations.lightning.ReportCallback` for `pytorch_lightning.Trainer`."""
+    """`castwise.integrations.lightning.ReportCallback` for `pytorch_lightning.Trainer`.
+
+    Args:
+        folder: As there.
+        every: As there.
+        on_skip: As there.
+    """

@@ -70,7 +70,11 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Begin to record."""
+        """Begin to record.
+
+        Raises:
+            TypeError: The Trainer scales with a scaler that is not castwise's.
+        """
         self.close()
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None and not isinstance(scaler, GradScaler):
