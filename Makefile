@@ -19,14 +19,11 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Half an hour on two cores, best with nothing else running.
 bench: .venv/.ready
-	$(BIN)/python benchmarks/autocast_overhead.py
-	$(BIN)/python benchmarks/step_cost.py
-	$(BIN)/python benchmarks/scale_out.py
-	$(BIN)/python benchmarks/weight_cache.py
-	$(BIN)/python benchmarks/policy_overhead.py
-	$(BIN)/python benchmarks/monitor_cost.py
-	$(BIN)/python -m pip install --quiet 'transformers>=4.40' && $(BIN)/python benchmarks/fault_finding.py
+	$(BIN)/castwise bench --full --out benchmarks/results
+	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python benchmarks/fault_finding.py
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
