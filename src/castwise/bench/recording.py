@@ -10,7 +10,6 @@ from typing import Any
 from castwise.bench.benchmark import Benchmark, Record
 from castwise.bench.pairing import CANNOT_TELL
 from castwise.cli.demo.run_folder import write_atomically, write_json
-from castwise.cli.errors import UserError
 
 PAGE = "README.md"
 HEAD = """\
@@ -40,45 +39,31 @@ def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmar
     """Put a record into a folder, and the page of all that is in this folder beside it.
 
     Raises:
-        UserError: The folder cannot be written to, or holds a file of that name that is not of this version.
+        UserError: The folder cannot be written to.
     """
     write_json(folder / name, record)
     text = page(folder, benchmarks)
     write_atomically(folder / PAGE, lambda file: file.write(text.encode()))
 
 
-def read(path: Path) -> Record:
-    """Read what was written.
-
-    Raises:
-        UserError: It is not JSON.
-    """
-    try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a result of castwise bench ({error}): move it away") from error
-    return record
-
-
 def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:
-    """Return the tables of all results in a folder as Markdown.
-
-    Raises:
-        UserError: A file there is not a result of this version.
-    """
+    """Return the tables of all results in a folder as Markdown; of a file that is not one, say so in their place."""
     parts = [HEAD]
     for benchmark in benchmarks:
         found = [path for device in ("cpu", "cuda") if (path := folder / f"{benchmark.name}-{device}.json").exists()]
         if found:
             parts.append(f"## {benchmark.title}: `{benchmark.name}`\n\n{benchmark.about}\n")
-        for path in found:
-            record = read(path)
-            try:
-                tables = [table.markdown() for table in benchmark.tables(record)]
-                parts.append("\n\n".join([headline(record["machine"]), *tables]) + "\n")
-            except (KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{path} was written by another version of castwise bench: move it away") from error
+        parts += [f"{_shown(path, benchmark)}\n" for path in found]
     return "\n".join(parts)
+
+
+def _shown(path: Path, benchmark: Benchmark[Any]) -> str:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        tables = [table.markdown() for table in benchmark.tables(record)]
+        return "\n\n".join([headline(record["machine"]), *tables])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what another shape of a record may raise
+        return f"{path.name} was not written by this version: run `castwise bench --only {benchmark.name}` again."
 
 
 def verdicts(record: object) -> list[str]:

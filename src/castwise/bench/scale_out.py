@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,22 +33,26 @@ def on_ranks(ranks: int, rounds: int) -> list[Record]:
     Raises:
         RuntimeError: A rank failed; with its last words.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", WORKER, str(Path(folder, "store")), str(ranks), str(rounds)]
-        workers: list[subprocess.Popen[str]] = []
+    workers: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", WORKER, str(folder / "store"), str(ranks), str(rounds)]
         try:
             for rank in range(ranks):
-                pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-                workers.append(subprocess.Popen([*command, str(rank)], **pipes))
-            outputs = [worker.communicate() for worker in workers]
-        finally:
-            for worker in workers:  # one that failed leaves the others waiting for it, and so does Ctrl-C
+                with (folder / f"out{rank}").open("wb") as out, (folder / f"errors{rank}").open("wb") as errors:
+                    workers.append(subprocess.Popen([*command, str(rank)], stdout=out, stderr=errors))
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes):
+                time.sleep(0.1)
+                codes = [worker.poll() for worker in workers]
+        finally:  # one that failed leaves the others waiting for it, and so does Ctrl-C
+            for worker in workers:
                 worker.kill()
                 worker.wait()
-    for rank, (worker, (_, errors)) in enumerate(zip(workers, outputs, strict=True)):
-        if worker.returncode:
-            raise RuntimeError(f"rank {rank} of {ranks} failed:\n{errors}")
-    rows: list[Record] = json.loads(outputs[0][0].splitlines()[-1])
+        for rank, code in enumerate(codes):
+            if code:
+                raise RuntimeError(f"rank {rank} of {ranks} failed:\n{(folder / f'errors{rank}').read_text()}")
+        rows: list[Record] = json.loads((folder / "out0").read_text().splitlines()[-1])
     return rows
 
 
