@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import platform
 from pathlib import Path
@@ -54,7 +55,9 @@ def _cpu() -> str:
 
 def free_bytes(device: str) -> int | None:
     """Return how much memory can still be taken on a device, None where nobody says."""
+    gc.collect()  # optimizers and their tensors end up in cycles
     if device == "cuda":
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
     if not _MEMORY.exists():
         return None

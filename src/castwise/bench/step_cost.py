@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import castwise
 from castwise.bench.benchmark import Benchmark, Record, Table, shown
@@ -126,8 +126,7 @@ class Plan:
 
 def needed_bytes(shapes: Shapes, optimizer: str) -> int:
     """Return how much memory a case takes, about."""
-    numels = {shape: Tensor.numel(torch.empty(shape, device="meta")) for shape in set(shapes)}
-    return 4 * (COPIES[optimizer] * sum(numels[shape] for shape in shapes) + sum(numels.values()))
+    return 4 * (COPIES[optimizer] * sum(map(math.prod, shapes)) + sum(map(math.prod, set(shapes))))
 
 
 def timings(case: Case, rounds: Rounds) -> Record:
@@ -170,19 +169,23 @@ def traffic(case: Case, optimizer: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def result_of(shapes: Shapes, optimizer: str, device: str, rounds: Rounds) -> Record:
+    """Measure one case, or say why not."""
+    reason = why_it_does_not_fit(needed_bytes(shapes, optimizer), device)
+    if reason is not None:
+        return {"skipped": reason}
+    case = Case(shapes, optimizer, device)
+    return {**timings(case, rounds), "gradient_traffic_before_the_optimizer": traffic(case, optimizer)}
+
+
 def measure(device: str, plan: Plan) -> Record:
     """Measure each case that fits into memory."""
-    results: Record = {}
-    for size, optimizer in plan.cases:
-        shapes, row = SIZES[size], f"{size}, {optimizer}"
-        reason = why_it_does_not_fit(needed_bytes(shapes, optimizer), device)
-        if reason is not None:
-            results[row] = {"skipped": reason}
-            continue
-        case = Case(shapes, optimizer, device)
-        results[row] = timings(case, plan.rounds)
-        results[row]["gradient_traffic_before_the_optimizer"] = traffic(case, optimizer)
-    return {"results": results}
+    return {
+        "results": {
+            f"{size}, {optimizer}": result_of(SIZES[size], optimizer, device, plan.rounds)
+            for size, optimizer in plan.cases
+        }
+    }
 
 
 def tables(record: Record) -> list[Table]:
