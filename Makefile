@@ -22,16 +22,13 @@ lint: .venv/.ready
 docs: .venv/.ready
 	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html
 
+# Half an hour on two cores, best with nothing else running.
 bench: .venv/.ready
-	$(BIN)/python benchmarks/autocast_overhead.py
-	$(BIN)/python benchmarks/step_cost.py
-	$(BIN)/python benchmarks/scale_out.py
-	$(BIN)/python benchmarks/weight_cache.py
-	$(BIN)/python benchmarks/policy_overhead.py
-	$(BIN)/python benchmarks/monitor_cost.py
+	$(BIN)/castwise bench --full --out benchmarks/results
 	$(BIN)/python benchmarks/doctor.py
+	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python benchmarks/fault_finding.py
 	$(BIN)/python examples/compare_schedules.py --write
-	$(BIN)/python -m pip install --quiet 'transformers>=4.40' && $(BIN)/python benchmarks/fault_finding.py
 
 # Without --no-compile pip compiles 30 s of modules that are never imported.
 .venv/.ready: pyproject.toml constraints.txt

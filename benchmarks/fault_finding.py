@@ -32,6 +32,8 @@ from tests.monitor.mixture import Mixture, loss_of
 
 import castwise
 import recording
+from castwise.bench.pairing import ratio, seconds
+from castwise.bench.recording import headline
 from castwise.monitor.diagnosis import diagnose
 
 FP16 = torch.float16
@@ -204,7 +206,7 @@ def measure(rounds: int) -> dict[str, Any]:
                 step = planted(fault, seed)
                 verdicts: list[Verdict] = []
                 call = {"plain": plain, **TOOLS}[tool]
-                times[tool].append(recording.seconds(lambda: verdicts.append(call(step)), "cpu"))  # noqa: B023
+                times[tool].append(seconds(lambda: verdicts.append(call(step)), "cpu"))  # noqa: B023
                 if tool in counts:
                     counts[tool]["found"] += verdicts[0].found
                     has_place = step.place is not None
@@ -215,14 +217,14 @@ def measure(rounds: int) -> dict[str, Any]:
                 "found": count["found"],
                 "named": count["named"] if has_place else None,
                 "median_ms": statistics.median(times[tool]) * 1e3,
-                "ratio": recording.ratio(times[tool], times["plain"]),
+                "ratio": ratio(times[tool], times["plain"]),
             }
     return results
 
 
 def table(record: dict[str, Any]) -> str:
     lines = [
-        recording.title(record["machine"]),
+        headline(record["machine"]),
         "",
         f"| planted, {record['rounds']} of each | " + " | ".join(TOOLS) + " |",
         "|---" * (1 + len(TOOLS)) + "|",
@@ -244,7 +246,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small to be shared
     record = {
-        "machine": {**recording.machine("cpu"), "transformers": transformers.__version__},
+        "machine": {**recording.machine(), "transformers": transformers.__version__},
         "rounds": arguments.rounds,
         "results": measure(arguments.rounds),
     }

@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 import recording
+from castwise.bench.pairing import ratio, seconds
+from castwise.bench.recording import headline
 
 FEATURES, LEARNING_RATE = 4, 12.8
 NANS, GOOD, TINY = 200, 200, 2.0**-20
@@ -579,14 +581,14 @@ def cost(rounds: int) -> dict[str, Any]:
         times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         for index in range(rounds + 3):
             for way in random.sample(list(ways), len(ways)):
-                taken = recording.seconds(ways[way], "cpu")
+                taken = seconds(ways[way], "cpu")
                 if index >= 3:
                     times[way].append(taken)
         for library in dict.fromkeys(library for library, _ in ways):
             plain = times.get((library, PLAIN), times["torch.amp", PLAIN])
             results[f"{library}, {name}"] = {
                 "plain ms": statistics.median(plain) * 1e3,
-                **{f"{mode} / plain": recording.ratio(times[library, mode], plain) for mode in (SCALED, BF16)},
+                **{f"{mode} / plain": ratio(times[library, mode], plain) for mode in (SCALED, BF16)},
             }
     return results
 
@@ -650,7 +652,7 @@ def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:
 
 def tables(record: dict[str, Any]) -> str:
     about = record["machine"]
-    lines = [recording.title(about), "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())]
+    lines = [headline(about), "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())]
     if record["missing"]:
         lines += ["", f"Not installed: {', '.join(record['missing'])}."]
     lines += ["", *fault_tables(record["faults"]), "", "One of two ranks finds an inf in its shard:", ""]
@@ -700,7 +702,7 @@ def main() -> None:
         as_a_rank(arguments.worker)
         return
     load, start = os.getloadavg()[0], time.perf_counter()
-    record: dict[str, Any] = {"machine": recording.machine("cpu"), "load": load, "rounds": arguments.rounds}
+    record: dict[str, Any] = {"machine": recording.machine(), "load": load, "rounds": arguments.rounds}
     record["cost"] = cost(arguments.rounds)
     record |= {"casts": casts(), "compiles as one graph": compiles(), "ranks": ranks()}
     record |= {"versions": {}, "missing": [], "faults": {}, "rules": {}}

@@ -26,8 +26,15 @@ ROOMS_THAT_MAY_BE_IMPORTED = {
     "doctor": {"doctor", "amp"},
     "installation": {"installation", "monitor", "amp"},
     "integrations": {"integrations", "distributed", "monitor", "amp"},
-    "cli": {"cli", "doctor", "installation", "monitor", "amp"},
+    "bench": {"bench", "amp", "monitor"},
+    "cli": {"cli", "bench", "doctor", "installation", "monitor", "amp"},
 }
+ROOMS_THAT_USE_THE_FACE = {"cli", "bench"}
+# What the benchmarks share with the demo: its model, text and training, and how files are written.
+PARTS_OF_CLI_FOR_BENCH = ("castwise.cli.demo.", "castwise.cli.errors.")
+TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
+# Who runs torch's mixed precision: as a rival, or to replay what somebody else's region did.
+RUN_TORCHS_CLASSES = ("bench/", "cli/demo/training.py", "monitor/forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
     *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow"),
@@ -191,9 +198,10 @@ def test_the_arrow_of_imports(room: str) -> None:
         for name in imports(path):
             target = [*name.split("."), "castwise itself"][1]
             private_to_package = target.startswith("_")
-            face = room == "cli" and target in {"castwise itself", "__version__", *castwise.__all__}
+            face = room in ROOMS_THAT_USE_THE_FACE and target in {"castwise itself", "__version__", *castwise.__all__}
             version = room == "monitor" and path.name == "opening.py" and target == "castwise itself"
-            assert private_to_package or face or version or target in ROOMS_THAT_MAY_BE_IMPORTED[room], (
+            demo = room == "bench" and name.startswith(PARTS_OF_CLI_FOR_BENCH)
+            assert private_to_package or face or version or demo or target in ROOMS_THAT_MAY_BE_IMPORTED[room], (
                 f"{path}: {name}"
             )
 
@@ -251,3 +259,34 @@ def test_torch_amp_is_used_for_isinstance_alone() -> None:
             assert set(bases).isdisjoint({"torch.amp.GradScaler", "torch.autocast"}) or len(bases) == 1
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.amp", "torch.cuda.amp")):
                 assert ast.unparse(node) in {"torch.amp", "torch.amp.GradScaler"}, f"{path}: {ast.unparse(node)}"
+
+
+def classes_of_torch_that_run(code: str) -> set[str]:
+    """Which of torch's classes are called, or kept in a dict to be called; to ask `isinstance` is neither."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call):
+            found.add(ast.unparse(node.func))
+        elif isinstance(node, ast.Dict):
+            found |= {ast.unparse(value) for value in node.values}
+        elif isinstance(node, ast.ImportFrom) and node.module in {"torch", "torch.amp"}:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & TORCHS_CLASSES
+
+
+def test_torchs_mixed_precision_runs_only_as_a_rival() -> None:
+    running = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if classes_of_torch_that_run(path.read_text())
+    }
+    assert {path for path in running if not path.startswith(RUN_TORCHS_CLASSES)} == set()
+    assert all(any(path.startswith(allowed) for path in running) for allowed in RUN_TORCHS_CLASSES)
+
+
+@pytest.mark.parametrize(
+    "code", ["torch.autocast('cpu')", "x = {'torch': torch.amp.GradScaler}", "from torch.amp import GradScaler"]
+)
+def test_the_test_of_rivals_can_fail(code: str) -> None:
+    assert classes_of_torch_that_run(code)
+    assert not classes_of_torch_that_run("isinstance(x, torch.autocast); castwise.autocast('cpu')")

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import castwise
+from castwise.cli.bench import bench as bench_command
 from castwise.cli.demo import command as demo_command
 from castwise.cli.doctor import doctor as doctor_command
 from castwise.cli.report import report as report_command
@@ -19,6 +20,7 @@ from castwise.cli.run import run as run_command
 from castwise.cli.trace import trace as trace_command
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+app.command()(bench_command)
 app.command()(demo_command.demo)
 app.command()(doctor_command)
 app.command()(report_command)

@@ -7,6 +7,7 @@ renamed, and lines of metrics that no checkpoint vouches for are cut off before 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -77,6 +78,9 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
+    finally:  # also on Ctrl-C; after the renaming there is nothing left
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,83 @@
+"""What a benchmark is: how to measure, and how to show what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from castwise.bench.pairing import Ratio
+
+Record = dict[str, Any]
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells, and what is said of them.
+
+    Args:
+        columns: The first row.
+        rows: The others, as long as the first one.
+        above: A line above it.
+        below: A line below it.
+    """
+
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    above: str = ""
+    below: str = ""
+
+    def markdown(self) -> str:
+        """Return it as GitHub's Markdown.
+
+        Example:
+            >>> print(Table(["", "us"], [["castwise", "2"]], below="Of one call.").markdown())
+            | | us |
+            |---|---|
+            | castwise | 2 |
+            <BLANKLINE>
+            Of one call.
+        """
+        lines = [_line(self.columns), "|---" * len(self.columns) + "|", *map(_line, self.rows)]
+        return "\n\n".join(filter(None, [self.above, "\n".join(lines), self.below]))
+
+
+def _line(cells: list[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+@dataclass(frozen=True)
+class Benchmark(Generic[Plan]):
+    """One file of results.
+
+    Args:
+        name: Of its file, and for `--only`.
+        title: Above its tables.
+        about: What is measured, for a reader of the tables.
+        quick: What `--quick` measures.
+        full: What `--full` measures.
+        measure: Takes "cpu" or "cuda" and a plan; returns what JSON can hold.
+        tables: Shows what `measure` has returned.
+        on_cpu_alone: Whether it is about the CPU, whatever the device.
+    """
+
+    name: str
+    title: str
+    about: str
+    quick: Plan
+    full: Plan
+    measure: Callable[[str, Plan], Record]
+    tables: Callable[[Record], list[Table]]
+    on_cpu_alone: bool = False
+
+
+def shown(ratio: Ratio, digits: int = 3) -> str:
+    """Return a ratio's median and quartiles.
+
+    Example:
+        >>> shown({"median": 1.5, "quartiles": [1.25, 1.75], "interval": [1.0, 2.0], "rounds": 9}, digits=2)
+        '1.50 (1.25 - 1.75)'
+    """
+    low, high = ratio["quartiles"]
+    return f"{ratio['median']:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"

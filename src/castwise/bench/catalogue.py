@@ -1,0 +1,32 @@
+"""All benchmarks, in the order in which they run and stand on the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from castwise.bench import (
+    autocast_overhead,
+    growth,
+    host_time,
+    imports,
+    monitor_cost,
+    policy_overhead,
+    scale_out,
+    step_cost,
+    training,
+    weight_cache,
+)
+from castwise.bench.benchmark import Benchmark
+
+BENCHMARKS: tuple[Benchmark[Any], ...] = (
+    training.BENCHMARK,
+    step_cost.BENCHMARK,
+    growth.BENCHMARK,
+    host_time.BENCHMARK,
+    autocast_overhead.BENCHMARK,
+    policy_overhead.BENCHMARK,
+    weight_cache.BENCHMARK,
+    monitor_cost.BENCHMARK,
+    scale_out.BENCHMARK,
+    imports.BENCHMARK,
+)

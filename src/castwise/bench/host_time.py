@@ -1,0 +1,106 @@
+"""What the host has to do for each tensor: 1,000 of one number each, so that there is nothing else to do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import castwise
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, host_seconds, race, ratio
+
+SCALERS: dict[str, Any] = {TORCH: torch.amp.GradScaler, AGAIN: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
+OPTIMIZERS: dict[str, dict[str, bool]] = {"foreach SGD": {"foreach": True}, "fused SGD": {"fused": True}}
+CALLS = ("scale a loss", "unscale_", "step + update", "unscale_, then step + update")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often, and on how many tensors."""
+
+    rounds: Rounds
+    tensors: int = 1000
+
+
+class Host:
+    """Tiny parameters with gradients, and one library's scaler for them."""
+
+    def __init__(self, library: str, options: dict[str, bool], tensors: int, device: str) -> None:
+        self.device = device
+        self.params = [torch.nn.Parameter(torch.ones(1, device=device)) for _ in range(tensors)]
+        self.gradients = [torch.ones_like(param) for param in self.params]
+        for param, gradient in zip(self.params, self.gradients, strict=True):
+            param.grad = gradient
+        self.optimizer = torch.optim.SGD(self.params, lr=1e-6, **options)
+        self.scaler = SCALERS[library](device, init_scale=2.0**16)
+        self.loss = torch.ones((), device=device, requires_grad=True)
+        self.scaler.scale(self.loss)
+
+    def seconds(self, call: str) -> float:
+        """Return how long the host is kept by a call; what has to come before or after it is done untimed."""
+        with torch.no_grad():
+            torch._foreach_add_(self.gradients, 1.0)
+        if call == "scale a loss":
+            return host_seconds(lambda: self.scaler.scale(self.loss), self.device)
+        if call == "unscale_":
+            taken = host_seconds(self._unscale, self.device)
+            self._step_and_update()
+            return taken
+        if call == "step + update":
+            return host_seconds(self._step_and_update, self.device)
+        return host_seconds(self._unscale_step_and_update, self.device)
+
+    def _unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def _unscale_step_and_update(self) -> None:
+        self._unscale()
+        self._step_and_update()
+
+    def _step_and_update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Measure each call with each optimizer."""
+    rows: Record = {}
+    for name, options in OPTIMIZERS.items():
+        hosts = {library: Host(library, options, plan.tensors, device) for library in SCALERS}
+
+        def timed(library: str, call: str, hosts: dict[str, Host] = hosts) -> Callable[[], float]:
+            return lambda: hosts[library].seconds(call)
+
+        for call in CALLS:
+            times = race({library: timed(library, call) for library in SCALERS}, plan.rounds, warm_up=3)
+            rows[f"{name}: {call}"] = {
+                "tensors": plan.tensors,
+                "median_us": {library: statistics.median(values) * 1e6 for library, values in times.items()},
+                "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
+            }
+    return {"rows": rows}
+
+
+def tables(record: Record) -> list[Table]:
+    """Show one row for each call."""
+    table = Table(["", "tensors", "torch.amp", "castwise", "castwise / torch.amp (quartiles)", "verdict"])
+    for name, row in record["rows"].items():
+        times = [f"{row['median_us'][library]:,.1f} us" for library in (TORCH, CASTWISE)]
+        found = row["castwise / torch"]
+        table.rows.append([name, f"{row['tensors']:,}", *times, shown(found), found["verdict"]])
+    return [table]
+
+
+BENCHMARK = Benchmark(
+    name="host_time",
+    title="The host's time",
+    about="How long calls keep the host, with tensors of one number each. On a GPU nothing is waited for.",
+    quick=Plan(rounds=Rounds(15, QUICK_S)),
+    full=Plan(rounds=Rounds(100)),
+    measure=measure,
+    tables=tables,
+)

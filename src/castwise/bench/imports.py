@@ -1,0 +1,78 @@
+"""What `import castwise` takes on top of `import torch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.pairing import ratio
+
+# Both in one process: what a process takes to start and to read torch varies more than what castwise adds to it.
+CODE = """\
+import json, time
+start = time.perf_counter()
+import torch
+between = time.perf_counter()
+import castwise
+print(json.dumps([between - start, time.perf_counter() - between]))
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many processes are started."""
+
+    rounds: int
+
+
+def seconds() -> tuple[float, float]:
+    """Return how long a new process takes to import torch, and then castwise."""
+    # An installed package has its bytecode; without this a checkout might be compiled again at every import.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", CODE]
+    run = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    torch_s, castwise_s = json.loads(run.stdout)
+    return torch_s, castwise_s
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Start processes, the first of which is not counted: it may have to compile or to read from a disk."""
+    taken = [seconds() for _ in range(plan.rounds + 1)][1:]
+    of_torch = [torch_s for torch_s, _ in taken]
+    return {
+        "rows": {
+            "import": {
+                "median_ms": {
+                    "torch": statistics.median(of_torch) * 1e3,
+                    "castwise, after torch": statistics.median(own for _, own in taken) * 1e3,
+                },
+                "castwise and torch / torch": ratio([sum(both) for both in taken], of_torch),
+            }
+        }
+    }
+
+
+def tables(record: Record) -> list[Table]:
+    """Show the one row."""
+    table = Table(["", "torch", "castwise, after torch", "both / torch (quartiles)"])
+    for name, row in record["rows"].items():
+        times = [f"{value:,.1f} ms" for value in row["median_ms"].values()]
+        table.rows.append([name, *times, shown(row["castwise and torch / torch"])])
+    return [table]
+
+
+BENCHMARK = Benchmark(
+    name="imports",
+    title="Import time",
+    about="`import castwise` needs torch, so in each new process torch is imported first, then castwise.",
+    quick=Plan(rounds=5),
+    full=Plan(rounds=20),
+    measure=measure,
+    tables=tables,
+    on_cpu_alone=True,
+)

@@ -1,0 +1,79 @@
+"""What a figure depends on besides the code: the machine, the versions, and the room there is in memory."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import castwise
+
+_CPUS = Path("/proc/cpuinfo")
+_MEMORY = Path("/proc/meminfo")
+# What a container may use, in both versions of the kernel's groups: the limit, then what is taken.
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def machine(device: str, command: str) -> dict[str, Any]:
+    """Return the machine, the versions, the date and the command of a measurement.
+
+    Args:
+        device: "cpu" or "cuda".
+        command: What repeats it.
+
+    Example:
+        >>> machine("cpu", "castwise bench")["command"]
+        'castwise bench'
+    """
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "castwise": castwise.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+    }
+
+
+def _cpu() -> str:
+    if _CPUS.exists():
+        for line in _CPUS.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def free_bytes(device: str) -> int | None:
+    """Return how much memory can still be taken on a device, None where nobody says."""
+    gc.collect()  # optimizers and their tensors end up in cycles
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+    if not _MEMORY.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    free = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for limit, taken in _GROUPS:
+        try:
+            free.append(int(Path(limit).read_text()) - int(Path(taken).read_text()))
+        except (OSError, ValueError):  # no such group, or its limit is "max"
+            continue
+    return min(free)
+
+
+def why_it_does_not_fit(needed: int, device: str) -> str | None:
+    """Say why a measurement that needs so many bytes is left out; None if it need not be."""
+    free = free_bytes(device)
+    if free is None or needed <= free:
+        return None
+    return f"left out: needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"

@@ -1,0 +1,114 @@
+"""What a monitor costs: steps of the demo alone, under a monitor that does not sample them, and under one that does."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.pairing import QUICK_S, Rounds, compare, race, ratio
+from castwise.bench.training import why_not
+from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.cli.demo.gpt import EMULATED, SIZES, Size
+from castwise.cli.demo.ranks import Ranks
+from castwise.cli.demo.settings import CASTWISE, Training
+from castwise.cli.demo.training import Trainer
+from castwise.monitor.sinks import FILE_NAME
+
+EVERY = 100  # the monitor's default
+ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED = "alone", "alone again", "not sampled", "sampled"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often, and on what; a precision that the device emulates is measured on the demo's own size for that."""
+
+    rounds: Rounds
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    size: Size = SIZES["tiny"]
+
+
+def race_of(training: Training, corpus: Corpus, device: str, rounds: Rounds) -> Record:
+    """Let trainers take the same steps; the first sample, which is taken whatever is asked for, is in the warm-up.
+
+    Raises:
+        AssertionError: A monitor has changed a loss.
+    """
+    where, names = torch.device(device), (ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED)
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder, Ranks(None, where) as ranks:
+        trainers = {name: Trainer(training, corpus, where, 0, ranks) for name in names}
+
+        def step(name: str) -> Callable[[], float]:
+            def take() -> float:
+                taken = trainers[name].step()
+                losses[name].append(taken.loss)
+                return taken.seconds
+
+            return take
+
+        with ExitStack() as monitors:
+            for name, every in ((NOT_SAMPLED, 10**9), (SAMPLED, 1)):
+                monitors.enter_context(trainers[name].monitor(every, Path(folder, name)))
+            times = race({name: step(name) for name in names}, rounds, warm_up=5)
+        records = Path(folder, SAMPLED, FILE_NAME).read_bytes().splitlines()
+    if len({tuple(of_name) for of_name in losses.values()}) > 1:
+        raise AssertionError(f"{training.precision}: the losses differ: {losses}")
+    sampled = ratio(times[SAMPLED], times[ALONE])
+    return {
+        "seconds": {name: statistics.median(of_name) for name, of_name in times.items()},
+        "not sampled / alone": compare(times[NOT_SAMPLED], times[ALONE], ratio(times[ALONE_AGAIN], times[ALONE])),
+        "sampled / alone": sampled,
+        # The sample's share is what it takes over the step that it is, spread over all steps up to the next.
+        "more at the default": (sampled["median"] - 1) / EVERY,
+        "bytes of a sample": max(map(len, records)),
+    }
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Measure each precision."""
+    cases: Record = {}
+    text = read_text(None)
+    for precision in plan.precisions:
+        size = EMULATED if why_not(precision, device) else plan.size
+        training = Training(precision, CASTWISE, size, 0)
+        case = race_of(training, Corpus(text, size.context), device, plan.rounds)
+        cases[f"{precision}, {size.layers} layers of width {size.width}"] = case
+    return {"cases": cases}
+
+
+def tables(record: Record) -> list[Table]:
+    """Show one row for each precision."""
+    table = Table(
+        [
+            *("", "step alone", "not sampled / alone (quartiles)", "verdict", "sampled / alone (quartiles)"),
+            *(f"samples, one in {EVERY} steps", "bytes of a sample"),
+        ]
+    )
+    for name, row in record["cases"].items():
+        between = row["not sampled / alone"]
+        cells = [name, f"{row['seconds'][ALONE] * 1e3:.1f} ms", shown(between, 4), between["verdict"]]
+        cells += [shown(row["sampled / alone"], 2), f"+{row['more at the default']:.2%}"]
+        table.rows.append([*cells, f"{row['bytes of a sample']:,}"])
+    return [table]
+
+
+BENCHMARK = Benchmark(
+    name="monitor_cost",
+    title="A monitor's cost",
+    about=(
+        "Steps of the demo's GPT alone, under a monitor that does not sample them, and under one that does. A sample "
+        "reads every gradient and every module's output once and copies the weights; at the default one step of "
+        f"{EVERY} is sampled. Records go to a file; losses are the same bit for bit."
+    ),
+    quick=Plan(rounds=Rounds(7, QUICK_S), precisions=("fp32", "fp16")),
+    full=Plan(rounds=Rounds(40)),
+    measure=measure,
+    tables=tables,
+)

@@ -1,0 +1,146 @@
+"""What a policy costs: small layers under torch.autocast, with nested regions by hand, and under policies."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import castwise
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.pairing import AGAIN, QUICK_S, Rounds, compare, race, ratio, seconds
+
+LAYERS, REPETITIONS = 50, 20
+BF16 = torch.bfloat16
+BASE = "torch.autocast"
+# Rows of a policy, each with the way in which torch does the same.
+RIVALS = {
+    "policy, without rules": BASE,
+    "policy, every layer in fp32": "torch.autocast, every layer in fp32 by a region of its own",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often."""
+
+    rounds: Rounds
+
+
+class Nothing(TorchFunctionMode):
+    """What any mode costs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        return func(*args, **(kwargs or {}))
+
+
+class ByHand(nn.Module):
+    """A layer in fp32, as one writes it without policies."""
+
+    def __init__(self, layer: nn.Module, device: str) -> None:
+        super().__init__()
+        self.layer, self.device = layer, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Leave the region for the while."""
+        with torch.autocast(self.device, enabled=False):
+            result: Tensor = self.layer(x.float())
+        return result
+
+
+def stack(device: str, by_hand: bool = False) -> nn.Sequential:
+    """Return layers that are little but the cost of calling them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(LAYERS)]
+    return nn.Sequential(*(ByHand(layer, device) if by_hand else layer for layer in layers)).to(device)
+
+
+def cases(device: str) -> dict[str, Callable[[], object]]:
+    """Return what is timed."""
+    x = torch.randn(4, 8, device=device)
+    plain, by_hand = stack(device), stack(device, by_hand=True)
+
+    def under_torch(model: nn.Module) -> Callable[[], object]:
+        def run() -> None:
+            with torch.autocast(device, dtype=BF16):
+                model(x)
+
+        return run
+
+    def under_a_mode() -> None:
+        with Nothing():
+            under_torch(plain)()
+
+    def under(policy: castwise.Policy) -> Callable[[], object]:
+        model = stack(device)
+        bound = policy.bind(model)
+
+        def run() -> None:
+            with castwise.autocast(device, policy=bound):
+                model(x)
+
+        return run
+
+    return {
+        BASE: under_torch(plain),
+        AGAIN: under_torch(plain),
+        "torch.autocast, every layer in fp32 by a region of its own": under_torch(by_hand),
+        "torch.autocast under a TorchFunctionMode that does nothing": under_a_mode,
+        "policy, without rules": under(castwise.Policy(compute="bfloat16")),
+        "policy, every layer in fp32": under(castwise.Policy(compute="bfloat16", modules={nn.Linear: "float32"})),
+        "policy, with a rule for an op that does not occur": under(
+            castwise.Policy(compute="bfloat16", ops={"softmax": "float32"})
+        ),
+    }
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Let all take turns."""
+
+    def timed(call: Callable[[], object]) -> Callable[[], float]:
+        return lambda: seconds(call, device, REPETITIONS)
+
+    times = race({name: timed(call) for name, call in cases(device).items()}, plan.rounds, warm_up=3)
+    base, again = times[BASE], times.pop(AGAIN)
+    results: Record = {
+        name: {
+            "median_us": statistics.median(values) * 1e6,
+            "ratio": ratio(values, base),
+            "us_per_layer": statistics.median(a - b for a, b in zip(values, base, strict=True)) * 1e6 / LAYERS,
+        }
+        for name, values in times.items()
+    }
+    for name, rival in RIVALS.items():
+        results[name]["to_torch"] = compare(times[name], times[rival], ratio(again, base))
+    return {"results": results}
+
+
+def tables(record: Record) -> list[Table]:
+    """Show one row for each way."""
+    table = Table(
+        ["", "forward", "/ torch.autocast (quartiles)", "more for each layer", "/ the same by torch", "verdict"]
+    )
+    for name, row in record["results"].items():
+        to_torch = row.get("to_torch")
+        table.rows.append(
+            [name, f"{row['median_us']:,.0f} us", shown(row["ratio"]), f"{row['us_per_layer']:.2f} us"]
+            + ([shown(to_torch), to_torch["verdict"]] if to_torch else ["-", "-"])
+        )
+    return [table]
+
+
+BENCHMARK = Benchmark(
+    name="policy_overhead",
+    title="A policy's cost",
+    about=f"{LAYERS} linear layers of 8 x 8 without gradients: a forward is little more than the cost of calling them.",
+    quick=Plan(rounds=Rounds(15, QUICK_S)),
+    full=Plan(rounds=Rounds(60)),
+    measure=measure,
+    tables=tables,
+)

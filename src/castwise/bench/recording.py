@@ -1,0 +1,86 @@
+"""Where figures go: a JSON file for each benchmark, and one page of tables that is made from these files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from castwise.bench.benchmark import Benchmark, Record
+from castwise.bench.pairing import CANNOT_TELL
+from castwise.cli.demo.run_folder import write_atomically, write_json
+
+PAGE = "README.md"
+HEAD = """\
+# castwise beside torch.amp
+
+Written by `castwise bench` from the JSON files in this folder. Both libraries run in one process, in an order that is
+drawn anew for each round; a ratio is the median of ratios within a round, with its quartiles. Compare ratios, not
+times. torch runs twice in each round: where castwise is no further from it than it is from itself, and yet not surely
+within 5%, the verdict is "cannot tell".
+"""
+
+
+def file_of(benchmark: Benchmark[Any], device: str) -> str:
+    """Return the name of the file of a benchmark's results."""
+    return f"{benchmark.name}-{'cpu' if benchmark.on_cpu_alone else device}.json"
+
+
+def headline(about: dict[str, Any]) -> str:
+    """Return the line above tables: what `machine` has found."""
+    return (
+        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
+        f"Python {about['python']}, {about['date']}, `{about['command']}`:"
+    )
+
+
+def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmark[Any]]) -> None:
+    """Put a record into a folder, and the page of all that is in this folder beside it.
+
+    Raises:
+        UserError: The folder cannot be written to.
+    """
+    write_json(folder / name, record)
+    text = page(folder, benchmarks)
+    write_atomically(folder / PAGE, lambda file: file.write(text.encode()))
+
+
+def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:
+    """Return the tables of all results in a folder as Markdown; of a file that is not one, say so in their place."""
+    parts = [HEAD]
+    for benchmark in benchmarks:
+        found = [path for device in ("cpu", "cuda") if (path := folder / f"{benchmark.name}-{device}.json").exists()]
+        if found:
+            parts.append(f"## {benchmark.title}: `{benchmark.name}`\n\n{benchmark.about}\n")
+        parts += [f"{_shown(path, benchmark)}\n" for path in found]
+    return "\n".join(parts)
+
+
+def _shown(path: Path, benchmark: Benchmark[Any]) -> str:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        tables = [table.markdown() for table in benchmark.tables(record)]
+        return "\n\n".join([headline(record["machine"]), *tables])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what another shape of a record may raise
+        return f"{path.name} was not written by this version: run `castwise bench --only {benchmark.name}` again."
+
+
+def verdicts(record: object) -> list[str]:
+    """Return all verdicts in a record, wherever they are.
+
+    Example:
+        >>> verdicts({"rows": [{"verdict": "faster"}, {"skipped": "no room"}, {"verdict": "cannot tell"}]})
+        ['faster', 'cannot tell']
+    """
+    if isinstance(record, dict):
+        own = [record["verdict"]] if isinstance(record.get("verdict"), str) else []
+        return own + [found for value in record.values() for found in verdicts(value)]
+    return [found for value in record for found in verdicts(value)] if isinstance(record, list) else []
+
+
+def doubt(record: Record) -> str | None:
+    """Say how many comparisons of a record the machine was too noisy for; None if all of them told something."""
+    found = verdicts(record)
+    unclear = found.count(CANNOT_TELL)
+    return f"cannot tell in {unclear} of {len(found)} comparisons" if unclear else None

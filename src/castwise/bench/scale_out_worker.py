@@ -1,0 +1,120 @@
+"""One rank of `scale_out`: python -m castwise.bench.scale_out_worker STORE RANKS ROUNDS RANK."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import castwise
+from castwise.bench.benchmark import Record
+from castwise.bench.pairing import AGAIN, CASTWISE, TORCH, Rounds, compare, race, ratio
+from castwise.bench.scale_out import LATENCY
+
+SCALERS: dict[str, Any] = {TORCH: ShardedGradScaler, AGAIN: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
+LAYERS, WIDTH = 16, 64
+
+
+class Case:
+    """A split model with gradients, and one library's way to step it."""
+
+    def __init__(self, library: str, split: str, clip: bool) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if split == "FSDP2":
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        else:
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, foreach=True)
+        self.scaler, self.library, self.clip = SCALERS[library]("cpu"), library, clip
+
+    def seconds(self) -> float:
+        """Run a backward, which is not timed, and then a step, which is."""
+        self.backward()
+        return timed(self.step)
+
+    def backward(self) -> None:
+        """Do what comes before a step."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(torch.ones(4, WIDTH)).sum()).backward()
+
+    def step(self) -> None:
+        """Clip, if asked to, step and update."""
+        if self.clip and self.library == CASTWISE:
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        elif self.clip:
+            self.scaler.unscale_(self.optimizer)
+            gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), 1.0, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def collectives(function: Callable[[], object]) -> int:
+    """Count what the backend is asked for, by whomever."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    return sum(event.name.startswith("gloo:") for event in profiler.events() or [])
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return how many seconds a call takes that all ranks begin at once."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(rounds: int) -> list[Record]:
+    """Let this rank time every case; the order is the same on all ranks."""
+    rows: list[Record] = []
+    for split in ("DDP", "FSDP2"):
+        for clip in (False, True):
+            cases = {library: Case(library, split, clip) for library in SCALERS}
+            counts = {}
+            for library, case in cases.items():
+                case.seconds()
+                case.backward()
+                counts[library] = collectives(case.step)
+            times = race({library: case.seconds for library, case in cases.items()}, Rounds(rounds))
+            rows.append(
+                {
+                    "split": split,
+                    "clip": clip,
+                    "seconds": {library: statistics.median(of_library) for library, of_library in times.items()},
+                    "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
+                    "collectives": counts,
+                }
+            )
+    flag = torch.zeros(2, dtype=torch.float64)
+    latency = statistics.median(timed(lambda: dist.all_reduce(flag)) for _ in range(rounds))
+    return [*rows, {LATENCY: latency}]
+
+
+def main(store: str, ranks: str, rounds: str, rank: str) -> None:
+    """Join the others, measure, and print what was measured."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's class warns of what it does itself
+    dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(ranks))
+    print(json.dumps(measure(int(rounds))), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,241 @@
+"""What scaling and clipping add to an optimizer's step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import castwise
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.gradient_traffic import Traffic
+from castwise.bench.machine import why_it_does_not_fit
+from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
+
+Shapes = list[tuple[int, ...]]
+Way = tuple[str, str]
+
+WIDTH, LAYERS = 768, 12
+LAYER: Shapes = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)]
+LAYER += [(WIDTH,), (WIDTH,), (4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,)]
+SIZES: dict[str, Shapes] = {
+    "124M": [(50257, WIDTH), (1024, WIDTH), *(LAYER * LAYERS)],
+    "10M": [(1000, 1000), (1000,)] * 10,
+    "1000-tiny": [(8, 8), (64,)] * 500,
+}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, bool]]] = {
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
+    "foreach AdamW": (torch.optim.AdamW, {"foreach": True}),
+    "fused SGD": (torch.optim.SGD, {"fused": True}),
+    "foreach SGD": (torch.optim.SGD, {"foreach": True}),
+}
+# Tensors of the parameters' size that there are at the worst moment: themselves, gradients, state, results of an op.
+COPIES = {"fused AdamW": 4, "foreach AdamW": 6, "fused SGD": 2, "foreach SGD": 3}
+BARE, CLIPPED, SCALED, BOTH = "step", "clip + step", "scaled step + update", "scaled + clipped step + update"
+SCALE = 2.0**16
+LARGE = 5_000_000  # parameters from which on one step is long enough to be timed alone
+
+
+class Case:
+    """Parameters with gradients, an optimizer, and every way to step it."""
+
+    def __init__(self, shapes: Shapes, optimizer: str, device: str) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        # A learning rate of zero would be a special case of nothing; this one moves the weights by little.
+        kind, options = OPTIMIZERS[optimizer]
+        self.optimizer = kind(self.params, lr=1e-6, **options)
+        # One for each shape, not one for each parameter: half of the memory.
+        fresh = {shape: torch.randn(shape, device=device) * SCALE for shape in set(shapes)}
+        self.fresh = [fresh[shape] for shape in shapes]
+        self.gradients = [torch.empty_like(param) for param in self.params]
+        for param, gradient in zip(self.params, self.gradients, strict=True):
+            param.grad = gradient
+        self.scalers = {
+            library: scaler(device, init_scale=SCALE)
+            for library, scaler in {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}.items()
+        }
+        for scaler in self.scalers.values():
+            scaler.scale(torch.ones((), device=device))
+
+    def ways(self) -> dict[Way, Callable[[], object]]:
+        """What is timed, by library and name."""
+        return {
+            (TORCH, BARE): self.optimizer.step,
+            (TORCH, CLIPPED): self._clip_and_step,
+            (TORCH, SCALED): lambda: self._step_scaled(TORCH),
+            (AGAIN, SCALED): lambda: self._step_scaled(TORCH),
+            (TORCH, BOTH): self._clip_and_step_scaled_as_torch,
+            (CASTWISE, SCALED): lambda: self._step_scaled(CASTWISE),
+            (CASTWISE, BOTH): self._clip_and_step_scaled,
+        }
+
+    def _clip_and_step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.optimizer.step()
+
+    def _step_scaled(self, library: str) -> None:
+        self.scalers[library].step(self.optimizer)
+        self.scalers[library].update()
+
+    def _clip_and_step_scaled_as_torch(self) -> None:
+        self.scalers[TORCH].unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self._step_scaled(TORCH)
+
+    def _clip_and_step_scaled(self) -> None:
+        scaler = self.scalers[CASTWISE]
+        assert isinstance(scaler, castwise.GradScaler)
+        scaler.clip_grad_norm_(self.optimizer, 1.0)
+        self._step_scaled(CASTWISE)
+
+    def refill(self) -> None:
+        """Put scaled gradients into the place of those that a step has unscaled."""
+        torch._foreach_copy_(self.gradients, self.fresh)
+
+    def seconds(self, way: Callable[[], object]) -> float:
+        """Return how long the device takes for one way to step."""
+        self.refill()
+        if self.device != "cuda":
+            start = time.perf_counter()
+            way()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.synchronize()
+        begin.record()
+        way()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: pairs of a size and an optimizer."""
+
+    rounds: Rounds
+    cases: tuple[tuple[str, str], ...]
+
+
+def needed_bytes(shapes: Shapes, optimizer: str) -> int:
+    """Return how much memory a case takes, about."""
+    return 4 * (COPIES[optimizer] * sum(map(math.prod, shapes)) + sum(map(math.prod, set(shapes))))
+
+
+def timings(case: Case, rounds: Rounds) -> Record:
+    """Let all ways to step take turns, and put them in proportion."""
+    is_large = sum(param.numel() for param in case.params) >= LARGE
+    repeats = 1 if is_large else 5
+
+    def timed(way: Callable[[], object]) -> Callable[[], float]:
+        return lambda: statistics.median(case.seconds(way) for _ in range(repeats))
+
+    times = race({name: timed(way) for name, way in case.ways().items()}, rounds)
+    bare, itself = times[TORCH, BARE], ratio(times[AGAIN, SCALED], times[TORCH, SCALED])
+    return {
+        "median_ms": {" ".join(name): statistics.median(values) * 1e3 for name, values in times.items()},
+        "relative_to_step": {" ".join(name): ratio(values, bare) for name, values in times.items()},
+        "castwise_to_torch": {way: compare(times[CASTWISE, way], times[TORCH, way], itself) for way in (SCALED, BOTH)},
+        "castwise_clipped_to_torch_clipped_without_scaling": ratio(times[CASTWISE, BOTH], times[TORCH, CLIPPED]),
+    }
+
+
+def traffic(case: Case, optimizer: str) -> dict[str, dict[str, float]]:
+    """Return what is read, written and allocated before the optimizer, in multiples of the gradients' bytes."""
+    case.refill()
+    case.optimizer.step()  # makes its state
+    if "fused" not in optimizer:
+        case.optimizer.step = lambda: None
+    total = sum(gradient.nbytes for gradient in case.gradients)
+    found = {}
+    for name, way in case.ways().items():
+        if name[0] == AGAIN:
+            continue
+        case.refill()
+        with Traffic(case.gradients) as counted:
+            way()
+        found[" ".join(name)] = {
+            "reads": counted.read / total,
+            "writes": counted.written / total,
+            "allocated": counted.allocated / total,
+        }
+    return found
+
+
+def result_of(shapes: Shapes, optimizer: str, device: str, rounds: Rounds) -> Record:
+    """Measure one case, or say why not."""
+    reason = why_it_does_not_fit(needed_bytes(shapes, optimizer), device)
+    if reason is not None:
+        return {"skipped": reason}
+    case = Case(shapes, optimizer, device)
+    return {**timings(case, rounds), "gradient_traffic_before_the_optimizer": traffic(case, optimizer)}
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Measure each case that fits into memory."""
+    return {
+        "results": {
+            f"{size}, {optimizer}": result_of(SIZES[size], optimizer, device, plan.rounds)
+            for size, optimizer in plan.cases
+        }
+    }
+
+
+def tables(record: Record) -> list[Table]:
+    """Show the times, then the traffic."""
+    results = record["results"]
+    traffic_table = Table(
+        ["", *(f"{library}: {way}" for way in ("scaled", "scaled + clipped") for library in (TORCH, CASTWISE))],
+        above="Gradient bytes read / written / allocated before the optimizer, in multiples of the gradients:",
+    )
+    for name, result in results.items():
+        if "skipped" not in result:
+            found = result["gradient_traffic_before_the_optimizer"]
+            counts = [found[f"{library} {way}"] for way in (SCALED, BOTH) for library in (TORCH, CASTWISE)]
+            cells = [f"{c['reads']:.2f} / {c['writes']:.2f} / {c['allocated']:.3f}" for c in counts]
+            traffic_table.rows.append([name, *cells])
+    return [times_table("", results), traffic_table]
+
+
+def times_table(first: str, results: dict[str, Record], above: str = "") -> Table:
+    """Show what `timings` has found, by name, and why it is missing where something was left out."""
+    columns = [first, "step alone", "what", "torch", "castwise", "castwise / torch (quartiles)", "verdict"]
+    left_out = [f"{name}: {result['skipped']}." for name, result in results.items() if "skipped" in result]
+    about = f"{above}In multiples of a bare `optimizer.step()`, the median of each round's; 1.00 is the step alone:"
+    table = Table(columns, above=about, below=" ".join(left_out))
+    for name, result in results.items():
+        if "skipped" in result:
+            continue
+        times, bare = result["relative_to_step"], f"{result['median_ms'][f'{TORCH} {BARE}']:,.2f} ms"
+        table.rows.append([name, bare, CLIPPED, f"{times[f'{TORCH} {CLIPPED}']['median']:.2f}", "-", "-", "-"])
+        for way in (SCALED, BOTH):
+            found = result["castwise_to_torch"][way]
+            cells = [f"{times[f'{library} {way}']['median']:.2f}" for library in (TORCH, CASTWISE)]
+            table.rows.append(["", "", way, *cells, shown(found), found["verdict"]])
+    return table
+
+
+BENCHMARK = Benchmark(
+    name="step_cost",
+    title="A step's cost",
+    about="What scaling and clipping add to an optimizer's step, and what they do to the gradients before it.",
+    quick=Plan(
+        rounds=Rounds(9, QUICK_S),
+        cases=(
+            ("124M", "fused AdamW"),
+            ("10M", "fused AdamW"),
+            ("1000-tiny", "fused AdamW"),
+            ("1000-tiny", "foreach SGD"),
+        ),
+    ),
+    full=Plan(rounds=Rounds(25), cases=tuple((size, optimizer) for size in SIZES for optimizer in OPTIMIZERS)),
+    measure=measure,
+    tables=tables,
+)

@@ -1,0 +1,114 @@
+"""How fast the demo's GPT trains: tokens per second by castwise, by torch.amp, and in fp32."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from castwise.amp.emulation import is_native_here
+from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
+from castwise.cli.demo import settings
+from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.cli.demo.gpt import SIZES, Size
+from castwise.cli.demo.ranks import Ranks
+from castwise.cli.demo.settings import Training
+from castwise.cli.demo.training import Trainer
+
+FP32 = "fp32"
+LIBRARIES = {TORCH: settings.TORCH, AGAIN: settings.TORCH, CASTWISE: settings.CASTWISE}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often, and on what."""
+
+    rounds: Rounds
+    sizes: dict[str, Size] = field(default_factory=lambda: {"tiny": SIZES["tiny"]})
+
+
+def why_not(precision: str, device: str) -> str | None:
+    """Say why there is no figure for a precision; None if there is to be one."""
+    if precision != "fp16" or device != "cpu" or is_native_here(torch.float16):
+        return None
+    return "left out: this CPU has no units for fp16, or torch does not use them"
+
+
+def race_of(size: Size, precision: str, corpus: Corpus, device: str, rounds: Rounds) -> Record:
+    """Let trainings of the same model on the same batches take turns at taking a step."""
+    where = torch.device(device)
+    rivals = {FP32: Training(FP32, settings.TORCH, size, 0)}
+    rivals |= {name: Training(precision, library, size, 0) for name, library in LIBRARIES.items()}
+    losses: dict[str, list[float]] = {name: [] for name in rivals}
+    with Ranks(None, where) as ranks:
+        trainers = {name: Trainer(training, corpus, where, 0, ranks) for name, training in rivals.items()}
+
+        def step(name: str) -> Callable[[], float]:
+            def take() -> float:
+                taken = trainers[name].step()
+                losses[name].append(taken.loss)
+                return taken.seconds
+
+            return take
+
+        times = race({name: step(name) for name in rivals}, rounds, warm_up=3)
+    return {
+        "tokens_per_s": {name: size.tokens / statistics.median(values) for name, values in times.items()},
+        "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
+        "castwise / fp32": compare(times[CASTWISE], times[FP32], ratio(times[AGAIN], times[TORCH])),
+        "same losses as torch": losses[CASTWISE] == losses[TORCH],
+    }
+
+
+def measure(device: str, plan: Plan) -> Record:
+    """Measure each size in bf16, and in fp16 where the device has it."""
+    rows: Record = {}
+    text = read_text(None)
+    for name, size in plan.sizes.items():
+        corpus = Corpus(text, size.context)
+        for precision in ("bf16", "fp16"):
+            reason = why_not(precision, device)
+            rows[f"{name}, {precision}"] = {
+                "layers": size.layers,
+                "width": size.width,
+                "tokens of a step": size.tokens,
+                **({"skipped": reason} if reason else race_of(size, precision, corpus, device, plan.rounds)),
+            }
+    return {"rows": rows}
+
+
+def tables(record: Record) -> list[Table]:
+    """Show one row for each size and precision."""
+    table = Table(
+        [
+            *("", "fp32, tokens/s", "torch.amp, tokens/s", "castwise, tokens/s"),
+            *("step: castwise / torch.amp (quartiles)", "verdict", "step: castwise / fp32 (quartiles)", "verdict"),
+            "same losses as torch.amp",
+        ]
+    )
+    left_out = []
+    for name, row in record["rows"].items():
+        label = f"{name}: {row['layers']} layers of width {row['width']}"
+        if "skipped" in row:
+            left_out.append(f"{label}: {row['skipped']}.")
+            continue
+        cells = [f"{row['tokens_per_s'][rival]:,.0f}" for rival in (FP32, TORCH, CASTWISE)]
+        for rival in ("torch", "fp32"):
+            found = row[f"castwise / {rival}"]
+            cells += [shown(found), found["verdict"]]
+        table.rows.append([label, *cells, "yes" if row["same losses as torch"] else "NO"])
+    return [replace(table, below=" ".join(left_out))]
+
+
+BENCHMARK = Benchmark(
+    name="training",
+    title="Training from end to end",
+    about="The demo's GPT on the text of the standard library: whole steps, data and clipping included.",
+    quick=Plan(rounds=Rounds(7, QUICK_S)),
+    full=Plan(rounds=Rounds(40)),
+    measure=measure,
+    tables=tables,
+)

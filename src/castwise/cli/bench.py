@@ -1,0 +1,153 @@
+"""`castwise bench`: castwise beside torch.amp on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from castwise._suggestions import nearest
+from castwise.cli.errors import UserError
+
+if TYPE_CHECKING:
+    from castwise.bench import benchmark
+
+DEVICES = ("cpu", "cuda")
+LOG_WIDTH = 140
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
+
+
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Within two minutes on two cores, or all that there is.")
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run this benchmark; repeatable. [default: all]")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("castwise-bench"),
+) -> None:
+    """Measure castwise beside torch.amp: whole steps, regions, weight cache, monitor, ranks, and how costs grow.
+
+    Best on an idle machine: where it is too busy to tell, the verdict is "cannot tell". Writes a JSON file for each
+    benchmark, and README.md with their tables.
+
+    Exits with 0, with 1 if a benchmark failed, 2 if something was asked that cannot be done, and 130 after Ctrl-C.
+    """
+    # Not above: the room uses the demo, which lives in this one.
+    from castwise.bench.catalogue import BENCHMARKS
+
+    try:
+        chosen = _chosen(only, BENCHMARKS)
+        where = _device(device)
+        _make(out)
+        failed = _run(chosen, where, quick, _command(quick, device, only), out, BENCHMARKS)
+    except UserError as error:
+        typer.echo(f"castwise bench: {error}", err=True)
+        raise typer.Exit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
+        typer.echo(f"castwise bench: stopped; what was finished is in {out}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(FAILED if failed else 0)
+
+
+def _chosen(
+    names: list[str] | None, benchmarks: tuple[benchmark.Benchmark[Any], ...]
+) -> list[benchmark.Benchmark[Any]]:
+    known = [each.name for each in benchmarks]
+    for name in names or []:
+        if name not in known:
+            raise UserError(f"--only must be one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+    return [each for each in benchmarks if not names or each.name in names]
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in DEVICES:
+        raise UserError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; leave it out, or give --device cpu")
+    return name
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from None
+
+
+def _command(quick: bool, device: str | None, only: list[str] | None) -> str:
+    words = ["castwise", "bench", "--quick" if quick else "--full"]
+    words += ["--device", device] if device else []
+    return shlex.join([*words, *(word for name in only or [] for word in ("--only", name))])
+
+
+def _run(
+    chosen: list[benchmark.Benchmark[Any]],
+    device: str,
+    quick: bool,
+    command: str,
+    out: Path,
+    all_: tuple[benchmark.Benchmark[Any], ...],
+) -> list[str]:
+    """Run benchmarks one after the other; returns the names of those that failed, which do not stop the others."""
+    from castwise.bench.machine import machine
+    from castwise.bench.recording import doubt, file_of, headline, write
+
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH, highlight=False, markup=False, emoji=False)
+    console.print(headline(machine(device, command)).replace("`", ""))
+    failed, doubts = [], []
+    for each in chosen:
+        console.rule(Text(f"{each.title}: {each.name}"))
+        start = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of fp16 that is emulated, and of what torch's classes do themselves
+                measured = each.measure(device, each.quick if quick else each.full)
+        except Exception:
+            failed.append(each.name)
+            typer.echo(f"castwise bench: {each.name} failed:\n{traceback.format_exc()}", err=True)
+            continue
+        taken = time.perf_counter() - start
+        about = machine("cpu" if each.on_cpu_alone else device, command)
+        write(out, file_of(each, device), {"machine": about, "took_s": round(taken, 1), **measured}, all_)
+        for table in each.tables(measured):
+            _print(console, table)
+        console.print(Text(f"{each.about} Took {taken:.0f} s.", style="dim"))
+        unclear = doubt(measured)
+        doubts += [f"{each.name}: {unclear}"] if unclear else []
+    _say_what_is_unclear(doubts, quick)
+    console.print(f"results: {out}", soft_wrap=True)
+    return failed
+
+
+def _print(console: Console, table: benchmark.Table) -> None:
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for place, column in enumerate(table.columns):
+        shown.add_column(Text(column), justify="right" if place else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    for part in (table.above, shown, table.below):
+        if part:
+            console.print(part)
+
+
+def _say_what_is_unclear(doubts: list[str], quick: bool) -> None:
+    if doubts:
+        advice = "stop what else runs on it" + (", or take --full" if quick else "")
+        typer.echo("\n  ".join([f"warning: this machine is too noisy to tell everything; {advice}", *doubts]), err=True)

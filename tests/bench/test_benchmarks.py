@@ -1,0 +1,181 @@
+"""Each benchmark runs, on as little as it can, and says something of both rivals."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from castwise.bench import (
+    autocast_overhead,
+    growth,
+    host_time,
+    imports,
+    machine,
+    monitor_cost,
+    policy_overhead,
+    scale_out,
+    step_cost,
+    training,
+    weight_cache,
+)
+from castwise.bench.benchmark import Benchmark, Record
+from castwise.bench.catalogue import BENCHMARKS
+from castwise.bench.pairing import Rounds
+from castwise.bench.recording import verdicts
+from castwise.cli.demo.gpt import Size
+
+TWICE = Rounds(2)
+TINY = Size(layers=1, heads=1, width=8, context=8, batch=2)
+WORDS = {"faster", "slower", "as fast", "cannot tell"}
+
+
+def run(benchmark: Benchmark[Any], plan: object) -> tuple[Record, list[str]]:
+    """Return the record as JSON gives it back, and the rows of all tables as text."""
+    record: Record = json.loads(json.dumps(benchmark.measure("cpu", plan)))
+    tables = benchmark.tables(record)
+    assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    assert set(verdicts(record)) <= WORDS
+    return record, [" | ".join(row) for table in tables for row in table.rows]
+
+
+def is_time(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+@pytest.fixture
+def _few_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step_cost.SIZES, "few", [(8, 8)] * 3)
+
+
+@pytest.mark.usefixtures("_few_tensors")
+@pytest.mark.parametrize("optimizer", step_cost.OPTIMIZERS)
+def test_step_cost(optimizer: str) -> None:
+    record, rows = run(step_cost.BENCHMARK, step_cost.Plan(TWICE, (("few", optimizer),)))
+    result = record["results"][f"few, {optimizer}"]
+    assert all(
+        is_time(result["median_ms"][f"{library} {way}"])
+        for library in ("torch", "castwise")
+        for way in (step_cost.SCALED, step_cost.BOTH)
+    )
+    assert result["relative_to_step"]["torch step"]["median"] == 1.0
+    traffic = result["gradient_traffic_before_the_optimizer"]
+    assert traffic["torch scaled + clipped step + update"]["reads"] == 3.0
+    assert traffic["castwise scaled + clipped step + update"]["reads"] == (1.0 if "fused" in optimizer else 2.0)
+    assert len(verdicts(record)) == 2
+    assert len(rows) == 4
+
+
+def test_a_step_that_does_not_fit_is_left_out_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 1000)
+    record = step_cost.measure("cpu", step_cost.Plan(TWICE, (("10M", "fused SGD"),)))
+    reason = "left out: needs 0.1 GiB of memory, 0.0 GiB are free"
+    assert record == {"results": {"10M, fused SGD": {"skipped": reason}}}
+    assert f"10M, fused SGD: {reason}." in step_cost.tables(record)[0].markdown()
+
+
+def test_growth() -> None:
+    record, rows = run(growth.BENCHMARK, growth.Plan(TWICE, millions=(1,), tensors=(10, 30)))
+    assert [(row["parameters"], row["tensors"]) for row in record["parameters"]] == [(1_000_000, 100)]
+    assert [(row["parameters"], row["tensors"]) for row in record["tensors"]] == [(1_000_000, 10), (1_000_000, 30)]
+    assert len(verdicts(record)) == 6
+    assert [row.split(" | ")[0] for row in rows if not row.startswith(" ")] == ["1,000,000", "10", "30"]
+
+
+def test_host_time() -> None:
+    record, rows = run(host_time.BENCHMARK, host_time.Plan(TWICE, tensors=3))
+    assert [len(verdicts(record)), len(record["rows"]), len(rows)] == [8, 8, 8]
+    for row in record["rows"].values():
+        assert is_time(row["median_us"]["torch"])
+        assert is_time(row["median_us"]["castwise"])
+
+
+def test_autocast_overhead() -> None:
+    record, rows = run(autocast_overhead.BENCHMARK, autocast_overhead.Plan(TWICE, repetitions=2))
+    assert [len(verdicts(record)), len(record["results"]), len(rows)] == [6, 6, 6]
+    for row in record["results"].values():
+        assert is_time(row["median_us"]["torch"])
+        assert is_time(row["median_us"]["castwise"])
+
+
+def test_policy_overhead() -> None:
+    record, rows = run(policy_overhead.BENCHMARK, policy_overhead.Plan(TWICE))
+    assert [name.split(",")[0] for name in record["results"]].count("policy") == 3
+    assert [len(verdicts(record)), len(rows)] == [2, 6]
+
+
+def test_weight_cache() -> None:
+    plan = weight_cache.Plan(TWICE, width=8, gpt=TINY, tokens=1, batches=(2,), micro_batches=(2,))
+    record, rows = run(weight_cache.BENCHMARK, plan)
+    assert list(record["cases"]) == [
+        "MLP, inference, batch 2",
+        "GPT, 1 tokens decoded",
+        "MLP, training, 2 micro-batches of 8",
+    ]
+    assert [len(verdicts(record)), len(rows)] == [3, 3]
+    assert all(row["bytes of copies / of weights"] < 0.51 for row in record["cases"].values())
+
+
+def test_monitor_cost() -> None:
+    plan = monitor_cost.Plan(TWICE, precisions=("bf16",), size=TINY)
+    record, rows = run(monitor_cost.BENCHMARK, plan)
+    (case,) = record["cases"].values()
+    assert set(case["seconds"]) == {"alone", "alone again", "not sampled", "sampled"}
+    assert case["bytes of a sample"] > 1000
+    assert [len(verdicts(record)), len(rows)] == [1, 1]
+
+
+def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "is_native_here", lambda dtype: False)
+    record, rows = run(training.BENCHMARK, training.Plan(TWICE, sizes={"least": TINY}))
+    bf16, fp16 = record["rows"]["least, bf16"], record["rows"]["least, fp16"]
+    assert all(is_time(bf16["tokens_per_s"][rival]) for rival in ("fp32", "torch", "castwise"))
+    assert bf16["same losses as torch"] is True
+    assert fp16["skipped"] == "left out: this CPU has no units for fp16, or torch does not use them"
+    assert fp16["skipped"] in training.tables(record)[0].below
+    assert [len(verdicts(record)), len(rows)] == [2, 1]
+    assert training.why_not("fp16", "cuda") is None
+
+
+def test_scale_out() -> None:
+    record, rows = run(scale_out.BENCHMARK, scale_out.Plan(rounds=2, ranks=(2,)))
+    *cases, latency = record["ranks"]["2"]
+    assert [(case["split"], case["clip"]) for case in cases] == [
+        *(("DDP", False), ("DDP", True)),
+        *(("FSDP2", False), ("FSDP2", True)),
+    ]
+    assert all(case["collectives"]["castwise"] == 1 for case in cases)
+    assert [case["collectives"]["torch"] for case in cases] == [1, 1, 2, 3]
+    assert is_time(latency["all_reduce of 16 bytes"])
+    assert [len(verdicts(record)), len(rows)] == [4, 4]
+
+
+def test_a_rank_that_fails_ends_all_of_them_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_out, "WORKER", "json.tool")
+    with pytest.raises(RuntimeError, match=r"(?s)rank \d of 2 failed:\nusage: .*json"):
+        scale_out.on_ranks(2, 5)
+
+
+def test_import_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "import torch\n" in imports.CODE
+    assert "import castwise\n" in imports.CODE
+    # Others that are there sooner.
+    monkeypatch.setattr(imports, "CODE", imports.CODE.replace("torch", "unittest").replace("castwise", "sys"))
+    of_unittest, of_sys = imports.seconds()
+    assert 0 < of_sys < of_unittest
+
+
+def test_import_times_are_put_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([(9.0, 9.0), (2.0, 0.1), (2.0, 0.2), (2.0, 0.3)])
+    monkeypatch.setattr(imports, "seconds", lambda: next(taken))
+    record, rows = run(imports.BENCHMARK, imports.Plan(3))
+    assert record["rows"]["import"]["median_ms"] == {"torch": 2000.0, "castwise, after torch": 200.0}
+    assert rows == ["import | 2,000.0 ms | 200.0 ms | 1.100 (1.050 - 1.150)"]
+
+
+def test_names_are_those_of_files() -> None:
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    assert len(set(names)) == len(names) == 10
+    assert all(name.replace("_", "").isalpha() for name in names)
