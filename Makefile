@@ -19,7 +19,7 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Half an hour on two cores, best with nothing else running.
+# About half an hour on two cores; best with nothing else running.
 bench: .venv/.ready
 	$(BIN)/castwise bench --full --out benchmarks/results
 	$(BIN)/python benchmarks/fidelity.py
