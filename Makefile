@@ -22,7 +22,7 @@ lint: .venv/.ready
 docs: .venv/.ready
 	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html
 
-# Half an hour on two cores, best with nothing else running.
+# About half an hour on two cores, best with nothing else running.
 bench: .venv/.ready
 	$(BIN)/castwise bench --full --out benchmarks/results
 	$(BIN)/python benchmarks/doctor.py

@@ -76,12 +76,14 @@ def test_a_step_that_does_not_fit_is_left_out_and_said_to_be(monkeypatch: pytest
     assert f"10M, fused SGD: {reason}." in step_cost.tables(record)[0].markdown()
 
 
-def test_growth() -> None:
+def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "PARAMETERS", 600)
+    monkeypatch.setattr(growth, "MILLION", 1000)
     record, rows = run(growth.BENCHMARK, growth.Plan(TWICE, millions=(1,), tensors=(10, 30)))
-    assert [(row["parameters"], row["tensors"]) for row in record["parameters"]] == [(1_000_000, 100)]
-    assert [(row["parameters"], row["tensors"]) for row in record["tensors"]] == [(1_000_000, 10), (1_000_000, 30)]
+    assert [(row["parameters"], row["tensors"]) for row in record["parameters"]] == [(1000, 100)]
+    assert [(row["parameters"], row["tensors"]) for row in record["tensors"]] == [(600, 10), (600, 30)]
     assert len(verdicts(record)) == 6
-    assert [row.split(" | ")[0] for row in rows if not row.startswith(" ")] == ["1,000,000", "10", "30"]
+    assert [row.split(" | ")[0] for row in rows if not row.startswith(" ")] == ["1,000", "10", "30"]
 
 
 def test_host_time() -> None:

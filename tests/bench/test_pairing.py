@@ -61,7 +61,8 @@ def test_the_order_is_the_same_for_the_same_seed() -> None:
 def test_without_patience_there_are_as_many_rounds_as_an_interval_needs() -> None:
     _, taken = recording_race(Rounds(100, patience_s=0.0), warm_up=2, seed=0)
     assert {len(values) for values in taken.values()} == {FEWEST}
-    assert 2 * 0.5**FEWEST <= 0.05 < 2 * 0.5 ** (FEWEST - 1)
+    assert interval_of_median([*range(FEWEST)]) == (1, FEWEST - 2)  # one outlier at either end does no harm
+    assert interval_of_median([*range(FEWEST - 1)]) == (0, FEWEST - 2)
 
 
 def test_ratios_are_of_pairs() -> None:
@@ -89,7 +90,7 @@ def test_the_interval_leaves_out_as_much_as_the_sign_test_allows(n: int) -> None
 
     left_out = int(low)
     assert high == n - 1 - left_out
-    assert confidence(left_out) >= 0.95 or (left_out == 0 and n < FEWEST)
+    assert confidence(left_out) >= 0.95 or (left_out == 0 and n < 6)
     assert confidence(left_out + 1) < 0.95
 
 

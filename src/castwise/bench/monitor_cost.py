@@ -107,7 +107,7 @@ BENCHMARK = Benchmark(
         "reads every gradient and every module's output once and copies the weights; at the default one step of "
         f"{EVERY} is sampled. Records go to a file; losses are the same bit for bit."
     ),
-    quick=Plan(rounds=Rounds(7, QUICK_S), precisions=("fp32", "fp16")),
+    quick=Plan(rounds=Rounds(9, QUICK_S), precisions=("fp32", "fp16")),
     full=Plan(rounds=Rounds(40)),
     measure=measure,
     tables=tables,

@@ -20,7 +20,7 @@ import torch
 
 TORCH, CASTWISE, AGAIN = "torch", "castwise", "torch again"
 CONFIDENCE = 0.95
-FEWEST = 6  # rounds that can give this confidence
+FEWEST = 9  # rounds of which the lowest and the highest ratio may be forgotten at this confidence
 QUICK_S = 2.0  # patience of `--quick`
 SAME_WITHIN = 0.05  # nobody trains elsewhere for less
 
@@ -35,7 +35,7 @@ class Rounds:
 
     Args:
         most: So many times, if that is soon enough; at least 2.
-        patience_s: After so many seconds six rounds are enough.
+        patience_s: After so many seconds nine rounds are enough.
     """
 
     most: int

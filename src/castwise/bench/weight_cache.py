@@ -158,7 +158,7 @@ BENCHMARK = Benchmark(
     name="weight_cache",
     title="Weights cast once",
     about="The MLP has six blocks of 1024 - 4096 - 1024. Outputs and trained weights are bit for bit torch.autocast's.",
-    quick=Plan(rounds=Rounds(7, QUICK_S), batches=(1,), micro_batches=(1,)),
+    quick=Plan(rounds=Rounds(9, QUICK_S), batches=(1,), micro_batches=(1,)),
     full=Plan(rounds=Rounds(25)),
     measure=measure,
     tables=tables,
