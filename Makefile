@@ -5,7 +5,7 @@ BIN := .venv/bin
 # busy process (15 steps of the demo on two cores: 10 s alone, over 120 s beside one; with this 10 s and 41 s).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench coverage mutants clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -18,6 +18,17 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Lines and branches of amp/ and distributed/; fails under 95%.
+coverage: .venv/.ready
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest --hypothesis-profile=quick tests/amp tests/cpu tests/cuda tests/distributed
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# Faults planted in the core, one at a time: the tests must notice. Takes long; what was run before is not run again.
+mutants: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 
 bench: .venv/.ready
 	$(BIN)/python benchmarks/autocast_overhead.py
@@ -34,5 +45,5 @@ bench: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .nox build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .nox build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* mutants
 	find . -name __pycache__ -prune -exec rm -rf {} +
