@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from castwise.amp import gradients
 from castwise.amp.gradients import Collector, Contents, Gradients, are_contiguous, present
 
 CPU = torch.device("cpu")
@@ -225,3 +226,18 @@ def test_a_parameter_is_named_by_its_group_or_its_shape_where_nobody_knows_more(
     assert found.name(0) == "param_groups[1]['params'][1] of shape (2, 3)"
     optimizer.param_groups.pop()
     assert found.name(0) == "a parameter of shape (2, 3)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "overlaps"),
+    [
+        ((2, 3, 2), (1, 2, 6), False),
+        ((2, 3, 2), (1, 2, 5), True),
+        ((2, 3, 2), (6, 2, 1), False),
+        ((3, 1), (1, 0), False),
+        ((3, 2), (1, 0), True),
+        ((1, 1), (0, 0), False),
+    ],
+)
+def test_elements_that_share_memory_are_found(shape: tuple[int, ...], stride: tuple[int, ...], overlaps: bool) -> None:
+    assert gradients._overlaps(torch.zeros(20).as_strided(shape, stride)) is overlaps

@@ -47,7 +47,7 @@ class GradientRange:
 def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
     """Write a trace to a file, one line of JSON a step."""
     lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
-    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    Path(path).write_bytes("".join(f"{line}\n" for line in lines).encode())
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
