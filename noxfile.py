@@ -16,7 +16,9 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 
 
 def _install(session: nox.Session, *what: str) -> None:
-    session.install("--constraint", "constraints.txt", *what)
+    # Of some packages the pinned versions are for Python >= 3.11 only.
+    pins = [] if session.python == "3.10" else ["--constraint", "constraints.txt"]
+    session.install(*pins, *what)
 
 
 @nox.session(python=PYTHONS)

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from castwise.amp.gradients import Collector, Contents, Gradients, present
+from castwise.amp import gradients
+from castwise.amp.gradients import Collector, Contents, Gradients, are_contiguous, present
 
 CPU = torch.device("cpu")
 
@@ -208,3 +209,35 @@ def test_contents_change_when_a_gradient_is_written_to_or_replaced() -> None:
         assert not written.are(now())
     param.grad = None
     assert not written.are(now())
+
+
+def test_sparse_gradients_count_as_if_they_needed_no_copy_or_one() -> None:
+    dense, sparse = torch.ones(2), torch.eye(2).to_sparse()
+    assert are_contiguous([dense])
+    assert not are_contiguous([dense, torch.ones(2, 3).t()])
+    assert not are_contiguous([dense, sparse])
+
+
+def test_a_parameter_is_named_by_its_group_or_its_shape_where_nobody_knows_more() -> None:
+    first, second = torch.ones(1, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    second.grad = torch.ones(2, 3)
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [first.detach(), second]}])
+    found = Collector()(optimizer)
+    assert found.name(0) == "param_groups[1]['params'][1] of shape (2, 3)"
+    optimizer.param_groups.pop()
+    assert found.name(0) == "a parameter of shape (2, 3)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "overlaps"),
+    [
+        ((2, 3, 2), (1, 2, 6), False),
+        ((2, 3, 2), (1, 2, 5), True),
+        ((2, 3, 2), (6, 2, 1), False),
+        ((3, 1), (1, 0), False),
+        ((3, 2), (1, 0), True),
+        ((1, 1), (0, 0), False),
+    ],
+)
+def test_elements_that_share_memory_are_found(shape: tuple[int, ...], stride: tuple[int, ...], overlaps: bool) -> None:
+    assert gradients._overlaps(torch.zeros(20).as_strided(shape, stride)) is overlaps

@@ -262,3 +262,8 @@ def test_fp16_is_multiplied_in_fp32_arithmetic() -> None:
     measuring.unscale_([values], torch.tensor(1e-9), torch.zeros(()))
     assert torch.equal(values, expected)
     assert values[0] > 0, "1e-9 itself is zero in fp16"
+
+
+def test_a_sum_that_no_fp64_holds_is_inf() -> None:
+    assert measuring._sum([1e308, 1e308]) == math.inf
+    assert measuring._sum([1.0, 2.0]) == 3.0

@@ -171,6 +171,9 @@ def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) ->
         "outputs: float32",
     ]
     assert not model._forward_pre_hooks
+    assert repr(policy).startswith("Policy(compute='bfloat16', modules={'*norm': 'float32', ")
+    Policy(compute="bfloat16").explain(nn.Linear(1, 1))
+    assert capsys.readouterr().out.splitlines()[1:] == ["(root)  Linear           2  bfloat16     compute"]
     policy.explain(model, units=[Block, "*.mlp"])
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: re.split(r"\s{2,}", line)[1:] for line in lines[1:]}

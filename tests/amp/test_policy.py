@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 import string
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,20 @@ def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
     policy().to_file(tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
     assert Policy.from_file(tmp_path / "policy.json") == policy()
+
+
+def test_without_a_reader_of_toml_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy().to_file(tmp_path / "policy.toml")
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=r"Python 3\.10 reads TOML only .* pip install tomli"):
+        Policy.from_file(tmp_path / "policy.toml")
+
+
+def test_a_bound_policy_shows_its_policy() -> None:
+    model = nn.Linear(1, 1)
+    assert repr(policy().bind(model)) == f"BoundPolicy({policy()!r})"
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        policy().bind("model")  # type: ignore[arg-type]

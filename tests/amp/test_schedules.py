@@ -152,6 +152,26 @@ def test_options_that_are_not_used_leave_torchs_arithmetic(
     assert advance(with_options, steps) == advance(torchs, steps)
 
 
+def test_the_cooldown_runs_down_at_every_step_and_ends() -> None:
+    schedule = Dynamic(16.0, cooldown=2)
+    inf, finite = ("inf", 0.0), ("finite", 1.0)
+    assert advance(schedule, [inf, finite, inf, inf]) == [8.0, 8.0, 8.0, 4.0]
+    assert advance(schedule, [inf, finite, finite, inf]) == [8.0, 8.0, 8.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", [Dynamic, Headroom])
+def test_a_scale_from_another_schedule_is_taken_over_within_the_bounds(kind: type[Dynamic | Headroom]) -> None:
+    schedule = kind(16.0, min_scale=8.0, max_scale=32.0)
+    assert [schedule.adopt(scale) for scale in (4.0, 20.0, 64.0)] == [8.0, 20.0, 32.0]
+
+
+def test_a_schedule_without_a_rule_says_which_there_are() -> None:
+    scale = torch.tensor(1.0)
+    with pytest.raises(TypeError, match="Schedule says nothing of how a scale moves: use Dynamic, Headroom, Static"):
+        Schedule().advance_(scale, {}, Met(scale))
+    assert Schedule().adopt(3.0) == 3.0
+
+
 def headroom(schedule: Headroom, steps: list[tuple[str, float]]) -> list[float]:
     scale, t, p, margin, scales = schedule.init_scale, 0, 0.0, 0.0, []
     for kind, g in steps:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from castwise.schedules import (
     Dynamic,
@@ -45,6 +47,38 @@ def test_gradients_below_half_of_the_smallest_number_are_flushed() -> None:
     assert simulate([step], Static(1.0), flushed_below=2.0**-24).flushed == 1.0
 
 
+def test_what_is_flushed_is_summed_over_the_steps_that_are_taken() -> None:
+    taken = [GradientRange(1.0, {-26: 3, 0: 1}), GradientRange(1.0, {-26: 1, 0: 5})]
+    overflow, bad_loss = GradientRange(1e6, {-26: 9}), GradientRange(1.0, {-26: 9}, loss_is_finite=False)
+    assert simulate([taken[0], overflow, bad_loss, taken[1]], Static(1.0)).flushed == 0.4
+
+
+def test_the_largest_number_itself_does_not_overflow() -> None:
+    assert simulate([GradientRange(65504.0)], Static(1.0)).skips == 0
+    assert simulate([GradientRange(65505.0)], Static(1.0)).skips == 1
+
+
+def test_the_largest_exponents_of_fp64_are_no_reason_to_fail() -> None:
+    assert simulate([GradientRange(0.0, {1023: 1, -1074: 1})], Static(2.0**126)).flushed == 0.5
+
+
+def test_the_scale_grows_after_the_interval_and_not_before() -> None:
+    assert simulate([GradientRange(1.0)] * 4, Dynamic(1.0, growth_interval=2)).scales == (1.0, 1.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("schedule", [Dynamic(1.0, growth_factor=1.1, growth_interval=1), Headroom()], ids=repr)
+def test_defaults_of_torch_do_not_matter(schedule: Schedule) -> None:
+    trace = [GradientRange(1.0), GradientRange(1.5, loss_is_finite=False), GradientRange(0.1)]
+    expected = simulate(trace, schedule)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        assert simulate(trace, schedule) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_headroom_moves_before_anything_overflows() -> None:
     growing = [GradientRange(2.0 ** (step / 20)) for step in range(300)]
     settled = simulate(growing, Headroom(2.0**10, headroom_bits=2.0))
@@ -69,6 +103,8 @@ def test_every_schedule_can_be_simulated(schedule: Schedule) -> None:
             "flushed_below must be a finite number >= 0",
         ),
         (lambda: GradientRange(math.nan), ValueError, "largest must be a finite number >= 0, got nan"),
+        (lambda: GradientRange(1.0, {-1075: 1}), ValueError, "an exponent must be in [-1074, 1023], got -1075"),
+        (lambda: GradientRange(1.0, {1.5: 1}), TypeError, "an exponent must be an integer, got 1.5 of type float"),  # type: ignore[dict-item]
         (lambda: GradientRange("1"), TypeError, "largest must be a number, got '1' of type str"),  # type: ignore[arg-type]
     ],
 )
@@ -79,20 +115,30 @@ def test_what_cannot_be_simulated_is_refused(wrong: Any, error: type[Exception],
 
 
 def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
-    trace = [GradientRange(1.5, {-3: 2, 0: 1}), GradientRange(0.0, None, loss_is_finite=False)]
+    trace = [
+        GradientRange(1.5, {-3: 2, 0: 1}),
+        GradientRange(0.0, None, loss_is_finite=False),
+        GradientRange(0.5, {-1074: 2**40, 1023: 0}, loss_is_finite=False),
+    ]
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "told"),
     [
-        *("{}", "[1.0]", "[-1.0, true, null]", '["a", true, null]', "no json", "[1, true, [2]]", "\xff", "[" * 9000),
-        *("[1, 2, null]", '[1, true, {"1": 1e999}]', '[1, true, {"1": -1}]', '[1, true, {"1024": 1}]'),
+        *((line, "") for line in ("{}", "[1.0]", "no json", "\xff", "[" * 9000)),
+        ("[-1.0, true, null]", "largest must be a finite number >= 0, got -1.0"),
+        ('["a", true, null]', "largest must be a number, got 'a' of type str"),
+        ("[1, true, [2]]", "exponents must be an object or null, got [2]"),
+        ("[1, 2, null]", "loss_is_finite must be true or false, got 2"),
+        ('[1, true, {"1": 1e999}]', "a count of exponents must be an integer, got inf of type float"),
+        ('[1, true, {"1": -1}]', "a count of exponents must be an integer in [0, 2**63), got -1"),
+        ('[1, true, {"1024": 1}]', "an exponent must be in [-1074, 1023], got 1024"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, told: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(f"[1.0, true, null]\n{line}\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"trace.jsonl, line 2 is no step of a trace"):
+    with pytest.raises(ValueError, match=re.escape(f"trace.jsonl, line 2 is no step of a trace: {told}")):
         read_trace(file)

@@ -622,3 +622,11 @@ def test_without_it_a_test_fails(
     monkeypatch.setattr(f"castwise.amp.weight_cache.{name}", broken)
     with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
         test()
+
+
+def test_weights_that_cannot_be_watched_are_left_to_autocast_and_named() -> None:
+    with torch.inference_mode():
+        model = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+    cache = WeightCache(model)
+    same(output(model[0], cache), output(model[0], None))
+    assert cache.report().refused == {"0.weight": "made in inference mode, where no writes are counted"}

@@ -79,7 +79,7 @@ def invoke(arguments: list[str]) -> Result:
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "doctor"])
 @given(data=st.data())
-@a_share(5)
+@a_share(10)
 def test_arguments_are_understood_or_refused_in_a_line(name: str, data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.sampled_from(OPTIONS[name]) | TOKENS, max_size=5))
     done = invoke([name, *tokens])
@@ -93,7 +93,7 @@ def test_arguments_are_understood_or_refused_in_a_line(name: str, data: st.DataO
 
 
 @given(tokens=st.lists(st.sampled_from([*OPTIONS, "doctor", "--json"]) | TOKENS, max_size=3))
-@a_share(10)
+@a_share(20)
 def test_commands_are_understood_or_refused(tokens: list[str]) -> None:
     done = invoke(tokens)
     assert done.exception is None or isinstance(done.exception, SystemExit), (tokens, done.exception)
@@ -116,7 +116,7 @@ SETTINGS_HELD = {
 
 
 @given(held=changed(SETTINGS_HELD) | JSON)
-@a_share(4)
+@a_share(10)
 def test_settings_of_a_run_are_settings_or_refused(held: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / SETTINGS).write_text(json.dumps(held))
@@ -145,7 +145,7 @@ RESULT = {
     held=changed({"results": [RESULT], "trainer": {"model": {"w": 1}, "skipped": 0}, "metrics_bytes": 4}) | JSON,
     metrics=st.binary(max_size=8),
 )
-@a_share(8)
+@a_share(16)
 def test_checkpoints_with_a_right_hash_are_whole_or_refused(
     held: Any, metrics: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -165,7 +165,7 @@ def test_checkpoints_with_a_right_hash_are_whole_or_refused(
 
 
 @given(data=st.data())
-@a_share(8)
+@a_share(16)
 def test_damaged_checkpoints_are_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.pt"
     checkpoint.save(path, Checkpoint([RESULT], {"model": {"w": torch.ones(2)}}, 4))
@@ -177,7 +177,7 @@ def test_damaged_checkpoints_are_refused(data: st.DataObject, tmp_path_factory: 
 
 
 @given(name=NAMES)
-@a_share(20)
+@a_share(50)
 def test_a_run_whose_folder_cannot_be_made_leaves_nothing(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("out")
     (folder / "file").touch()

@@ -43,7 +43,7 @@ def read(path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 @given(data=st.data())
-@a_share(4)
+@a_share(8)
 def test_damaged_files_are_policies_or_refused(
     suffix: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -53,7 +53,7 @@ def test_damaged_files_are_policies_or_refused(
 
 
 @given(fields=changed(json.loads(POLICY._as_json())) | JSON)
-@a_share(4)
+@a_share(8)
 def test_other_values_are_policies_or_refused(fields: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "other.json"
     path.write_text(json.dumps(fields))
@@ -61,7 +61,7 @@ def test_other_values_are_policies_or_refused(fields: Any, tmp_path_factory: pyt
 
 
 @given(fields=changed({"compute": "bfloat16", "modules": {"a": "float32"}, "ops": {"softmax": "float32"}}))
-@a_share(8)
+@a_share(16)
 def test_other_arguments_are_policies_or_refused(fields: Any) -> None:
     with contextlib.suppress(TypeError, ValueError):
         arguments = {name: value for name, value in fields.items() if re.fullmatch(r"[a-z_]+", name)}

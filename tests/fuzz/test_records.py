@@ -63,7 +63,7 @@ def use(path: Path, page: Path | None) -> None:
 
 
 @given(data=st.data())
-@a_share(4)
+@a_share(8)
 def test_damaged_files_are_runs_or_refused(
     data: st.DataObject, valid: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -77,7 +77,7 @@ def records_in(valid: bytes) -> list[Any]:
 
 
 @given(data=st.data())
-@a_share(4)
+@a_share(8)
 def test_other_values_are_runs_or_refused(
     data: st.DataObject, valid: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -93,7 +93,7 @@ EXTREMES = st.sampled_from(
 
 
 @given(data=st.data())
-@a_share(12)
+@a_share(20)
 def test_extreme_values_have_a_page(
     data: st.DataObject, valid: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -113,7 +113,7 @@ def lines(*steps: GradientRange, folder: Path) -> bytes:
 
 
 @given(data=st.data())
-@a_share(4)
+@a_share(8)
 def test_damaged_traces_are_traces_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     path = folder / "damaged.trace"

@@ -64,7 +64,7 @@ def _one_rank() -> Iterator[None]:
     given=st.sampled_from(SAVED).flatmap(lambda saved: changed(saved, VALUES)) | VALUES,
     schedule=st.sampled_from(SCHEDULES),
 )
-@a_share(4)
+@a_share(8)
 def test_a_scaler_takes_all_of_a_state_or_nothing(
     kind: type[castwise.GradScaler], given: Any, schedule: Schedule
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_scaler_takes_all_of_a_state_or_nothing(
 
 
 @given(given=st.sampled_from(SAVED).flatmap(lambda saved: changed(saved, VALUES)))
-@a_share(20)
+@a_share(40)
 def test_a_scaler_that_is_off_ignores_what_it_is_given(given: Any) -> None:
     scaler = castwise.GradScaler("cpu", enabled=False)
     scaler.load_state_dict(given)

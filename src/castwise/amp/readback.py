@@ -22,7 +22,7 @@ class Readback:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
         self._arrived: torch.Event | None = None
-        if tensor.device.type in _WITH_EVENTS:
+        if tensor.device.type in _WITH_EVENTS:  # pragma: only on a GPU
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.accelerator.current_stream(tensor.device).record_event()
@@ -34,7 +34,7 @@ class Readback:
 
     def wait(self) -> torch.Tensor:
         """Return the tensor on the CPU, as soon as it is there."""
-        if self._arrived is not None:
+        if self._arrived is not None:  # pragma: only on a GPU
             self._arrived.synchronize()
         return self._host.cpu()
 

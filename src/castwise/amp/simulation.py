@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) ->
         OSError: The file cannot be written.
     """
     lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
-    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    Path(path).write_bytes("".join(f"{line}\n" for line in lines).encode())
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
@@ -76,15 +77,15 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
     return trace
 
 
-def _step(largest: object, loss_is_finite: object, exponents: object) -> GradientRange:
+def _step(largest: Any, loss_is_finite: Any, exponents: Any) -> GradientRange:
     if not isinstance(loss_is_finite, bool):
         raise TypeError(f"loss_is_finite must be true or false, got {loss_is_finite!r}")
     if exponents is None:
-        return GradientRange(at_least("largest", largest, 0.0), None, loss_is_finite)
+        return GradientRange(largest, None, loss_is_finite)
     if not isinstance(exponents, dict):
         raise TypeError(f"exponents must be an object or null, got {exponents!r}")
     counts = {int(exponent): count("a count of exponents", n, 0, bits=63) for exponent, n in exponents.items()}
-    return GradientRange(at_least("largest", largest, 0.0), counts, loss_is_finite)
+    return GradientRange(largest, counts, loss_is_finite)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,6 @@ def simulate(
             flushed += sum(
                 count for e, count in step.exponents.items() if now * 2.0 ** min(e + 1, 1023) <= flushed_below
             )
-        found_inf = torch.tensor(float(is_skipped), device="cpu")
-        loss = torch.tensor(float(not step.loss_is_finite), device="cpu")
-        schedule.advance_(scale, trackers, Met(found_inf, loss, torch.tensor(step.largest, device="cpu")))
+        met = torch.tensor([is_skipped, not step.loss_is_finite, step.largest], dtype=torch.float32, device="cpu")
+        schedule.advance_(scale, trackers, Met(*met.unbind()))
     return Simulation(tuple(scales), tuple(skipped), wasted, flushed / seen if seen else None)

@@ -1,0 +1,105 @@
+"""Observers are told of everything that a training does with its scalers and regions, in order, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+from castwise.amp.observers import OBSERVERS, Observer
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """The names of what an observer was told, while it is there."""
+    seen: list[str] = []
+
+    class Everything(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            return lambda *_, **facts: seen.append(
+                " ".join([name, *(f"{key}={value}" for key, value in facts.items())])
+            )
+
+    observer = Everything()
+    OBSERVERS.append(observer)
+    yield seen
+    OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
+
+
+def train(**options: Any) -> tuple[castwise.GradScaler, torch.Tensor]:
+    scaler = castwise.GradScaler("cpu", 8.0, **options)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        loss = weight.sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler, weight.detach()
+
+
+def test_a_step_is_told_from_its_scaler_to_its_update(told: list[str]) -> None:
+    train()
+    made, entered, left, scaled, stepping, *inside, stepped, updating = told
+    assert [made, entered, left, scaled] == ["scaler_made wanted=True", "entered", "left", "scaled"]
+    assert (stepping, inside, stepped, updating) == ("stepping", ["unscaling"], "stepped", "updating is_set=False")
+
+
+def test_clipping_saving_loading_and_asking_are_told(told: list[str]) -> None:
+    scaler, _ = train()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    for call in (
+        lambda: scaler.scale(weight.sum()).backward(),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda: scaler.clip_grad_value_(optimizer, 1.0),
+        lambda: scaler.update(4.0),
+        lambda: scaler.load_state_dict(scaler.state_dict()),
+        scaler.get_scale,
+    ):
+        told.append("--")
+        call()  # type: ignore[no-untyped-call]
+    calls = " ".join(told).split(" -- ")[1:]
+    assert calls[:4] == ["scaled", "unscaling", "unscaling", "updating is_set=True"]
+    assert set(calls[4].split()) == {"asked", "saved", "loaded"}
+    assert calls[5] == "asked"
+
+
+def test_the_end_of_a_step_that_fails_is_told(told: list[str]) -> None:
+    scaler = castwise.GradScaler("cpu")
+    told.clear()
+    with pytest.raises(RuntimeError, match="needs a scale"):
+        scaler.step(torch.optim.SGD([torch.zeros(1)]))
+    assert told == ["stepping", "stepped"]
+
+
+def test_of_a_disabled_scaler_steps_are_told(told: list[str]) -> None:
+    train(enabled=False)
+    assert told == ["scaler_made wanted=False", "entered", "left", "stepping", "stepped"]
+
+
+def test_nothing_changes_for_being_observed(told: list[str]) -> None:
+    _, observed = train()
+    OBSERVERS.clear()
+    _, alone = train()
+    assert torch.equal(observed, alone)
+    assert told
+
+
+def test_an_observer_may_leave_out_what_it_does_not_want_to_know() -> None:
+    class Saves(Observer):
+        def saved(self, scaler: Any) -> None:
+            saved.append(scaler)
+
+    saved: list[Any] = []
+    OBSERVERS.append(observer := Saves())
+    try:
+        scaler, _ = train()
+        scaler.load_state_dict(scaler.state_dict())
+        scaler.clip_grad_norm_(torch.optim.SGD([torch.zeros(1)]), 1.0)
+    finally:
+        OBSERVERS.remove(observer)
+    assert saved == [scaler]

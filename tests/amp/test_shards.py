@@ -1,0 +1,87 @@
+"""What a rank holds of distributed tensors: in a fake group, where collectives do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from castwise.amp import shards
+from castwise.amp.gradients import Collector, Gradients, regroup
+
+RANKS = 6
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 0 of a mesh of 2 x 3."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield init_device_mesh("cpu", (2, 3))
+    torch.distributed.destroy_process_group()
+
+
+def gradients(*params: torch.Tensor) -> Gradients:
+    return Collector()(torch.optim.SGD(params))
+
+
+def of_ones(
+    mesh: DeviceMesh, placements: list[Placement], grad_placements: list[Placement] | None = None
+) -> torch.Tensor:
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False))
+    param.grad = DTensor.from_local(torch.ones(2, 2), mesh, grad_placements or placements, run_check=False)
+    return param
+
+
+@pytest.mark.parametrize(
+    ("placements", "share"),
+    [
+        ([Replicate(), Replicate()], 1 / 6),
+        ([Shard(0), Replicate()], 2 / 6),
+        ([Replicate(), Shard(1)], 3 / 6),
+        ([Shard(0), Shard(1)], 1.0),
+    ],
+)
+def test_a_rank_counts_its_share_of_what_several_hold(
+    mesh: DeviceMesh, placements: list[Placement], share: float
+) -> None:
+    param = of_ones(mesh, placements)
+    found = shards.local(gradients(param), RANKS, 1)
+    assert found.shares == [share]
+    (tensor,) = found.tensors
+    assert type(tensor) is torch.Tensor
+    assert isinstance(param.grad, DTensor)
+    assert tensor.data_ptr() == param.grad.to_local().data_ptr()
+    assert found.groups == regroup([tensor])
+
+
+def test_a_partial_sum_is_summed_first_also_in_grad(mesh: DeviceMesh) -> None:
+    param = of_ones(mesh, [Replicate(), Shard(0)], [Partial(), Shard(0)])
+    found = shards.local(gradients(param), RANKS, 1)
+    assert isinstance(param.grad, DTensor)
+    assert param.grad.placements == (Replicate(), Shard(0))
+    assert found.shares == [3 / 6]
+    assert found.tensors[0].data_ptr() == param.grad.to_local().data_ptr()
+
+
+def test_plain_gradients_are_the_same_on_all_ranks_beside_distributed_ones_and_alone(mesh: DeviceMesh) -> None:
+    plain = torch.nn.Parameter(torch.ones(3))
+    plain.grad = torch.ones(3)
+    alone = shards.local(gradients(plain), RANKS, 2)
+    beside = shards.local(gradients(plain, of_ones(mesh, [Shard(0), Shard(1)])), RANKS, 2)
+    assert alone.shares == [1 / 6]
+    assert beside.shares == [1 / 6, 1.0]
+    assert beside.tensors[0] is alone.tensors[0] is plain.grad
+
+
+def test_what_fsdp_has_flattened_is_held_by_as_many_as_hold_copies(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flattened = torch.nn.Parameter(torch.ones(3))
+    flattened.grad = torch.ones(3)
+    monkeypatch.setattr(shards, "is_fsdp_flattened", lambda param: param is flattened)
+    assert shards.local(gradients(flattened), RANKS, 2).shares == [1 / 2]
+    assert shards.local(gradients(flattened, of_ones(mesh, [Shard(0), Shard(1)])), RANKS, 2).shares == [1 / 2, 1.0]
