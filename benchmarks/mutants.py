@@ -1,8 +1,8 @@
 """Small faults planted in castwise.amp, one at a time: do the tests notice? mutmut plants them and runs the tests.
 
 `[tool.mutmut]` in pyproject.toml says in which modules, and with which tests. What was run before, and has not changed
-since, is not run again; Ctrl-C stops, and the next run goes on from there. Survivors are explained in `tests/mutants.toml` by what was changed, not by number; one that is
-not makes this exit with 1.
+since, is not run again; Ctrl-C stops, and the next run goes on from there. Survivors are explained in
+`tests/mutants.toml` by what was changed, not by number; one that is not makes this exit with 1.
 """
 
 from __future__ import annotations

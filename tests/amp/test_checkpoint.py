@@ -36,8 +36,8 @@ def test_torchs_state_sets_the_factors_of_dynamic_and_keeps_its_other_options() 
 def test_a_state_of_the_same_kind_brings_its_options_trackers_and_counts() -> None:
     other = Dynamic(8.0, hysteresis=3, cooldown=2)
     counts = {"steps_taken": 2**40, "steps_skipped": 4, "skips_in_a_row": 1}
-    read = checkpoint.read(saved(other, {"hysteresis_left": 2, "cooldown_left": 1}, **counts), Dynamic())
-    trackers = {"hysteresis_left": 2, "cooldown_left": 1}
+    read = checkpoint.read(saved(other, {"hysteresis_left": 2, "cooldown_left": 0}, **counts), Dynamic())
+    trackers = {"hysteresis_left": 2, "cooldown_left": 0}
     assert read == checkpoint.Saved(64.0, other, 5, trackers, (2**40, 4, 1))
 
 
@@ -64,6 +64,10 @@ def test_a_schedule_of_another_kind_starts_at_the_scale_unless_that_was_none(
 
 
 SETTINGS = {"init_scale": 4.0}
+ENTRIES = (
+    "state_dict must have the entries scale, growth_factor, backoff_factor, growth_interval, _growth_tracker and "
+    "may have steps_taken, steps_skipped, skips_in_a_row, schedule: "
+)
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([], TypeError, "state_dict must be a mapping as from state_dict(), got list"),
     (
@@ -75,9 +79,10 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         {**{name: TORCHS[name] for name in list(TORCHS)[1:]}, "x": 1},
         ValueError,
-        "state_dict must have the entries scale, growth_factor, backoff_factor, growth_interval, _growth_tracker and "
-        "may have steps_taken, steps_skipped, skips_in_a_row, schedule: missing ['scale'], unknown ['x']",
+        f"{ENTRIES}missing ['scale'], unknown ['x']",
     ),
+    (dict.fromkeys(list(TORCHS)[:4], 1.0), ValueError, f"{ENTRIES}missing ['_growth_tracker'], unknown []"),
+    ({**TORCHS, 2: 1}, ValueError, f"{ENTRIES}missing [], unknown ['2']"),
     ({**TORCHS, "scale": 0.0}, ValueError, "scale must be a finite number > 0, within [2**-126, 2**126], got 0.0"),
     ({**TORCHS, "_growth_tracker": -1}, ValueError, "_growth_tracker must be an integer in [0, 2**31), got -1"),
     ({**TORCHS, "steps_taken": -1}, ValueError, "steps_taken must be an integer in [0, 2**63), got -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -82,7 +83,12 @@ def test_fp16_gradients_are_refused_by_name_or_by_place() -> None:
     for param in module.parameters():
         param.grad = torch.zeros_like(param)
     by_name = torch.optim.SGD(module.named_parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients.*weight, bias$"):
+    told = (
+        "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
+        "and let autocast choose fp16 op by op, or allow it with GradScaler(..., allow_fp16_gradients=True). "
+        "fp16 gradients: weight, bias"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         Collector()(by_name).refuse_fp16()
     by_place = torch.optim.SGD(module.parameters(), lr=0.1)
     place = re.escape("param_groups[0]['params'][0] of shape (1, 2), param_groups[0]['params'][1] of shape (1,)")
@@ -129,7 +135,8 @@ def test_gradients_of_other_kinds_are_refused_by_name_every_time(grad: torch.Ten
 
 
 def test_complex_gradients_are_refused_by_name_where_order_matters() -> None:
-    with pytest.raises(TypeError, match=re.escape("param_groups[0]['params'][1] of shape (2,) is torch.complex64")):
+    told = "param_groups[0]['params'][1] of shape (2,) is torch.complex64; use clip_grad_norm_"
+    with pytest.raises(TypeError, match=f"{re.escape(told)}$"):
         collect(torch.ones(2), torch.ones(2, dtype=torch.complex64)).refuse_complex()
     collect(torch.ones(2)).refuse_complex()
 
@@ -211,11 +218,13 @@ def test_contents_change_when_a_gradient_is_written_to_or_replaced() -> None:
     assert not written.are(now())
 
 
-def test_sparse_gradients_count_as_if_they_needed_no_copy_or_one() -> None:
-    dense, sparse = torch.ones(2), torch.eye(2).to_sparse()
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_gradients_count_as_if_they_were_not_contiguous() -> None:
+    dense = torch.ones(2)
     assert are_contiguous([dense])
     assert not are_contiguous([dense, torch.ones(2, 3).t()])
-    assert not are_contiguous([dense, sparse])
+    assert not are_contiguous([dense, torch.eye(2).to_sparse()])
+    assert not are_contiguous([dense, torch.eye(2).to_sparse_csr()])  # of which torch cannot say
 
 
 def test_a_parameter_is_named_by_its_group_or_its_shape_where_nobody_knows_more() -> None:
@@ -241,3 +250,28 @@ def test_a_parameter_is_named_by_its_group_or_its_shape_where_nobody_knows_more(
 )
 def test_elements_that_share_memory_are_found(shape: tuple[int, ...], stride: tuple[int, ...], overlaps: bool) -> None:
     assert gradients._overlaps(torch.zeros(20).as_strided(shape, stride)) is overlaps
+
+
+def test_shares_stay_with_their_gradients() -> None:
+    found = collect(torch.ones(2), torch.ones(3).half(), torch.ones(4))
+    whole = dataclasses.replace(found, shares=[0.5, 0.25, 0.125])
+    assert [values.shares for values in whole.values()] == [[0.5, 0.125], [0.25]]
+    assert [values.shares for values in whole.part([1, 2]).values()] == [[0.125], [0.25]]
+    assert [values.shares for values in found.part([1]).values()] == [None]
+    assert [values.are_complex for values in collect(torch.ones(1), torch.ones(1) * 1j).values()] == [False, True]
+
+
+def test_a_gradient_is_held_whether_it_was_written_to_or_not() -> None:
+    one, other = torch.ones(1), torch.ones(1)
+    contents = Contents([one])
+    one.zero_()
+    assert contents.hold(one)
+    assert not contents.hold(other)
+    assert not contents.hold(None)
+
+
+def test_a_name_that_the_optimizer_lacks_is_its_place() -> None:
+    optimizer = optimizer_of(torch.ones(1), torch.ones(2))
+    optimizer.param_groups[0]["param_names"] = ["first"]
+    found = Collector()(optimizer)
+    assert [found.name(index) for index in (0, 1)] == ["first", "param_groups[0]['params'][1] of shape (2,)"]
