@@ -94,7 +94,7 @@ BENCHMARK = Benchmark(
         "16 small layers on processes of this machine, over gloo, so that a step is little more than its overhead. "
         "Medians of the first rank's times, every step after a barrier."
     ),
-    quick=Plan(rounds=40, ranks=(2,)),
+    quick=Plan(rounds=25, ranks=(2,)),
     full=Plan(rounds=200, ranks=(2, 4)),
     measure=measure,
     tables=tables,
