@@ -192,10 +192,13 @@ def test_a_norm_of_millions_of_numbers_is_right_where_torchs_is_not() -> None:
     assert abs(measuring.norms([values], 2.0).item() / exact - 1) < 3e-7
 
 
+@pytest.mark.parametrize("count", [1000, 5000, 100_001, 2**20 + 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_errors_of_equal_numbers_do_not_add_up(norm_type: float) -> None:
-    values = torch.full((2**20 + 77,), 1 / 3)
-    assert measuring.norms([values], norm_type).item() == pytest.approx(reference(values, norm_type), rel=3e-7, abs=0.0)
+def test_errors_of_equal_numbers_do_not_add_up(norm_type: float, dtype: torch.dtype, count: int) -> None:
+    tensors = [torch.full((count,), 1 / 3, dtype=dtype), torch.full((count,), 1 / 7, dtype=dtype)]
+    expected = [reference(tensor, norm_type) for tensor in tensors]
+    assert measuring.norms(tensors, norm_type).tolist() == pytest.approx(expected, rel=3e-7, abs=0.0)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

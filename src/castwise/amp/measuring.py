@@ -18,8 +18,9 @@ import torch
 
 from castwise.amp.gradients import is_plain
 
-# Below this many elements a call costs more than its arithmetic, so small tensors share one.
-_SMALL = 2**12
+# Up to so many elements it takes less time to copy tensors of one shape, and read them by one call, than a call each:
+# for a dot product, and for norms, which are several calls each.
+_SMALL, _SMALL_FOR_NORMS = 2**15, 2**17
 # So many elements of which an fp32 norm is right to 2e-7, also if all are equal and their errors have a common sign.
 _ROW = 2**8
 # So many elements of which the norms of all rows are found in one call, and take little memory.
@@ -212,18 +213,31 @@ def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 def _norms_by_sums(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    found = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
+    found = [0.0] * len(tensors)
     for shape, group in _by_shape(tensors).items():
-        if shape.numel() > _SMALL:
+        if shape.numel() > _SMALL_FOR_NORMS:
             for index in group:
                 found[index] = _power_sum(tensors[index], norm_type) ** (1.0 / norm_type)
         elif shape.numel():
             for part in _stackable(shape, group):
                 rows = torch.stack([tensors[index] for index in part]).reshape(len(part), -1)
-                found[part] = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
-        else:
-            found[group] = 0.0
-    return found
+                for index, norm in zip(part, _norms_of(rows, norm_type).tolist(), strict=True):
+                    found[index] = norm
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+
+def _norms_of(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of each row in fp64; of long ones and p = 2 that of shorter ones, as `_sum_of_squares` does."""
+    in_short = rows.shape[1] // _ROW * _ROW
+    if norm_type != 2.0 or not in_short or rows.dtype is torch.float64:
+        whole: torch.Tensor = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+        return whole
+    if rows.dtype not in _DOTTED:
+        rows = rows.float()
+    short = torch.linalg.vector_norm(rows[:, :in_short].reshape(len(rows), -1, _ROW), dim=2).double()
+    rest = torch.linalg.vector_norm(rows[:, in_short:], dim=1, keepdim=True, dtype=torch.float64)
+    norms: torch.Tensor = torch.linalg.vector_norm(torch.cat([short, rest], 1), dim=1)
+    return norms
 
 
 def _stackable(shape: torch.Size, group: list[int]) -> list[list[int]]:
