@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -129,7 +130,10 @@ def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "castwise", "bench", "--only", "scale_out", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A process that a shell has started in the background does not hear it.
+    hear_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_ctrl_c)
     assert process.stdout is not None
     assert process.stderr is not None
     for _ in range(2):  # until the first benchmark has been announced

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Sums are taken in another order; in bf16 and fp16 that may round the other way.
 TOLERANCE = 1e-3
+SHORT = ["--steps", 3, "--device", "cpu"]
 
 
 def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
@@ -54,35 +57,49 @@ def summary(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def in_one_process(demo_in: type[Demo], tmp_path_factory: pytest.TempPathFactory) -> tuple[Demo, list[float]]:
     demo = demo_in(tmp_path_factory.mktemp("alone"))
-    demo.run("--data", demo.text, "--out", demo.out, "--steps", 3, "--device", "cpu")
+    demo.run("--data", demo.text, "--out", demo.out, *SHORT)
     (folder,) = demo.out.iterdir()
     return demo, [result["loss"] for result in summary(folder)["results"]]
 
 
+@pytest.fixture(scope="module")
+def split_by(in_one_process: tuple[Demo, list[float]]) -> Callable[[str], tuple[str, Path]]:
+    """What two processes have printed and where they have put it, by strategy."""
+    demo, _ = in_one_process
+
+    @functools.cache
+    def trained(strategy: str) -> tuple[str, Path]:
+        out = demo.out.parent / strategy
+        code, stdout, stderr = run(2, "--strategy", strategy, "--data", demo.text, "--out", out, *SHORT)
+        assert code == 0, stderr
+        (folder,) = out.iterdir()
+        return stdout, folder
+
+    return trained
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_processes_train_to_the_losses_of_one(
-    in_one_process: tuple[Demo, list[float]], strategy: str, tmp_path: Path
+    in_one_process: tuple[Demo, list[float]], split_by: Callable[[str], tuple[str, Path]], strategy: str
 ) -> None:
-    demo, alone = in_one_process
-    arguments = ["--strategy", strategy, "--data", demo.text, "--out", tmp_path, "--steps", 3, "--device", "cpu"]
-    code, stdout, stderr = run(2, *arguments)
-    assert code == 0, stderr
+    _, alone = in_one_process
+    stdout, folder = split_by(strategy)
     assert stdout.count("castwise and torch.amp ended with bit-identical weights.") == 1
-    (folder,) = tmp_path.iterdir()
     assert [result["loss"] for result in summary(folder)["results"]] == pytest.approx(alone, rel=TOLERANCE)
     assert summary(folder)["settings"]["processes"] == 2
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 18
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the workers in /proc")
-def test_a_split_run_that_was_killed_resumes_to_the_same_bits(demo: Demo) -> None:
-    arguments = ["--strategy", "fsdp2", "--device", "cpu", "--data", demo.text, "--steps", 4, "--checkpoint-every", 1]
-    undisturbed, killed = demo.out / "undisturbed", demo.out / "killed"
-    assert run(2, *arguments, "--out", undisturbed)[0] == 0
-    process = start(2, *arguments, "--out", killed)
-    demo.wait_until(lambda: list(killed.glob("*/checkpoint.pt")), process)
+def test_a_split_run_that_was_killed_resumes_to_the_same_bits(
+    demo: Demo, split_by: Callable[[str], tuple[str, Path]]
+) -> None:
+    _, undisturbed = split_by("fsdp2")
+    arguments = ["--strategy", "fsdp2", "--data", demo.text, "--checkpoint-every", 1, *SHORT]
+    process = start(2, *arguments, "--out", demo.out)
+    demo.wait_until(lambda: list(demo.out.glob("*/checkpoint.pt")), process)
     kill(process)
-    (folder,), (whole,) = killed.glob("[0-9]*"), undisturbed.iterdir()
+    (folder,) = demo.out.glob("[0-9]*")
     code, _, stderr = run(3, "--resume", folder)
     assert code != 0
     assert stderr.count("the run was started with 2 processes, and goes on with as many") == 1
@@ -90,7 +107,7 @@ def test_a_split_run_that_was_killed_resumes_to_the_same_bits(demo: Demo) -> Non
     if "SIGSEGV" in stderr or "SIGABRT" in stderr:  # gloo when it ends, now and then: one more run that was killed
         code, _, stderr = run(2, "--resume", folder)
     assert code == 0, stderr
-    assert demo.digests(folder) == demo.digests(whole)
+    assert demo.digests(folder) == demo.digests(undisturbed)
 
 
 @pytest.mark.parametrize(
