@@ -31,7 +31,7 @@ def checkup(limit: str) -> dict[str, dict[str, object]]:
 
 def main() -> None:
     torch.set_num_threads(1)  # as in the processes that measure
-    record = {"machine": recording.machine("cpu"), "limits": {limit or "none": checkup(limit) for limit in CAPPED}}
+    record = {"machine": recording.machine(), "limits": {limit or "none": checkup(limit) for limit in CAPPED}}
     path = recording.HERE / "results" / "doctor-cpu.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(path.read_text())

@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--scaled-steps", type=int, default=600)
     options = parser.parse_args()
-    found = {"machine": recording.machine("cpu"), **measure(gpt.SIZES["tiny"], options.steps, options.scaled_steps)}
+    found = {"machine": recording.machine(), **measure(gpt.SIZES["tiny"], options.steps, options.scaled_steps)}
     path = recording.HERE / "results" / "gradient_exponents-cpu.json"
     path.write_text(json.dumps(found, indent=2) + "\n")
     shares = {name: kinds["outputs of linear layers"]["share of zeros"] for name, kinds in found["gradients"].items()}

@@ -19,7 +19,8 @@ from typing import Any
 import tomllib
 from mutmut.stats import status_by_exit_code
 
-from recording import machine, title, write
+import recording
+from castwise.bench.recording import headline
 
 ROOT = Path(__file__).parents[1]
 NOT_KILLED = {"survived", "no tests", "suspicious", "segfault"}
@@ -77,8 +78,8 @@ def main() -> None:
                 if reason == "unexplained":
                     unexplained.append({"module": module, "was": was, "now": now, "status": status})
         modules[module] = {"mutants": len(found), **dict(sorted(counts.items()))}
-    about = machine("cpu") | {"mutmut": version("mutmut")}
-    write("mutants", {**about, "modules": modules, "unexplained": unexplained}, table(about, modules))
+    about = recording.machine() | {"mutmut": version("mutmut")}
+    recording.write("mutants", {**about, "modules": modules, "unexplained": unexplained}, table(about, modules))
     if unexplained:
         sys.exit(f"{len(unexplained)} mutants survive without an explanation in tests/mutants.toml")
 
@@ -87,7 +88,7 @@ def table(about: dict[str, Any], modules: dict[str, Any]) -> str:
     columns = ["mutants", *sorted({name for counts in modules.values() for name in counts} - {"mutants"})]
     rows = [[module, *(str(counts.get(name, 0)) for name in columns)] for module, counts in modules.items()]
     lines = [["castwise.amp", *columns], ["---"] * (len(columns) + 1), *rows]
-    return "\n".join([title(about), "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join([headline(about), "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 if __name__ == "__main__":

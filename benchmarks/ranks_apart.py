@@ -107,7 +107,7 @@ def main() -> None:
         }
         for library, of_ranks in ranks.items()
     }
-    found = {"machine": recording.machine("cpu"), "spike every": SPIKE_EVERY, "last step": last, "ranks": ranks}
+    found = {"machine": recording.machine(), "spike every": SPIKE_EVERY, "last step": last, "ranks": ranks}
     path = recording.HERE / "results" / "ranks_apart-cpu.json"
     path.write_text(json.dumps(found) + "\n")
     print(json.dumps(last, indent=2))
