@@ -29,7 +29,7 @@ coverage: .venv/.ready
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# Faults planted in the core, one at a time: the tests must notice. Takes long; what was run before is not run again.
+# Faults planted in some modules of the core, one at a time: the tests must notice. Takes long; what was run before is not run again.
 mutants: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 

@@ -58,7 +58,7 @@ def about(built: Built) -> metadata.PathDistribution:
 
 def files_of(folder: Path) -> set[str]:
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {path.as_posix() for path in found if "__pycache__" not in path.parts}
+    return {path.as_posix() for path in found if not {"__pycache__", "_build"} & set(path.parts)}
 
 
 def test_the_wheel_is_the_package_and_nothing_else(built: Built) -> None:

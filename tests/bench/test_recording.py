@@ -114,4 +114,8 @@ def test_doubts_are_counted_wherever_they_are() -> None:
 
 
 def test_the_committed_page_is_made_from_the_committed_results() -> None:
-    assert (COMMITTED / "README.md").read_text() == recording.page(COMMITTED, BENCHMARKS)
+    page = recording.page(COMMITTED, BENCHMARKS)
+    assert (COMMITTED / "README.md").read_text() == page
+    assert page.count("\n## ") == len(BENCHMARKS)
+    assert "was not written by this version" not in page
+    assert page.count("`castwise bench --full") == len(BENCHMARKS)

@@ -98,6 +98,16 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert sorted(results(tmp_path)) == ["one-cpu"]
 
 
+def test_a_page_of_somebody_elses_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Mine\n")
+    assert run("--device", "cpu", "--out", tmp_path) == (
+        2,
+        f"castwise bench: {tmp_path / 'README.md'} was not written by castwise bench: give another --out\n",
+    )
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    assert os.listdir(tmp_path) == ["README.md"]
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, printed = run("--out", tmp_path / "file")

@@ -1,9 +1,9 @@
 """`WeightCache`: low-precision copies of weights that outlive an autocast region, made again only after a change.
 
-Autocast casts a weight at its first use in each region, and without gradients at every use. A region that is given a
-cache runs under a `TorchFunctionMode` that looks at the calls of the ops which run in low precision and puts copies in
-the place of weights; what such an op does with them is what autocast does with its own casts. Three facts shaped the
-code:
+Autocast casts a weight at its first use in each region, and one that is frozen, or under `inference_mode`, at every
+use. A region that is given a cache runs under a `TorchFunctionMode` that looks at the calls of the ops which run in low
+precision and puts copies in the place of weights; what such an op does with them is what autocast does with its own
+casts. Three facts shaped the code:
 
 * A weight has changed if its version or its memory has; a fused optimizer bumps no version, so optimizer steps are
   watched. An alias keeps the memory of a weight alive, so that other memory cannot come to have its address.

@@ -35,6 +35,12 @@ def headline(about: dict[str, Any]) -> str:
     )
 
 
+def is_somebody_elses(folder: Path) -> bool:
+    """Say whether the place of the page is taken by a file that `castwise bench` has not written."""
+    page = folder / PAGE
+    return page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(HEAD.partition("\n")[0])
+
+
 def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmark[Any]]) -> None:
     """Put a record into a folder, and the page of all that is in this folder beside it.
 
@@ -62,7 +68,7 @@ def _shown(path: Path, benchmark: Benchmark[Any]) -> str:
         record = json.loads(path.read_text(encoding="utf-8"))
         tables = [table.markdown() for table in benchmark.tables(record)]
         return "\n\n".join([headline(record["machine"]), *tables])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what another shape of a record may raise
+    except Exception:  # whatever another shape of a record may raise
         return f"{path.name} was not written by this version: run `castwise bench --only {benchmark.name}` again."
 
 

@@ -85,10 +85,15 @@ def _device(name: str | None) -> str:
 
 
 def _make(folder: Path) -> None:
+    from castwise.bench.recording import PAGE, is_somebody_elses
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        is_taken = is_somebody_elses(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
+    if is_taken:
+        raise UserError(f"{folder / PAGE} was not written by castwise bench: give another --out")
 
 
 def _command(quick: bool, device: str | None, only: list[str] | None) -> str:
