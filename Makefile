@@ -4,6 +4,8 @@ BIN := .venv/bin
 # Idle OpenMP threads spin for so long before they sleep; libgomp's own 300,000 rounds stall torch beside another
 # busy process (15 steps of the demo on two cores: 10 s alone, over 120 s beside one; with this 10 s and 41 s).
 export GOMP_SPINCOUNT ?= 10000
+# Tests start hundreds of processes, which would each compile all that they import where this is set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint docs bench coverage mutants clean
 
@@ -41,10 +43,9 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/fault_finding.py
 	$(BIN)/python examples/compare_schedules.py --write
 
-# Without --no-compile pip compiles 30 s of modules that are never imported.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
