@@ -18,9 +18,8 @@ import torch
 
 from castwise.amp.gradients import is_plain
 
-# Up to so many elements it takes less time to copy tensors of one shape, and read them by one call, than a call each:
-# for a dot product, and for norms, which are several calls each.
-_SMALL, _SMALL_FOR_NORMS = 2**15, 2**17
+# Up to so many elements it takes less time to copy tensors of one shape, and read them by one call, than a call each.
+_SMALL = 2**15
 # So many elements of which an fp32 norm is right to 2e-7, also if all are equal and their errors have a common sign.
 _ROW = 2**8
 # So many elements of which the norms of all rows are found in one call, and take little memory.
@@ -215,7 +214,7 @@ def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 def _norms_by_sums(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     found = [0.0] * len(tensors)
     for shape, group in _by_shape(tensors).items():
-        if shape.numel() > _SMALL_FOR_NORMS:
+        if shape.numel() > _SMALL:
             for index in group:
                 found[index] = _power_sum(tensors[index], norm_type) ** (1.0 / norm_type)
         elif shape.numel():
