@@ -18,6 +18,7 @@ from castwise.amp.emulation import has_native, is_native_here
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X86 = platform.machine() in {"x86_64", "AMD64"}
+HELD_TO_AVX2 = pytest.mark.skipif(not X86, reason="the environment makes only an x86 CPU forget its units")
 
 ZEN4 = {"avx512_bf16": True, "amx_bf16": False, "avx512_fp16": False, "amx_fp16": False, "avx_ne_convert": False}
 SKYLAKE = {**ZEN4, "avx512_bf16": False}
@@ -52,12 +53,10 @@ def test_units_by_cpu(capabilities: dict[str, Any], limit: str | None, bf16: boo
 
 @pytest.mark.skipif(not X86 or sys.platform != "linux", reason="reads Linux' account of an x86 CPU")
 def test_this_cpu_is_seen_as_linux_sees_it() -> None:
-    if emulation.limit_of_onednn() is not None:
-        pytest.skip("the environment limits oneDNN")
     flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     for dtype, names in ((BF16, {"avx512_bf16", "amx_bf16"}), (FP16, {"avx512_fp16", "amx_fp16"})):
         if "avx_ne_convert" not in flags:
-            assert is_native_here(dtype) is bool(flags & names)
+            assert has_native(dtype, torch.cpu.get_capabilities()) is bool(flags & names)
 
 
 # Each case in a process where every CPU for which oneDNN has kernels emulates both formats.
@@ -117,14 +116,13 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def warned() -> dict[str, list[tuple[str, str, str, int]]]:
     """What each case was warned of: text, category, file and line."""
-    if not X86:
-        pytest.skip("the environment makes only an x86 CPU forget its units")
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, check=True)
     found: dict[str, list[tuple[str, str, str, int]]] = json.loads(run.stdout)
     return found
 
 
+@HELD_TO_AVX2
 @pytest.mark.parametrize("case", ["twice", "with_a_policy", "from_threads", "compiled"])
 def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned: dict[str, Any]) -> None:
     ((text, category, _, _),) = warned[case]
@@ -133,6 +131,7 @@ def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned
     assert category == "UserWarning"
 
 
+@HELD_TO_AVX2
 def test_each_format_is_told_once(warned: dict[str, Any]) -> None:
     bf16, fp16 = (text for text, *_ in warned["both"])
     assert "torch.bfloat16" in bf16
@@ -140,6 +139,7 @@ def test_each_format_is_told_once(warned: dict[str, Any]) -> None:
     assert "torch.float16: its ops are emulated, often ten times and more slower" in fp16
 
 
+@HELD_TO_AVX2
 def test_it_is_said_when_the_environment_leaves_units_unused(warned: dict[str, Any]) -> None:
     (text, *_), _ = warned["both"]
     if emulation.units(BF16, torch.cpu.get_capabilities()):
@@ -150,12 +150,14 @@ def test_it_is_said_when_the_environment_leaves_units_unused(warned: dict[str, A
         assert text.startswith("this CPU has no units for torch.bfloat16:")
 
 
+@HELD_TO_AVX2
 def test_the_line_is_that_of_the_region(warned: dict[str, Any]) -> None:
     ((_, _, file, line),) = warned["twice"]
     assert file == "<string>"
     assert CASES.splitlines()[line - 1].strip() == 'castwise.autocast("cpu", dtype=torch.float16)'
 
 
+@HELD_TO_AVX2
 def test_a_disabled_region_warns_of_nothing(warned: dict[str, Any]) -> None:
     assert warned["disabled"] == []
 

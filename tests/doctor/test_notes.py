@@ -38,9 +38,8 @@ def test_sources_are_files_of_this_repository() -> None:
             assert (root / file).is_file() or (root / "src" / file).is_file()
 
 
+@pytest.mark.skipif(about(torch.__version__)[0] != "torch.autocast", reason="not said of this version")
 def test_a_forward_under_no_grad_takes_no_gradients_from_later_ones() -> None:
-    if about(torch.__version__)[0] != "torch.autocast":
-        pytest.skip("not said of this version")
     linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

@@ -44,9 +44,8 @@ def test_a_speed_is_operations_by_seconds() -> None:
     assert found.gflops.high > fastest / 20  # a busy machine has that much
 
 
+@pytest.mark.skipif(is_native_here(torch.float16) is not False, reason="this CPU does not emulate fp16")
 def test_an_emulated_format_is_measured_beside_fp32_and_holds_no_other_up() -> None:
-    if is_native_here(torch.float16) is not False:
-        pytest.skip("this CPU does not emulate fp16")
     found = measure(CPU, ["fp32", "fp16"], budget_s=2.0)
     fp32, fp16 = found["fp32"], found["fp16"]
     assert isinstance(fp32, Speed)
