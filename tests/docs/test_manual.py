@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -84,6 +85,14 @@ def test_no_role_is_left_as_text(built: Path) -> None:
     """As it is in a table whose cells a `|` in the role has split: Sphinx does not warn."""
     left = {path.name for path in built.rglob("*.html") if re.search(r"\{[\w:]+\}`", path.read_text())}
     assert left == set()
+
+
+def test_signatures_are_whole(built: Path) -> None:
+    for path in (built / "reference").glob("*.html"):
+        for signature in re.findall(r'<dt class="sig[^"]*" id=.*?</dt>', path.read_text(), re.S):
+            text = html.unescape(re.sub(r"<.*?>", "", signature))
+            assert "~" not in text, text
+            assert "<factory>" not in text, text
 
 
 def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -> None:

@@ -68,10 +68,10 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: The type of device the losses live on. `"cuda"` on a machine without CUDA warns and disables.
-        init_scale: The first scale, a power of two by custom, within [2**-126, 2**126].
-        growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a row; > 1.
-        backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1).
-        growth_interval: Steps; >= 1.
+        init_scale: The first scale, a power of two by custom, within [2**-126, 2**126]; 2**16 by default.
+        growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a row; > 1, 2 by default.
+        backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1), 0.5 by default.
+        growth_interval: Steps; >= 1, 2000 by default.
         enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
         schedule: How the scale moves, with all its numbers; in the place of the four above. By default
             `schedules.Dynamic` with these.

@@ -26,7 +26,7 @@ def ranges_in_float32(func: Any, args: Any, kwargs: Any) -> tuple[Range, ...] | 
     try:
         with torch.no_grad():
             again = read[0].float() if written else func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
-    except (RuntimeError, TypeError, NotImplementedError):  # out of memory, or an op that knows one precision only
+    except (RuntimeError, TypeError):  # out of memory, or an op that knows one precision only
         return None
     return tuple(found for tensor in tensors_of(again) if (found := range_of(tensor)) is not None)
 
