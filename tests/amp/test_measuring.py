@@ -146,6 +146,14 @@ class TestProbe:
         is_plain = type(other) is torch.Tensor and other.layout is torch.strided and other.dtype is torch.float32
         assert not proved or (single and is_plain and other.device.type == "cpu")
 
+    @pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
+    @pytest.mark.parametrize("index", range(4))
+    def test_gradients_of_several_dtypes_and_sizes_are_looked_at_together(self, bad: float, index: int) -> None:
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+        grads = [torch.ones(size, dtype=dtype) for size, dtype in zip((5000, 3000, 4000, 3), dtypes, strict=True)]
+        grads[index][1] = bad
+        assert measuring.Probe().proves_finite(grads, ONE, torch.float32) is (bad == 1.0)
+
     def test_it_looks_again_after_it_failed(self) -> None:
         probe = measuring.Probe()
         assert probe.proves_finite([torch.ones(3), torch.ones(3)], ONE, torch.float32)
@@ -199,6 +207,14 @@ def test_errors_of_equal_numbers_do_not_add_up(norm_type: float, dtype: torch.dt
     tensors = [torch.full((count,), 1 / 3, dtype=dtype), torch.full((count,), 1 / 7, dtype=dtype)]
     expected = [reference(tensor, norm_type) for tensor in tensors]
     assert measuring.norms(tensors, norm_type).tolist() == pytest.approx(expected, rel=3e-7, abs=0.0)
+
+
+def test_large_tensors_of_several_dtypes_have_norms_together() -> None:
+    draw = torch.Generator().manual_seed(0)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    tensors = [torch.randn(2**15 + 5, generator=draw).to(dtype) for dtype in dtypes]
+    expected = [reference(tensor, 2.0) for tensor in tensors]
+    assert measuring.norms(tensors, 2.0).tolist() == pytest.approx(expected, rel=1e-6, abs=0.0)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

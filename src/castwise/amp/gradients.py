@@ -197,9 +197,20 @@ def are_contiguous(grads: list[torch.Tensor]) -> bool:
         return False
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is not of a subclass, for which torch's ops may mean something else."""
-    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return type(tensor) in _PLAIN
+
+
+def are_real_on_cpu(tensors: list[torch.Tensor]) -> bool:
+    """Say whether all tensors are plain, dense, on a CPU and of floating-point numbers."""
+    return all(
+        kind in _PLAIN and device.type == "cpu" and layout is torch.strided and dtype.is_floating_point
+        for dtype, layout, device, kind in set(map(_kind_of, tensors))
+    )
 
 
 def regroup(tensors: list[torch.Tensor]) -> dict[_Kind, list[int]]:

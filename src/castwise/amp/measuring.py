@@ -16,18 +16,21 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from castwise.amp.gradients import is_plain
+from castwise.amp.gradients import are_real_on_cpu, is_plain
 
-# Up to so many elements it takes less time to copy tensors of one shape, and read them by one call, than a call each.
+# Up to so many elements it takes less time to copy tensors of one shape, and take their norms by one call, than a call
+# each.
 _SMALL = 2**15
+# The same for a look at whether they are finite, for which one norm of all is enough.
+_TINY_TENSOR = 2**11
+# Up to so many elements a list of norms takes less time than dot products, which are split among threads.
+_LISTED = 2**16
 # So many elements of which an fp32 norm is right to 2e-7, also if all are equal and their errors have a common sign.
 _ROW = 2**8
-# So many elements of which the norms of all rows are found in one call, and take little memory.
-_ROWS = 2**22
 # So many elements of which a copy stays in the cache.
 _PIECE = 2**18
-# So many elements of small tensors are copied at once.
-_COPIED = 2**20
+# So many elements of small tensors are copied at once; the copy stays in the cache as well.
+_COPIED = 2**18
 # Of these dtypes a CPU takes dot products as fast as it can read; of half precision a hundred times slower.
 _DOTTED = (torch.float32, torch.float64)
 # A sum of n squares below n times this may have lost squares that fp32 cannot hold.
@@ -132,15 +135,16 @@ def wide(device: torch.device) -> torch.dtype:
 class Probe:
     """Proves that gradients on a CPU are finite in as few calls as it can, and remembers which have the same shape.
 
-    Small tensors of one shape are read by one call together. If they no longer have one shape, dtype, device or layout
-    the call fails or tells, so none of these has to be asked of each gradient.
+    Tiny tensors of one shape are copied and read together. If they no longer have one shape, dtype, device or layout
+    the call fails or tells, so none of these has to be asked of each gradient. Small ones are read by one call, and
+    large ones by one each.
     """
 
     def __init__(self) -> None:
         self._count = -1
         self._is_hopeless = False
         self._together: list[list[int]] = []
-        self._alone: list[list[int]] = []
+        self._others: list[int] = []
 
     def proves_finite(self, grads: list[torch.Tensor], divisor: torch.Tensor, dtype: torch.dtype) -> bool:
         """Say whether all gradients, divided, are surely finite in a dtype; anything else says False.
@@ -166,38 +170,39 @@ class Probe:
     def _look_at(self, grads: list[torch.Tensor]) -> None:
         groups = _by_shape(grads)
         self._count = len(grads)
-        self._is_hopeless = not all(map(_is_plain_on_cpu, grads))
+        self._is_hopeless = not are_real_on_cpu(grads)
         self._together = [
-            part for shape, group in groups.items() if shape.numel() <= _SMALL for part in _stackable(shape, group)
+            part
+            for shape, group in groups.items()
+            if shape.numel() <= _TINY_TENSOR and len(group) > 1
+            for part in _stackable(shape, group)
         ]
-        self._alone = [[index] for shape, group in groups.items() if shape.numel() > _SMALL for index in group]
+        together = {index for group in self._together for index in group}
+        self._others = [index for index in range(len(grads)) if index not in together]
 
     def _bound(self, grads: list[torch.Tensor]) -> float:
         """Return what no magnitude is above: not finite if one may be, NaN if the gradients are not what they were."""
-        total = 0.0
-        for group in [*self._together, *self._alone]:
-            tensor = grads[group[0]] if len(group) == 1 else torch.stack([grads[index] for index in group])
-            if not _is_plain_on_cpu(tensor):
-                return math.nan
-            total += _bound(tensor)
+        tensors = [torch.stack([grads[index] for index in group]) for group in self._together]
+        tensors += [grads[index] for index in self._others]
+        if not are_real_on_cpu(tensors):
+            return math.nan
+        total, listed = 0.0, []
+        for tensor in tensors:
+            if tensor.dtype not in _DOTTED:
+                total += _peak(tensor)
+            elif tensor.numel() <= _LISTED or not tensor.is_contiguous():
+                listed.append(tensor)
+            else:
+                total += _not_below(math.sqrt(torch.dot(tensor.view(-1), tensor.view(-1)).item()))
+        if listed:
+            norms = torch._foreach_norm(listed)
+            total += _not_below(torch.stack(norms).sum().item()) + 1e-18 * len(listed)
         return total
 
 
-def _bound(tensor: torch.Tensor) -> float:
-    if tensor.dtype not in _DOTTED or not tensor.is_contiguous():
-        return _peak(tensor)
-    flat = tensor.view(-1)
-    # A sum may be too small, but not by this; squares that fp32 cannot hold are of values below 1e-18.
-    return math.sqrt(torch.dot(flat, flat).item()) * 2.0 + 1e-18
-
-
-def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
-    return (
-        is_plain(tensor)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.dtype.is_floating_point
-    )
+def _not_below(norm: float) -> float:
+    """Return what no magnitude is above: fp32 norms are not off by so much, and lose squares of less than 1e-18."""
+    return norm * 2.0 + 1e-18
 
 
 def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -213,16 +218,36 @@ def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 def _norms_by_sums(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     found = [0.0] * len(tensors)
+    large = []
     for shape, group in _by_shape(tensors).items():
         if shape.numel() > _SMALL:
-            for index in group:
-                found[index] = _power_sum(tensors[index], norm_type) ** (1.0 / norm_type)
+            large += group
         elif shape.numel():
             for part in _stackable(shape, group):
                 rows = torch.stack([tensors[index] for index in part]).reshape(len(part), -1)
                 for index, norm in zip(part, _norms_of(rows, norm_type).tolist(), strict=True):
                     found[index] = norm
+    listed = [index for index in large if norm_type == 2.0 and _is_flat_fp32(tensors[index])]
+    if listed:
+        norms = _norms_of_large([tensors[index].view(-1) for index in listed])
+        for index, norm in zip(listed, norms, strict=True):
+            found[index] = norm
+    for index in set(large).difference(listed):
+        found[index] = _power_sum(tensors[index], norm_type) ** (1.0 / norm_type)
     return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+
+def _is_flat_fp32(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+def _norms_of_large(flats: list[torch.Tensor]) -> list[float]:
+    """Return 2-norms of fp32 tensors of shape (n,): those of short rows and of the rest, joined in fp64 by one call."""
+    ends = [flat.numel() // _ROW * _ROW for flat in flats]
+    parts = [torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1) for flat, end in zip(flats, ends, strict=True)]
+    parts += [flat[end:] for flat, end in zip(flats, ends, strict=True)]
+    norms = [norm.item() for norm in torch._foreach_norm(parts, 2.0, dtype=torch.float64)]
+    return [math.hypot(rows, rest) for rows, rest in zip(norms[: len(flats)], norms[len(flats) :], strict=True)]
 
 
 def _norms_of(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -255,7 +280,7 @@ def _by_shape(tensors: list[torch.Tensor]) -> dict[torch.Size, list[int]]:
 def _power_sum(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of magnitudes (p = 1) or of squares (p = 2), in fp32 within a few elements and in fp64 beyond."""
     if norm_type == 2.0:
-        return _sum(_sum_of_squares(rows) for part in _widened(tensor) for rows in _pieces(part, _ROWS))
+        return _sum(map(_sum_of_squares, _widened(tensor)))
     return _sum(piece.abs().sum().item() for part in _widened(tensor) for piece in _pieces(part))
 
 
@@ -269,10 +294,8 @@ def _sum(numbers: Iterable[float]) -> float:
 def _sum_of_squares(flat: torch.Tensor) -> float:
     if flat.dtype is torch.float64:
         return torch.dot(flat, flat).item()
-    in_rows = flat.numel() // _ROW * _ROW
-    norms = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[in_rows:], dtype=torch.float64)
-    return float(torch.dot(norms, norms) + rest.square())
+    (norm,) = _norms_of_large([flat])
+    return norm * norm
 
 
 def _norm_by_peak(tensor: torch.Tensor, norm_type: float) -> float:
@@ -306,8 +329,8 @@ def _widened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield buffer[: piece.numel()].copy_(piece)
 
 
-def _pieces(flat: torch.Tensor, size: int = _PIECE) -> tuple[torch.Tensor, ...]:
-    pieces: tuple[torch.Tensor, ...] = flat.split(size)  # type: ignore[no-untyped-call]
+def _pieces(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pieces: tuple[torch.Tensor, ...] = flat.split(_PIECE)  # type: ignore[no-untyped-call]  # torch's
     return pieces
 
 
