@@ -107,10 +107,8 @@ def results(fields: dict[str, Any], inside: bool, backend: str | None) -> list[t
     return [y.detach(), z.detach(), given.grad, *gradients]
 
 
-# Inductor is given the same graphs, and takes ten times as long: it gets those of two policies.
-@pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "aot_eager") for name in POLICIES), ("both", "inductor"), ("fp32", "inductor")]
-)
+# Inductor is given the same graphs, and takes ten times as long: it gets those of one policy with rules of both kinds.
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in POLICIES), ("both", "inductor")])
 @pytest.mark.parametrize("inside", [True, False], ids=["region inside", "region outside"])
 def test_compiled_and_eager_code_agree(name: str, inside: bool, backend: str) -> None:
     fields = POLICIES[name]
@@ -159,24 +157,26 @@ class Outer(nn.Module):
         return [*seen, self.head(seen[-1])]
 
 
-PLACES: list[dict[str, Any]] = [
-    {"modules": {"": "float32"}},
-    {"modules": {"blocks.0": "float32"}},
-    {"modules": {"blocks.0": "float16", "blocks.0.mlp": "float32"}},
-    {"modules": {"blocks": "float32"}, "ops": {"gelu": "float16"}, "output": "float32"},
-]
+PLACES: dict[str, dict[str, Any]] = {
+    "model": {"modules": {"": "float32"}},
+    "block": {"modules": {"blocks.0": "float32"}},
+    "low in low": {"modules": {"blocks.0": "float16", "blocks.0.mlp": "float32"}},
+    "list and op": {"modules": {"blocks": "float32"}, "ops": {"gelu": "float16"}, "output": "float32"},
+}
 
 
 @pytest.mark.parametrize(
-    ("position", "backend", "breaks"),
+    ("position", "backend", "breaks", "fields"),
     [
-        *((position, "aot_eager", False) for position in POSITIONS),
-        *((position, "aot_eager", True) for position in POSITIONS if "fullgraph" not in position),
-        ("function", "eager", True),
-        ("model.compile()", "eager", True),
+        *((position, "aot_eager", False, fields) for position in POSITIONS for fields in PLACES.values()),
+        *(
+            (position, backend, True, PLACES[place])
+            for position in POSITIONS
+            if "fullgraph" not in position
+            for backend, place in (("aot_eager", "list and op"), ("eager", "block"))
+        ),
     ],
 )
-@pytest.mark.parametrize("fields", PLACES, ids=["model", "block", "low in low", "list and op"])
 def test_rules_hold_wherever_the_model_is_compiled(
     position: str, backend: str, fields: dict[str, Any], breaks: bool
 ) -> None:
