@@ -16,9 +16,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 
 
 def _install(session: nox.Session, *what: str) -> None:
-    # Of some packages the pinned versions are for Python >= 3.11 only.
-    pins = [] if session.python == "3.10" else ["--constraint", "constraints.txt"]
-    session.install(*pins, *what)
+    session.install("--constraint", "constraints.txt", *what)
 
 
 @nox.session(python=PYTHONS)
@@ -29,6 +27,16 @@ def tests(session: nox.Session) -> None:
     # As in the Makefile: a process a core, of one thread each, which does not spin while it waits.
     spin = os.environ.get("GOMP_SPINCOUNT", "10000")
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": spin})
+
+
+@nox.session(python="3.12")
+def oldest_torch(session: nox.Session) -> None:
+    """All tests with the oldest torch that castwise takes."""
+    pins = Path(session.create_tmp(), "constraints.txt")
+    lines = Path("constraints.txt").read_text().splitlines()
+    pins.write_text("\n".join(line for line in lines if not line.startswith("torch==")))
+    session.install("--constraint", str(pins), "torch==2.11.*", "--editable", ".[dev]")
+    session.run("python", "-m", "pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(python=PYTHONS)
@@ -49,14 +57,18 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def build(session: nox.Session) -> None:
-    """Wheel and sdist, and the command line from the wheel alone."""
+    """Wheel and sdist, every extra resolved, and the command line from the wheel alone."""
     _install(session, "build", "twine")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "--outdir", folder)
         made = sorted(map(str, Path(folder).iterdir()))
         session.run("twine", "check", "--strict", *made)
         (wheel,) = (path for path in made if path.endswith(".whl"))
-        _install(session, "--force-reinstall", f"castwise[report] @ {Path(wheel).as_uri()}")
+        released = f"@ {Path(wheel).as_uri()}"
+        for extra in nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]:
+            session.install("--dry-run", f"castwise[{extra}] {released}")  # with the newest that there is
+        _install(session, "--force-reinstall", f"castwise[report] {released}")
         with session.chdir(folder):  # away from the source
             session.run("castwise", "--version")
+            session.run("castwise", "--help", silent=True)
             session.run("castwise", "trace", "--json", silent=True)

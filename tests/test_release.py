@@ -20,6 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import castwise
+from castwise.__main__ import HELP
+from castwise.cli import app
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "castwise"
@@ -164,19 +166,26 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 USE = """
-import sys, castwise, castwise.monitor.monitor, castwise.installation, castwise.doctor.checkup
+import castwise, castwise.monitor.monitor, castwise.installation, castwise.doctor.checkup
 print(castwise.__file__)
-sys.argv = ["castwise", "--help"]
-from castwise.__main__ import main
-main()
 """
 
 
-def test_the_wheel_alone_is_the_library_and_says_what_the_command_line_needs(installed: Path) -> None:
+def test_the_wheel_alone_is_the_library(installed: Path) -> None:
     used = run(installed / "bin" / "python", "-c", USE)
     assert Path(used.stdout.strip()).is_relative_to(installed), used.stderr
-    assert used.returncode == 2
-    assert used.stderr.splitlines()[-1] == "castwise: the command line needs typer: pip install 'castwise[cli]'"
+
+
+def test_the_wheel_alone_tells_its_version_and_what_the_command_line_needs(installed: Path) -> None:
+    command = installed / "bin" / "castwise"
+    assert run(command, "--version").stdout == f"castwise {castwise.__version__}\n"
+    told = run(command, "--help")
+    assert (told.returncode, told.stdout) == (0, HELP)
+    commands = sorted(str(each.name or each.callback.__name__) for each in app.registered_commands if each.callback)
+    assert f"The commands {', '.join(commands[:-1])} and {commands[-1]} need the extra `cli`" in HELP
+    refused = run(command, "report")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines()[-1] == "castwise: the command line needs typer: pip install 'castwise[cli]'"
 
 
 # What bash does at the tab key after `castwise re`.
@@ -194,6 +203,10 @@ def test_the_command_line_and_its_completion_work_from_the_wheel(installed: Path
     link(site, "typer", "rich", "plotly", "jinja2")
     path = f"{installed / 'bin'}:{os.environ['PATH']}"
     assert run("castwise", "--version", PATH=path).stdout == f"castwise {castwise.__version__}\n"
+    for arguments in (["--help"], ["report", "--help"]):
+        told = run("castwise", *arguments, PATH=path)
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.lstrip().startswith("Usage: castwise"), told.stdout
     assert run("bash", "-c", COMPLETE, PATH=path).stdout == "report\n"
     (tmp_path / "monitor.jsonl").write_text('{"kind": "run", "format": 1, "settings": {}}\n')
     reported = run("castwise", "report", tmp_path, PATH=path)

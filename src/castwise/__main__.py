@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import sys
 
+HELP = """\
+Usage: castwise [--version] [--help] COMMAND
+
+  Mixed-precision training for PyTorch that says what happened to the numbers.
+
+  The commands bench, demo, doctor, report, run and trace need the extra `cli`, and `--help` tells more then:
+
+      pip install 'castwise[cli]'
+"""
+
 
 def main() -> None:
-    """Run the command line; without its extra, say how to get it (exit code 2)."""
+    """Run the command line; without its extra, say how to get it (exit code 2, 0 for --help and --version)."""
     try:
         from castwise.cli import app, run
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich", "click"}:
             raise
-        sys.exit(_missing(error.name))
+        sys.exit(_without_extra(sys.argv[1:], error.name))
     try:
         app(prog_name="castwise")
     except SystemExit:
@@ -21,8 +31,16 @@ def main() -> None:
     run.chosen[0]()
 
 
-def _missing(name: str | None) -> int:
-    sys.stderr.write(f"castwise: the command line needs {name}: pip install 'castwise[cli]'\n")
+def _without_extra(arguments: list[str], missing: str) -> int:
+    if arguments == ["--version"]:
+        import castwise
+
+        print(f"castwise {castwise.__version__}")
+        return 0
+    if arguments == ["--help"]:
+        print(HELP, end="")
+        return 0
+    sys.stderr.write(f"castwise: the command line needs {missing}: pip install 'castwise[cli]'\n")
     return 2
 
 

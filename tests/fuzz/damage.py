@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import settings
@@ -16,10 +18,27 @@ def a_share(divisor: int) -> settings:
     return settings(max_examples=max(settings.default.max_examples // divisor, 10))  # type: ignore[union-attr]
 
 
+@contextmanager
+def soon(seconds: float = 20.0) -> Iterator[None]:
+    """Fail after so many seconds, which no example takes on the busiest machine; not to be nested."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def attempt(call: Callable[[], Any], *refusals: type[Exception]) -> tuple[Any, str | None]:
     """What a call returns, or the text with which it refuses; anything else that it raises is a defect."""
     try:
-        return call(), None
+        with soon():
+            return call(), None
     except refusals as error:
         return None, str(error)
 

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fuzz.damage import JSON, a_share, attempt, changed, mangled
+from tests.fuzz.damage import JSON, a_share, attempt, changed, mangled, soon
 from torch import nn
 from typer.testing import CliRunner, Result
 
 import castwise
-from castwise.cli import app, run
+from castwise.bench.catalogue import BENCHMARKS
+from castwise.bench.recording import page
+from castwise.cli import app, bench, run
 from castwise.cli.demo import checkpoint, command
 from castwise.cli.demo.checkpoint import Checkpoint
 from castwise.cli.demo.comparison import _results
 from castwise.cli.demo.run_folder import CHECKPOINT, SETTINGS, MetricsFile, create_run_folder, read_settings
 from castwise.cli.demo.settings import Settings
 from castwise.cli.errors import UserError
+from castwise.cli.policies import read_schedule
 from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
+    "bench": ["--quick", "--full", "--device", "--only", "--out"],
     "demo": [
         *("--data", "--preset", "--steps", "--device", "--seed"),
         *("--strategy", "--out", "--checkpoint-every", "--resume"),
@@ -64,6 +69,7 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setattr(command, "_run", lambda *_: True)
+        patch.setattr(bench, "_run", lambda *_: [])
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
         patch.setattr("castwise.cli.doctor.examine", lambda: checkup)
         patch.setattr("castwise.monitor.report._plotly_js", lambda: "")
@@ -72,7 +78,8 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def invoke(arguments: list[str]) -> Result:
-    done = CliRunner().invoke(app, arguments)
+    with soon():
+        done = CliRunner().invoke(app, arguments)
     run.chosen.clear()  # what `castwise run` would do now is the script's
     return done
 
@@ -98,6 +105,26 @@ def test_commands_are_understood_or_refused(tokens: list[str]) -> None:
     done = invoke(tokens)
     assert done.exception is None or isinstance(done.exception, SystemExit), (tokens, done.exception)
     assert done.exit_code in (0, 2)
+
+
+SPELLED = ["Headroom", "Dynamic(1024.0, hysteresis=2)", "Static(init_scale=-2.0 + 1j)", "Guard(patience=[{1: (2,)}])"]
+
+
+@given(data=st.data())
+@a_share(2)
+def test_schedules_are_understood_or_refused_in_a_line(data: st.DataObject) -> None:
+    spelled = data.draw(st.sampled_from(SPELLED)).encode()
+    spelled = data.draw(st.just(spelled) | mangled(spelled))
+    many = data.draw(st.sampled_from([b"", b"-", b"(", b"1+", b"[", b"not ", b"f(", b"lambda:"]))
+    text = spelled.replace(b"1", many * data.draw(st.sampled_from([1, 90, 5000])) + b"1").decode(errors="replace")
+    _, refusal = attempt(lambda: read_schedule(text), UserError)
+    assert refusal is None or refusal.startswith("--schedule")
+
+
+def test_a_schedule_that_python_cannot_parse_for_its_depth_is_refused() -> None:
+    for text in ("Static(" + "-" * 20_000 + "1)", "Static(" + "[" * 5000 + "1" + "]" * 5000 + ")"):
+        with pytest.raises(UserError, match=r"^--schedule"):
+            read_schedule(text)
 
 
 SETTINGS_HELD = {
@@ -174,6 +201,25 @@ def test_damaged_checkpoints_are_refused(data: st.DataObject, tmp_path_factory: 
     path.write_bytes(damaged)
     _, refusal = attempt(lambda: checkpoint.load(path), UserError)
     assert (refusal is None) == (damaged == content)
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = {path.name: json.loads(path.read_text()) for each in BENCHMARKS for path in RESULTS.glob(f"{each.name}-*")}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@given(data=st.data())
+@a_share(50)
+def test_results_are_shown_or_said_to_be_of_another_shape(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "results"
+    folder.mkdir(exist_ok=True)
+    held = json.dumps(data.draw(changed(MEASURED[name]) | JSON)).encode()
+    (folder / name).write_bytes(data.draw(st.just(held) | mangled(held)))
+    shown = page(folder, BENCHMARKS).encode().decode()
+    (folder / name).unlink()
+    assert f"\n{name} was not written by this version: run `castwise bench --only" in shown or ", torch " in shown
 
 
 @given(name=NAMES)

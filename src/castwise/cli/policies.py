@@ -59,6 +59,8 @@ def read_schedule(spelled: str) -> Schedule:
         made: Schedule = getattr(schedules, name)(*given, **named)
     except (SyntaxError, ValueError, TypeError) as error:
         raise UserError(f"--schedule {spelled!r}: {error}") from None
+    except (RecursionError, MemoryError):  # Python's own parser has enough of it
+        raise UserError(f"--schedule is nested too deeply: {spelled[:40]!r}...") from None
     return made
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import castwise
 import castwise.installation
+from castwise._child_process import module, python
 from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
 from castwise.cli.errors import UserError
@@ -31,10 +32,9 @@ _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
 # run by itself, so that it needs nothing of a process that was killed. "done" says that there is nothing left to do.
 _AFTERMATH = """
 import glob, subprocess, sys
-out, records = sys.argv[1:3]
+out, records, *report = sys.argv[1:]
 told = sys.stdin.read()
 if told != "done" and glob.glob(glob.escape(out) + "/*/" + records):
-    report = [sys.executable, "-m", "castwise", "report", out]
     subprocess.run(report, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
 
@@ -174,7 +174,7 @@ def _start_aftermath(out: Path) -> subprocess.Popen[str] | None:
     """Start what writes the report after a process that cannot do so any more; None where that is not possible."""
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _AFTERMATH, str(out), FILE_NAME],
+            python(_AFTERMATH, str(out), FILE_NAME, *module("castwise", "report", str(out))),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
