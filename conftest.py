@@ -1,4 +1,4 @@
-"""The code in README.md and on the pages of the manual is run. docs/writing.md says what is done with which block.
+"""The code in README.md, in CONTRIBUTING.md and on the pages of the manual is run. docs/writing.md says how.
 
 Pages are read by Sybil; the language of a block and the comment before it decide who runs it.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -174,7 +176,12 @@ def _look_at_castwise(words: list[str]) -> None:
 
 def _look_at_python(words: list[str]) -> None:
     if words[0] == "-m":
-        {"castwise": _look_at_castwise, "torch.distributed.run": _look_at_torchrun}[words[1]](words[2:])
+        modules = {
+            "castwise": _look_at_castwise,
+            "torch.distributed.run": _look_at_torchrun,
+            "pytest": _look_at_pytest,
+        }
+        modules[words[1]](words[2:])
     else:
         _look_for(words[0])
 
@@ -192,11 +199,11 @@ def _look_at_torchrun(words: list[str]) -> None:
 
 
 def _look_for(script: str) -> None:
-    assert any((folder / script).is_file() for folder in (Path.cwd(), ROOT)), f"there is no {script}"
+    assert any((folder / script).exists() for folder in (Path.cwd(), ROOT)), f"there is no {script}"
 
 
 def _look_at_make(words: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([\w./]*\w):", (ROOT / "Makefile").read_text(), re.M)
     assert set(words) <= set(targets), f"the Makefile has no {words}, but {targets}"
 
 
@@ -206,6 +213,22 @@ def _look_at_pip(words: list[str]) -> None:
         assert set(extras.split(",")) <= set(metadata("castwise").get_all("Provides-Extra") or ()), extras
 
 
+def _look_at_pytest(words: list[str]) -> None:
+    for word in words:
+        if word.startswith("tests"):
+            _look_for(word)
+
+
+def _look_at_nox(words: list[str]) -> None:
+    source = (ROOT / "noxfile.py").read_text()
+    for name in [after for word, after in itertools.pairwise(words) if word == "-s"]:
+        session, _, python = name.partition("-")
+        assert f"def {session}(session" in source, f"noxfile.py has no session {session}"
+        assert not python or f'"{python}"' in source, f"noxfile.py has no Python {python}"
+    if "--" in words:
+        _look_at_pytest(words[words.index("--") + 1 :])
+
+
 _LOOK_AT: dict[str, Callable[[list[str]], None]] = {
     "castwise": _look_at_castwise,
     "python": _look_at_python,
@@ -213,15 +236,33 @@ _LOOK_AT: dict[str, Callable[[list[str]], None]] = {
     "ranks": _look_at_torchrun,
     "make": _look_at_make,
     "pip": _look_at_pip,
+    "nox": _look_at_nox,
+    "source": lambda words: None,  # what `make` has made
 }
 
 
 def _prints(example: Example) -> None:
     expected = _code(example)
     printed = example.namespace.get(_PRINTED, "")
+    if example.parsed["said"] == "nearly":
+        expected = _with_decimals_of(printed, expected)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     if not doctest.OutputChecker().check_output(expected, printed, options):
         raise AssertionError(f"the block before prints\n\n{printed}\nand the page says\n\n{expected}")
+
+
+_DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?")
+
+
+def _with_decimals_of(printed: str, expected: str) -> str:
+    """Put numbers that are printed in the place of those expected, where they are within 1% of these."""
+    said = iter(_DECIMAL.findall(printed))
+
+    def nearest(number: re.Match[str]) -> str:
+        other = next(said, number[0])
+        return other if math.isclose(float(other), float(number[0]), rel_tol=0.01) else number[0]
+
+    return _DECIMAL.sub(nearest, expected)
 
 
 def _file(example: Example) -> None:
@@ -284,7 +325,7 @@ def _end(namespace: dict[str, Any]) -> None:
 
 pytest_collect_file = Sybil(
     parsers=[_blocks],
-    patterns=["README.md", "docs/**/*.md", "docs/*.md"],
+    patterns=["README.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/*.md"],
     excludes=["docs/writing.md", "benchmarks/README.md"],
     path=str(ROOT),
     setup=_begin,

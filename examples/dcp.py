@@ -79,7 +79,7 @@ def main() -> None:
         print(f"scale {scaler.get_scale():g} skipped {scaler.state_dict()['steps_skipped']}")
         print(f"weights {digest.hexdigest()}")
     else:
-        scaler.state_dict()
+        scaler.state_dict()  # every rank asks: it settles what became of the last steps, in which ranks may talk
     dist.destroy_process_group()
 
 

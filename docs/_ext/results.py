@@ -17,6 +17,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
 
+from castwise.bench.machine import described
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -77,11 +79,7 @@ def machines(files: str, folder: Path = RESULTS) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for file in files.split(","):
         about = at(read(file.strip(), folder), "/machine")
-        machine = (
-            f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
-            f"Python {about['python']}, {about['date']}"
-        )
-        commands = found.setdefault(machine, [])
+        commands = found.setdefault(described(about), [])
         if about["command"] not in commands:
             commands.append(about["command"])
     return found

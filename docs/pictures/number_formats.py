@@ -70,6 +70,46 @@ def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
     return picture
 
 
+# The element types of the specification's section 5.3, by their smallest subnormal, smallest normal and largest number.
+MX = {
+    "MXFP4 (e2m1)": (0.5, 1.0, 6.0),
+    "MXFP6 (e2m3)": (2.0**-3, 1.0, 7.5),
+    "MXFP6 (e3m2)": (2.0**-4, 2.0**-2, 28.0),
+    "MXFP8 (e4m3)": (E4M3.smallest_subnormal, E4M3.smallest_normal, E4M3.largest),
+    "MXFP8 (e5m2)": (E5M2.smallest_subnormal, E5M2.smallest_normal, E5M2.largest),
+}
+SCALES = (-127, 127)  # exponents of E8M0
+OF_A_BLOCK = -10  # the exponent of the scale that is drawn
+
+
+def blocks() -> Picture:
+    """Draw where the numbers of a block are that share a scale, and how far any scale can move them."""
+    left, width = 122, 580
+    lowest = SCALES[0] + min(math.log2(smallest) for smallest, _, _ in MX.values())
+    highest = SCALES[1] + max(math.log2(largest) for _, _, largest in MX.values())
+    height = 62 + 34 * len(MX)
+    picture = Picture(720, height, f"The numbers of a block at scale 2^{OF_A_BLOCK}, and those at all scales")
+
+    def x(exponent: float) -> float:
+        return left + width * (exponent - lowest) / (highest - lowest)
+
+    words = (BLUE, 1.0, "normal"), (BLUE, 0.4, "subnormal, in a block at scale"), (GREY, 0.3, "at some other scale")
+    for (colour, opacity, word), at in zip(words, (122, 202, 462), strict=True):
+        picture.rectangle(at, 8, 14, 14, colour, opacity)
+        picture.text(at + 20, 20, f"{word} {power_of_two(OF_A_BLOCK)}" if "at scale" in word else word)
+    for row, (name, numbers) in enumerate(MX.items()):
+        y = 38 + 34 * row
+        smallest, normal, largest = map(math.log2, numbers)
+        picture.text(114, y + 15, name, anchor="end")
+        picture.rectangle(x(SCALES[0] + smallest), y, x(SCALES[1] + largest) - x(SCALES[0] + smallest), 20, GREY, 0.3)
+        start, middle, end = (x(OF_A_BLOCK + exponent) for exponent in (smallest, normal, largest))
+        picture.rectangle(start, y, middle - start, 20, BLUE, 0.4)
+        picture.rectangle(middle, y, end - middle, 20, BLUE)
+    for exponent in range(-120, 121, 40):
+        picture.text(x(exponent), height - 8, power_of_two(exponent), anchor="middle", size=12)
+    return picture
+
+
 def positive(each: Format, up_to: float) -> list[float]:
     """Return the numbers of a format from 0 to a bound."""
     step = 2.0**-each.mantissa_bits
@@ -103,7 +143,7 @@ def spacing(formats: tuple[Format, ...] = (E4M3, E5M2, E2M1)) -> Picture:
 
 def pictures() -> dict[str, Picture]:
     """Draw the formats that the manual speaks of."""
-    return {"format-bits": bits(), "format-ranges": ranges(), "format-spacing": spacing()}
+    return {"format-bits": bits(), "format-ranges": ranges(), "format-spacing": spacing(), "format-blocks": blocks()}
 
 
 if __name__ == "__main__":

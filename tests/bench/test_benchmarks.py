@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+import castwise
 from castwise.bench import (
     autocast_overhead,
     growth,
@@ -23,9 +27,10 @@ from castwise.bench import (
 )
 from castwise.bench.benchmark import Benchmark, Record
 from castwise.bench.catalogue import BENCHMARKS
-from castwise.bench.pairing import Rounds
+from castwise.bench.pairing import CASTWISE, Rounds
 from castwise.bench.recording import verdicts
-from castwise.cli.demo.gpt import Size
+from castwise.cli.demo.corpus import Corpus
+from castwise.cli.demo.gpt import GPT, Size
 
 TWICE = Rounds(2)
 TINY = Size(layers=1, heads=1, width=8, context=8, batch=2)
@@ -43,6 +48,71 @@ def run(benchmark: Benchmark[Any], plan: object) -> tuple[Record, list[str]]:
 
 def is_time(value: float) -> bool:
     return math.isfinite(value) and value > 0
+
+
+# Calls that belong to one library; torch's come twice in a round, as itself and as its own null.
+CALLS = {
+    "torch": [(torch.amp.GradScaler, "update"), (ShardedGradScaler, "update"), (torch.autocast, "__enter__")],
+    "castwise": [(castwise.GradScaler, "update"), (castwise.autocast, "__enter__")],
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often either library's scalers and regions were called."""
+    counted: Counter[str] = Counter()
+
+    def count(library: str, owner: type, name: str) -> None:
+        original = owner.__dict__[name]
+
+        def counting(*args: object, **kwargs: object) -> object:
+            counted[library] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for library, of_library in CALLS.items():
+        for owner, name in of_library:
+            count(library, owner, name)
+    return counted
+
+
+def test_ways_to_step_are_those_of_the_library_in_their_name(calls: Counter[str]) -> None:
+    case = step_cost.Case([(8, 8)], "fused AdamW", "cpu")
+    for (library, name), way in case.ways().items():
+        case.refill()
+        calls.clear()
+        way()
+        by = "castwise" if library == CASTWISE else "torch"
+        assert calls == ({} if name in (step_cost.BARE, step_cost.CLIPPED) else {by: 1}), (library, name)
+
+
+@pytest.mark.parametrize("library", host_time.SCALERS)
+def test_hosts_and_regions_are_those_of_the_library_in_their_name(library: str, calls: Counter[str]) -> None:
+    host_time.Host(library, "fused SGD", 3, "cpu").seconds("step + update")
+    for call, _ in autocast_overhead.cases(autocast_overhead.LIBRARIES[library], "cpu").values():
+        call()
+    assert calls == {"castwise" if library == CASTWISE else "torch": 1 + 6}
+
+
+def test_policies_are_castwise_s_and_the_rest_is_torch_s(calls: Counter[str]) -> None:
+    for name, call in policy_overhead.cases("cpu").items():
+        calls.clear()
+        call()
+        assert set(calls) == {"castwise" if name.startswith("policy") else "torch"}, name
+
+
+def test_trainings_and_weight_caches_are_raced_against_torch_twice(calls: Counter[str]) -> None:
+    blocks, x = weight_cache.mlp(8), torch.ones(2, 8)
+    weight_cache.race_of(blocks, x, weight_cache.train(1), "cpu", TWICE, trains=True)
+    assert calls == {
+        "torch": 3 + 2 * 4,
+        "castwise": 3 + 4,
+    }  # compared; raced, warm-up included
+    calls.clear()
+    training.race_of(TINY, "bf16", Corpus(bytes(range(256)) * 40, TINY.context), "cpu", TWICE)
+    assert calls["castwise"] > 0
+    assert calls["torch"] == 3 * calls["castwise"]  # fp32 counts as torch's
 
 
 @pytest.fixture
@@ -79,11 +149,33 @@ def test_a_step_that_does_not_fit_is_left_out_and_said_to_be(monkeypatch: pytest
 def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "PARAMETERS", 600)
     monkeypatch.setattr(growth, "MILLION", 1000)
-    record, rows = run(growth.BENCHMARK, growth.Plan(TWICE, millions=(1,), tensors=(10, 30)))
+    plan = growth.Plan(TWICE, millions=(1,), tensors=(10, 30), cache_millions=(3,), monitor_millions=(2,))
+    record, rows = run(growth.BENCHMARK, plan)
     assert [(row["parameters"], row["tensors"]) for row in record["parameters"]] == [(1000, 100)]
     assert [(row["parameters"], row["tensors"]) for row in record["tensors"]] == [(600, 10), (600, 30)]
-    assert len(verdicts(record)) == 6
-    assert [row.split(" | ")[0] for row in rows if not row.startswith(" ")] == ["1,000", "10", "30"]
+    assert [row["tensors"] for row in record["host"].values()] == [10, 30]
+    assert [*record["weight cache"], *record["monitor"]] == ["3M parameters", "2M parameters"]
+    assert len(verdicts(record)) == 10
+    first_cells = [row.split(" | ")[0] for row in rows if not row.startswith(" ")]
+    assert first_cells == ["1,000", "10", "30", "10 tensors", "30 tensors", "3M parameters", "2M parameters"]
+
+
+@pytest.mark.parametrize("millions", [1, 500])
+def test_models_have_about_as_many_parameters_as_their_tables_say(millions: int) -> None:
+    parameters = millions * 1_000_000
+    with torch.device("meta"):
+        for model in (growth.mlp(parameters), GPT(growth.gpt_size(parameters))):
+            assert sum(param.numel() for param in model.parameters()) == pytest.approx(parameters, rel=0.1)
+
+
+def test_what_grows_beyond_memory_is_left_out_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 1000)
+    record = growth.measure("cpu", growth.Plan(TWICE, (), (), cache_millions=(100,), monitor_millions=(100,)))
+    lines = [line for table in growth.tables(record) for line in table.below.splitlines()]
+    assert lines == [
+        "100M parameters: left out: needs 1.9 GiB of memory, 0.0 GiB are free.",
+        "100M parameters: left out: needs 6.7 GiB of memory, 0.0 GiB are free.",
+    ]
 
 
 def test_host_time() -> None:
@@ -154,10 +246,29 @@ def test_scale_out() -> None:
     assert [len(verdicts(record)), len(rows)] == [4, 4]
 
 
+def test_more_layers_are_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def on_ranks(*of: int) -> list[Record]:
+        asked.append(of)
+        return [{scale_out.LATENCY: 1e-6 * of[0]}]
+
+    monkeypatch.setattr(scale_out, "on_ranks", on_ranks)
+    record = scale_out.measure("cpu", scale_out.Plan(rounds=7, ranks=(2, 4), layers=(160,)))
+    assert asked == [(2, 16, 7), (4, 16, 7), (2, 160, 7)]
+    (table,) = scale_out.tables(record)
+    assert table.below == "An all-reduce of 16 bytes alone: 2 us on 2 ranks, 4 us on 4 ranks."
+
+
 def test_a_rank_that_fails_ends_all_of_them_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_out, "WORKER", "json.tool")
     with pytest.raises(RuntimeError, match=r"(?s)rank \d of 2 failed:\nusage: .*json"):
-        scale_out.on_ranks(2, 5)
+        scale_out.on_ranks(2, 1, 5)
+
+
+def test_ranks_that_take_too_long_are_ended() -> None:
+    with pytest.raises(RuntimeError, match=r"^2 ranks were not ready after 0 s$"):
+        scale_out.on_ranks(2, 1, 5, patience_s=0.2)
 
 
 def test_import_times(monkeypatch: pytest.MonkeyPatch) -> None:

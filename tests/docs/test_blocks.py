@@ -47,6 +47,8 @@ RIGHT = {
     "a doctest": "```python\n>>> y = 2\n>>> print(y, 'of', [1, 2, 3])\n2 of [1, ...]\n```\n",
     "a diff": "```diff\n-y = no_such_name\n+y = 2\n```\n",
     "what is printed": "```python\ny = 2\nprint('about', y)\n```\n<!-- prints -->\n```text\nabo...t 2\n```\n",
+    "what is nearly printed": "```python\ny = 2\nprint(f'-1.234e+05 .. 0.999, {y}')\n```\n"
+    "<!-- prints: nearly -->\n```text\n-1.23e+05 .. 1.0, 2\n```\n",
     "a file": '<!-- file: a/b.txt -->\n```text\n2\n```\n```python\ny = int(open("a/b.txt").read())\n```\n',
     "a script": "<!-- file: a.py -->\n```python\nprint(2)\n```\n```sh\npython a.py  # now\n```\n"
     "<!-- prints -->\n```text\n2\n```\n```python\ny = 2\n```\n",
@@ -58,6 +60,7 @@ RIGHT = {
     "commands that take long": "```sh\nmake demo\npip install 'castwise[report]'\ncastwise demo --steps 3 \\\n"
     "  --seed 1\nOMP_NUM_THREADS=1 castwise doctor --json\n"
     "torchrun --nproc-per-node 2 -m castwise demo --strategy ddp\n"
+    "python -m pytest tests/docs/test_blocks.py\nnox -s tests-3.12 -- tests/docs\n"
     "python examples/compare_schedules.py --record\n```\n```python\ny = 2\n```\n",
 }
 
@@ -75,6 +78,12 @@ WRONG = {
     "a doctest": "```python\n>>> 1 + 1\n3\n```\n",
     "a diff": "```diff\n-x = 1\n+x = no_such_name\n```\n",
     "what is printed": "```python\nprint(1)\n```\n<!-- prints -->\n```text\n2\n```\n",
+    "what is not nearly printed": "```python\nprint(1.02)\n```\n<!-- prints: nearly -->\n```text\n1.0\n```\n",
+    "another count": "```python\nprint(1.0, 100)\n```\n<!-- prints: nearly -->\n```text\n1.0 101\n```\n",
+    "one number more": "```python\nprint(1.0, 2.0)\n```\n<!-- prints: nearly -->\n```text\n1.0\n```\n",
+    "tests that are not there": "```sh\npython -m pytest tests/nothing.py\n```\n",
+    "a session": "```sh\nnox -s nothing-3.12\n```\n",
+    "a Python": "```sh\nnox -s tests-3.9\n```\n",
     "toml": "```toml\na = \n```\n",
     "a policy": '```toml\ncompute = "float8"\n```\n',
     "json": "```json\n{a: 1}\n```\n",

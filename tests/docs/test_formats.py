@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import warnings
@@ -85,6 +86,14 @@ def test_metrics_have_exactly_the_keys_that_are_documented() -> None:
     assert documented("`metrics.jsonl`") == set(line)
 
 
+def test_a_step_of_a_trace_has_the_places_that_are_documented(tmp_path: Path) -> None:
+    given = {"largest": 0.5, "loss_is_finite": False, "exponents": {-1: 3}}
+    castwise.schedules.write_trace(tmp_path / "trace.jsonl", [castwise.schedules.GradientRange(**given)])
+    written = json.loads((tmp_path / "trace.jsonl").read_text())
+    said = [re.findall(r"^`(\w+)`", text)[0] for _, text in rows("Traces")]
+    assert json.loads(json.dumps([given[name] for name in said])) == written == [0.5, False, {"-1": 3}]
+
+
 def test_a_policy_file_has_exactly_the_fields_that_are_documented(tmp_path: Path) -> None:
     policy = castwise.Policy("float16", {"a": "float32"}, {"softmax": "float32"}, "float32", "cast")
     policy.to_file(tmp_path / "policy.json")
@@ -97,6 +106,16 @@ SCHEDULES = {
     "Static": castwise.schedules.Static(),
     "Guard": castwise.schedules.Guard(),
 }
+
+
+def test_every_schedule_has_a_row() -> None:
+    offered = {name: getattr(castwise.schedules, name) for name in castwise.schedules.__all__}
+    kinds = {
+        name
+        for name, kind in offered.items()
+        if isinstance(kind, type) and issubclass(kind, castwise.schedules.Schedule) and not inspect.isabstract(kind)
+    }
+    assert set(SCHEDULES) == kinds - {"Schedule"} == {name.strip("`") for name, _ in rows("Trackers")}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -55,6 +55,6 @@ def test_machines_that_are_the_same_are_named_once(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": {**about, "command": command}}))
     (tmp_path / "d.json").write_text(json.dumps({"machine": {**about, "cores": 4, "command": "one"}}))
     assert results.machines("a.json, b.json, c.json, d.json", tmp_path) == {
-        "CPU, 2 cores, 1 threads, torch 2, Python 3, 2026-01-01": ["one", "two"],
-        "CPU, 4 cores, 1 threads, torch 2, Python 3, 2026-01-01": ["one"],
+        "CPU, 2 cores, 1 thread, torch 2, Python 3, 2026-01-01": ["one", "two"],
+        "CPU, 4 cores, 1 thread, torch 2, Python 3, 2026-01-01": ["one"],
     }

@@ -72,6 +72,16 @@ class Benchmark(Generic[Plan]):
     on_cpu_alone: bool = False
 
 
+def left_out(cases: dict[str, Record]) -> str:
+    """Return why cases are missing, for a line below a table.
+
+    Example:
+        >>> left_out({"500M": {"skipped": "left out: no room"}, "1M": {"seconds": 1.0}})
+        '500M: left out: no room.'
+    """
+    return " ".join(f"{name}: {case['skipped']}." for name, case in cases.items() if "skipped" in case)
+
+
 def shown(ratio: Ratio, digits: int = 3) -> str:
     """Return a ratio's median and quartiles.
 

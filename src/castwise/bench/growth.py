@@ -1,62 +1,143 @@
-"""How the cost of a step grows: with the number of parameters, and with the number of tensors that they are in."""
+"""How costs grow: with the number of parameters, and with the number of tensors that they are in."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from castwise.bench import host_time, monitor_cost, weight_cache
 from castwise.bench.benchmark import Benchmark, Record, Table
 from castwise.bench.machine import why_it_does_not_fit
 from castwise.bench.pairing import QUICK_S, Rounds
 from castwise.bench.step_cost import Case, Shapes, needed_bytes, times_table, timings
+from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.cli.demo.gpt import Size
+from castwise.cli.demo.settings import CASTWISE, Training
 
 OPTIMIZER = "fused AdamW"
 TENSORS = 100  # while parameters grow
 PARAMETERS = 1_000_000  # while tensors grow
 MILLION = 1_000_000
+HOST = ("foreach SGD", "unscale_, then step + update")
+WIDTHS_SQUARED = 48  # parameters of weight_cache's MLP over its width's square, and of a GPT with four layers
+CACHE_BYTES = 20  # of each parameter: four models in fp32 while one is converted, and two of casts
+MONITOR_BYTES = 4 * 16 + 8  # of each parameter: four models with gradients and AdamW's state, and copies of a sample
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and the sizes: millions of parameters, numbers of tensors."""
+    """How often, and the sizes: millions of parameters, of each thing that grows with them, and numbers of tensors."""
 
     rounds: Rounds
     millions: tuple[int, ...]
     tensors: tuple[int, ...]
+    cache_millions: tuple[int, ...]
+    monitor_millions: tuple[int, ...]
 
 
-def row(parameters: int, tensors: int, device: str, rounds: Rounds) -> Record:
-    """Measure so many parameters in so many equal tensors, or say why not."""
+def fits(needed: int, device: str, measured: Callable[[], Record]) -> Record:
+    """Measure what needs so many bytes, or say why not."""
+    reason = why_it_does_not_fit(needed, device)
+    return {"skipped": reason} if reason else measured()
+
+
+def step(parameters: int, tensors: int, device: str, rounds: Rounds) -> Record:
+    """Measure ways to step so many parameters in so many equal tensors."""
     shapes: Shapes = [(parameters // tensors,)] * tensors
-    about: Record = {"parameters": parameters, "tensors": tensors, "optimizer": OPTIMIZER}
-    reason = why_it_does_not_fit(needed_bytes(shapes, OPTIMIZER), device)
-    return {**about, **({"skipped": reason} if reason else timings(Case(shapes, OPTIMIZER, device), rounds))}
+    found = fits(needed_bytes(shapes, OPTIMIZER), device, lambda: timings(Case(shapes, OPTIMIZER, device), rounds))
+    return {"parameters": parameters, "tensors": tensors, "optimizer": OPTIMIZER, **found}
+
+
+def mlp(parameters: int) -> torch.nn.Sequential:
+    """Return the weight cache's MLP with about so many parameters."""
+    return weight_cache.mlp(round(math.sqrt(parameters / WIDTHS_SQUARED)))
+
+
+def gpt_size(parameters: int) -> Size:
+    """Return the size of a GPT with about so many parameters, for few tokens."""
+    return Size(layers=4, heads=4, width=4 * round(math.sqrt(parameters / WIDTHS_SQUARED) / 4), context=64, batch=1)
+
+
+def cache(parameters: int, device: str, rounds: Rounds) -> Record:
+    """Measure inference of one row by an MLP of about so many parameters, under a WeightCache."""
+
+    def measured() -> Record:
+        model = mlp(parameters)
+        x = torch.randn(1, next(model.parameters()).shape[1])
+        return weight_cache.race_of(model, x, weight_cache.infer, device, rounds, trains=False)
+
+    return fits(CACHE_BYTES * parameters, device, measured)
+
+
+def monitor(parameters: int, corpus: Corpus, device: str, rounds: Rounds) -> Record:
+    """Measure steps of a GPT of about so many parameters under a monitor; few tokens make a sample dear beside them."""
+    training = Training("fp32", CASTWISE, gpt_size(parameters), 0)
+    return fits(MONITOR_BYTES * parameters, device, lambda: monitor_cost.race_of(training, corpus, device, rounds))
 
 
 def measure(device: str, plan: Plan) -> Record:
     """Measure all sizes."""
+    optimizer, call = HOST
+    corpus = Corpus(read_text(None), context=64)
     return {
-        "parameters": [row(count * MILLION, TENSORS, device, plan.rounds) for count in plan.millions],
-        "tensors": [row(PARAMETERS, count, device, plan.rounds) for count in plan.tensors],
+        "parameters": [step(count * MILLION, TENSORS, device, plan.rounds) for count in plan.millions],
+        "tensors": [step(PARAMETERS, count, device, plan.rounds) for count in plan.tensors],
+        "host": {
+            f"{count:,} tensors": host_time.race_of(optimizer, call, count, device, plan.rounds)
+            for count in plan.tensors
+        },
+        "weight cache": {
+            f"{count}M parameters": cache(count * MILLION, device, plan.rounds) for count in plan.cache_millions
+        },
+        "monitor": {
+            f"{count}M parameters": monitor(count * MILLION, corpus, device, plan.rounds)
+            for count in plan.monitor_millions
+        },
     }
 
 
 def tables(record: Record) -> list[Table]:
-    """Show how it grows with either."""
-    return [
+    """Show how each grows."""
+    steps = [
         times_table(grows, {f"{result[grows]:,}": result for result in record[grows]}, above)
         for grows, above in (
             ("parameters", f"{OPTIMIZER}, parameters in {TENSORS} tensors. "),
             ("tensors", f"{OPTIMIZER}, tensors that {PARAMETERS:,} parameters are in. "),
         )
     ]
+    others = [
+        host_time.times_table(record["host"], f"The host's time, {': '.join(HOST)}:"),
+        weight_cache.times_table(record["weight cache"], "A WeightCache, inference of one row by the MLP:"),
+        monitor_cost.times_table(record["monitor"], "A monitor, steps of a GPT with four layers on 64 tokens, fp32:"),
+    ]
+    return [*steps, *(table for table in others if table.rows or table.below)]
 
 
 BENCHMARK = Benchmark(
     name="growth",
-    title="How a step's cost grows",
-    about="The same ways to step as above, on equal tensors.",
-    quick=Plan(rounds=Rounds(9, QUICK_S), millions=(1, 10), tensors=(10, 100, 1000)),
-    full=Plan(rounds=Rounds(15), millions=(1, 3, 10, 30, 100, 250, 500), tensors=(10, 100, 1000, 10_000)),
+    title="How costs grow",
+    about=(
+        "The other benchmarks on models of many sizes: the calls of a step by parameters and by tensors, a WeightCache "
+        "and a monitor by parameters. The costs of a region and of an import do not depend on the model; `training` "
+        "has whole trainings, `scale_out` ranks with more layers."
+    ),
+    quick=Plan(
+        rounds=Rounds(9, QUICK_S),
+        millions=(1, 10),
+        tensors=(10, 100, 1000),
+        cache_millions=(1,),
+        monitor_millions=(),
+    ),
+    full=Plan(
+        rounds=Rounds(51, 15.0),
+        millions=(1, 3, 10, 30, 100, 250, 500),
+        tensors=(10, 100, 1000, 10_000),
+        cache_millions=(1, 10, 100, 500),
+        monitor_millions=(1, 10, 100, 500),
+    ),
     measure=measure,
     tables=tables,
 )

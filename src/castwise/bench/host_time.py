@@ -29,13 +29,13 @@ class Plan:
 class Host:
     """Tiny parameters with gradients, and one library's scaler for them."""
 
-    def __init__(self, library: str, options: dict[str, bool], tensors: int, device: str) -> None:
+    def __init__(self, library: str, optimizer: str, tensors: int, device: str) -> None:
         self.device = device
         self.params = [torch.nn.Parameter(torch.ones(1, device=device)) for _ in range(tensors)]
         self.gradients = [torch.ones_like(param) for param in self.params]
         for param, gradient in zip(self.params, self.gradients, strict=True):
             param.grad = gradient
-        self.optimizer = torch.optim.SGD(self.params, lr=1e-6, **options)
+        self.optimizer = torch.optim.SGD(self.params, lr=1e-6, **OPTIMIZERS[optimizer])
         self.scaler = SCALERS[library](device, init_scale=2.0**16)
         self.loss = torch.ones((), device=device, requires_grad=True)
         self.scaler.scale(self.loss)
@@ -66,33 +66,45 @@ class Host:
         self.scaler.update()
 
 
+def race_of(optimizer: str, call: str, tensors: int, device: str, rounds: Rounds) -> Record:
+    """Let the libraries take turns at one call."""
+
+    def timed(library: str) -> Callable[[], float]:
+        host = Host(library, optimizer, tensors, device)
+        return lambda: host.seconds(call)
+
+    times = race({library: timed(library) for library in SCALERS}, rounds, warm_up=3)
+    return {
+        "tensors": tensors,
+        "median_us": {library: statistics.median(values) * 1e6 for library, values in times.items()},
+        "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
+    }
+
+
 def measure(device: str, plan: Plan) -> Record:
     """Measure each call with each optimizer."""
-    rows: Record = {}
-    for name, options in OPTIMIZERS.items():
-        hosts = {library: Host(library, options, plan.tensors, device) for library in SCALERS}
-
-        def timed(library: str, call: str, hosts: dict[str, Host] = hosts) -> Callable[[], float]:
-            return lambda: hosts[library].seconds(call)
-
-        for call in CALLS:
-            times = race({library: timed(library, call) for library in SCALERS}, plan.rounds, warm_up=3)
-            rows[f"{name}: {call}"] = {
-                "tensors": plan.tensors,
-                "median_us": {library: statistics.median(values) * 1e6 for library, values in times.items()},
-                "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
-            }
-    return {"rows": rows}
+    return {
+        "rows": {
+            f"{optimizer}: {call}": race_of(optimizer, call, plan.tensors, device, plan.rounds)
+            for optimizer in OPTIMIZERS
+            for call in CALLS
+        }
+    }
 
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each call."""
-    table = Table(["", "tensors", "torch.amp", "castwise", "castwise / torch.amp (quartiles)", "verdict"])
-    for name, row in record["rows"].items():
+    return [times_table(record["rows"])]
+
+
+def times_table(rows: dict[str, Record], above: str = "") -> Table:
+    """Show what `race_of` has found, by name."""
+    table = Table(["", "tensors", "torch.amp", "castwise", "castwise / torch.amp (quartiles)", "verdict"], above=above)
+    for name, row in rows.items():
         times = [f"{row['median_us'][library]:,.1f} us" for library in (TORCH, CASTWISE)]
         found = row["castwise / torch"]
         table.rows.append([name, f"{row['tensors']:,}", *times, shown(found), found["verdict"]])
-    return [table]
+    return table
 
 
 BENCHMARK = Benchmark(

@@ -6,9 +6,9 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from dataclasses import dataclass
 
+from castwise._child_process import python
 from castwise.bench.benchmark import Benchmark, Record, Table, shown
 from castwise.bench.pairing import ratio
 
@@ -34,8 +34,7 @@ def seconds() -> tuple[float, float]:
     """Return how long a new process takes to import torch, and then castwise."""
     # An installed package has its bytecode; without this a checkout might be compiled again at every import.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", CODE]
-    run = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(python(CODE), check=True, env=environment, stdout=subprocess.PIPE, text=True)
     torch_s, castwise_s = json.loads(run.stdout)
     return torch_s, castwise_s
 

@@ -45,6 +45,24 @@ def machine(device: str, command: str) -> dict[str, Any]:
     }
 
 
+def described(about: dict[str, Any]) -> str:
+    """Return what `machine` has found, but the command, for a line above figures.
+
+    Example:
+        >>> of = {"device": "a CPU", "cores": 4, "threads": 1, "torch": "2.13.0", "python": "3.12.1"}
+        >>> described({**of, "date": "2026-11-01"})
+        'a CPU, 4 cores, 1 thread, torch 2.13.0, Python 3.12.1, 2026-11-01'
+    """
+    return (
+        f"{about['device']}, {_number(about['cores'], 'core')}, {_number(about['threads'], 'thread')}, "
+        f"torch {about['torch']}, Python {about['python']}, {about['date']}"
+    )
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def _cpu() -> str:
     if _CPUS.exists():
         for line in _CPUS.read_text().splitlines():

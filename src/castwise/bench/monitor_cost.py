@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.benchmark import Benchmark, Record, Table, left_out, shown
 from castwise.bench.pairing import QUICK_S, Rounds, compare, race, ratio
-from castwise.bench.training import why_not
+from castwise.bench.training import steps, why_not
 from castwise.cli.demo.corpus import Corpus, read_text
 from castwise.cli.demo.gpt import EMULATED, SIZES, Size
 from castwise.cli.demo.ranks import Ranks
 from castwise.cli.demo.settings import CASTWISE, Training
 from castwise.cli.demo.training import Trainer
+from castwise.monitor.monitor import Monitor
 from castwise.monitor.sinks import FILE_NAME
 
-EVERY = 100  # the monitor's default
+EVERY: int = inspect.signature(Monitor).parameters["every"].default
 ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED = "alone", "alone again", "not sampled", "sampled"
 
 
@@ -44,19 +45,10 @@ def race_of(training: Training, corpus: Corpus, device: str, rounds: Rounds) -> 
     losses: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, Ranks(None, where) as ranks:
         trainers = {name: Trainer(training, corpus, where, 0, ranks) for name in names}
-
-        def step(name: str) -> Callable[[], float]:
-            def take() -> float:
-                taken = trainers[name].step()
-                losses[name].append(taken.loss)
-                return taken.seconds
-
-            return take
-
         with ExitStack() as monitors:
             for name, every in ((NOT_SAMPLED, 10**9), (SAMPLED, 1)):
                 monitors.enter_context(trainers[name].monitor(every, Path(folder, name)))
-            times = race({name: step(name) for name in names}, rounds, warm_up=5)
+            times = race(steps(trainers, losses), rounds, warm_up=5)
         records = Path(folder, SAMPLED, FILE_NAME).read_bytes().splitlines()
     if len({tuple(of_name) for of_name in losses.values()}) > 1:
         raise AssertionError(f"{training.precision}: the losses differ: {losses}")
@@ -85,18 +77,27 @@ def measure(device: str, plan: Plan) -> Record:
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each precision."""
+    return [times_table(record["cases"])]
+
+
+def times_table(cases: dict[str, Record], above: str = "") -> Table:
+    """Show what `race_of` has found, by name, and why it is missing where something was left out."""
     table = Table(
         [
             *("", "step alone", "not sampled / alone (quartiles)", "verdict", "sampled / alone (quartiles)"),
             *(f"samples, one in {EVERY} steps", "bytes of a sample"),
-        ]
+        ],
+        above=above,
+        below=left_out(cases),
     )
-    for name, row in record["cases"].items():
+    for name, row in cases.items():
+        if "skipped" in row:
+            continue
         between = row["not sampled / alone"]
         cells = [name, f"{row['seconds'][ALONE] * 1e3:.1f} ms", shown(between, 4), between["verdict"]]
         cells += [shown(row["sampled / alone"], 2), f"+{row['more at the default']:.2%}"]
         table.rows.append([*cells, f"{row['bytes of a sample']:,}"])
-    return [table]
+    return table
 
 
 BENCHMARK = Benchmark(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from castwise.bench.benchmark import Benchmark, Record
+from castwise.bench.machine import described
 from castwise.bench.pairing import CANNOT_TELL
 from castwise.cli.demo.run_folder import write_atomically, write_json
 
@@ -15,10 +16,10 @@ PAGE = "README.md"
 HEAD = """\
 # castwise beside torch.amp
 
-Written by `castwise bench` from the JSON files in this folder. Both libraries run in one process, in an order that is
-drawn anew for each round; a ratio is the median of ratios within a round, with its quartiles. Compare ratios, not
-times. torch runs twice in each round: where castwise is no further from it than it is from itself, and yet not surely
-within 5%, the verdict is "cannot tell".
+Written by `castwise bench` from the JSON files in this folder. Both libraries run in the same processes, in an order
+that is drawn anew for each round (for imports it is fixed: torch first); a ratio is the median of ratios within a
+round, with its quartiles. Compare ratios, not times. torch runs twice in each round: where castwise is no further from
+it than it is from itself, and yet not surely within 5%, the verdict is "cannot tell".
 """
 
 
@@ -29,10 +30,7 @@ def file_of(benchmark: Benchmark[Any], device: str) -> str:
 
 def headline(about: dict[str, Any]) -> str:
     """Return the line above tables: what `machine` has found."""
-    return (
-        f"{about['device']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
-        f"Python {about['python']}, {about['date']}, `{about['command']}`:"
-    )
+    return f"{described(about)}, `{about['command']}`:"
 
 
 def is_somebody_elses(folder: Path) -> bool:

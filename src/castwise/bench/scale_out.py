@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -12,37 +11,44 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from castwise._child_process import module
 from castwise.bench.benchmark import Benchmark, Record, Table, shown
 from castwise.bench.pairing import CASTWISE, TORCH
 
 WORKER = "castwise.bench.scale_out_worker"
 LATENCY = "all_reduce of 16 bytes"
+LAYERS = 16
+PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and between how many processes."""
+    """How often, between how many processes, and on how many layers between two of them."""
 
     rounds: int
     ranks: tuple[int, ...]
+    layers: tuple[int, ...] = ()
 
 
-def on_ranks(ranks: int, rounds: int) -> list[Record]:
+def on_ranks(ranks: int, layers: int, rounds: int, patience_s: float = PATIENCE_S) -> list[Record]:
     """Start the ranks and return what the first one has measured.
 
     Raises:
-        RuntimeError: A rank failed; with its last words.
+        RuntimeError: A rank failed, with its last words; or the ranks take longer than `patience_s` seconds.
     """
+    give_up = time.monotonic() + patience_s
     workers: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", WORKER, str(folder / "store"), str(ranks), str(rounds)]
+        asked = module(WORKER, str(folder / "store"), str(ranks), str(layers), str(rounds))
         try:
             for rank in range(ranks):
                 with (folder / f"out{rank}").open("wb") as out, (folder / f"errors{rank}").open("wb") as errors:
-                    workers.append(subprocess.Popen([*command, str(rank)], stdout=out, stderr=errors))
+                    workers.append(subprocess.Popen([*asked, str(rank)], stdout=out, stderr=errors))
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
+                if time.monotonic() > give_up:
+                    raise RuntimeError(f"{ranks} ranks were not ready after {patience_s:.0f} s")
                 time.sleep(0.1)
                 codes = [worker.poll() for worker in workers]
         finally:  # one that failed leaves the others waiting for it, and so does Ctrl-C
@@ -59,28 +65,31 @@ def on_ranks(ranks: int, rounds: int) -> list[Record]:
 def measure(device: str, plan: Plan) -> Record:
     """Measure each number of ranks."""
     if not dist.is_available() or not dist.is_gloo_available():
-        return {"ranks": {}, "skipped": "left out: this torch has no torch.distributed with gloo"}
-    return {"ranks": {str(ranks): on_ranks(ranks, plan.rounds) for ranks in plan.ranks}}
+        return {"ranks": {}, "layers": {}, "skipped": "left out: this torch has no torch.distributed with gloo"}
+    return {
+        "ranks": {str(ranks): on_ranks(ranks, LAYERS, plan.rounds) for ranks in plan.ranks},
+        "layers": {str(layers): on_ranks(2, layers, plan.rounds) for layers in plan.layers},
+    }
 
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each way of splitting and clipping."""
     table = Table(
         [
-            *("ranks", "split", "", "torch", "castwise", "castwise / torch (quartiles)", "verdict"),
+            *("ranks", "layers", "split", "", "torch", "castwise", "castwise / torch (quartiles)", "verdict"),
             *("collectives: torch", "castwise"),
         ],
         below=record.get("skipped", ""),
     )
-    latencies = []
-    for ranks, (*rows, latency) in record["ranks"].items():
+    cases = [(ranks, str(LAYERS), found) for ranks, found in record["ranks"].items()]
+    for ranks, layers, (*rows, _) in cases + [("2", layers, found) for layers, found in record["layers"].items()]:
         for row in rows:
             found = row["castwise / torch"]
-            cells = [ranks, row["split"], "scaled + clipped" if row["clip"] else "scaled"]
+            cells = [ranks, layers, row["split"], "scaled + clipped" if row["clip"] else "scaled"]
             cells += [f"{row['seconds'][library] * 1e6:,.0f} us" for library in (TORCH, CASTWISE)]
             cells += [shown(found), found["verdict"]]
             table.rows.append([*cells, *(str(row["collectives"][library]) for library in (TORCH, CASTWISE))])
-        latencies.append(f"{latency[LATENCY] * 1e6:,.0f} us on {ranks} ranks")
+    latencies = [f"{rows[-1][LATENCY] * 1e6:,.0f} us on {ranks} ranks" for ranks, rows in record["ranks"].items()]
     if latencies:
         below = f"An all-reduce of 16 bytes alone: {', '.join(latencies)}."
         return [replace(table, below=below)]
@@ -91,11 +100,11 @@ BENCHMARK = Benchmark(
     name="scale_out",
     title="Ranks that agree",
     about=(
-        "16 small layers on processes of this machine, over gloo, so that a step is little more than its overhead. "
+        "Some small layers on processes of this machine, over gloo, so that a step is little more than its overhead. "
         "Medians of the first rank's times, every step after a barrier."
     ),
     quick=Plan(rounds=25, ranks=(2,)),
-    full=Plan(rounds=200, ranks=(2, 4)),
+    full=Plan(rounds=100, ranks=(2, 4), layers=(4, 160)),
     measure=measure,
     tables=tables,
     on_cpu_alone=True,

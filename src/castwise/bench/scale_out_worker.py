@@ -1,4 +1,4 @@
-"""One rank of `scale_out`: python -m castwise.bench.scale_out_worker STORE RANKS ROUNDS RANK."""
+"""One rank of `scale_out`: python -m castwise.bench.scale_out_worker STORE RANKS LAYERS ROUNDS RANK."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from castwise.bench.pairing import AGAIN, CASTWISE, TORCH, Rounds, compare, race
 from castwise.bench.scale_out import LATENCY
 
 SCALERS: dict[str, Any] = {TORCH: ShardedGradScaler, AGAIN: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
-LAYERS, WIDTH = 16, 64
+WIDTH = 64
 
 
 class Case:
     """A split model with gradients, and one library's way to step it."""
 
-    def __init__(self, library: str, split: str, clip: bool) -> None:
+    def __init__(self, library: str, split: str, clip: bool, layers: int) -> None:
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-        self.model: torch.nn.Module = torch.nn.Sequential(*layers)
+        self.model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         if split == "FSDP2":
             fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         else:
@@ -80,12 +79,12 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int) -> list[Record]:
+def measure(layers: int, rounds: int) -> list[Record]:
     """Let this rank time every case; the order is the same on all ranks."""
     rows: list[Record] = []
     for split in ("DDP", "FSDP2"):
         for clip in (False, True):
-            cases = {library: Case(library, split, clip) for library in SCALERS}
+            cases = {library: Case(library, split, clip, layers) for library in SCALERS}
             counts = {}
             for library, case in cases.items():
                 case.seconds()
@@ -106,12 +105,12 @@ def measure(rounds: int) -> list[Record]:
     return [*rows, {LATENCY: latency}]
 
 
-def main(store: str, ranks: str, rounds: str, rank: str) -> None:
+def main(store: str, ranks: str, layers: str, rounds: str, rank: str) -> None:
     """Join the others, measure, and print what was measured."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's class warns of what it does itself
     dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(ranks))
-    print(json.dumps(measure(int(rounds))), flush=True)
+    print(json.dumps(measure(int(layers), int(rounds))), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import castwise
-from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.benchmark import Benchmark, Record, Table, left_out, shown
 from castwise.bench.gradient_traffic import Traffic
 from castwise.bench.machine import why_it_does_not_fit
 from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
@@ -72,6 +72,7 @@ class Case:
             (TORCH, SCALED): lambda: self._step_scaled(TORCH),
             (AGAIN, SCALED): lambda: self._step_scaled(TORCH),
             (TORCH, BOTH): self._clip_and_step_scaled_as_torch,
+            (AGAIN, BOTH): self._clip_and_step_scaled_as_torch,
             (CASTWISE, SCALED): lambda: self._step_scaled(CASTWISE),
             (CASTWISE, BOTH): self._clip_and_step_scaled,
         }
@@ -138,11 +139,14 @@ def timings(case: Case, rounds: Rounds) -> Record:
         return lambda: statistics.median(case.seconds(way) for _ in range(repeats))
 
     times = race({name: timed(way) for name, way in case.ways().items()}, rounds)
-    bare, itself = times[TORCH, BARE], ratio(times[AGAIN, SCALED], times[TORCH, SCALED])
+    bare = times[TORCH, BARE]
     return {
         "median_ms": {" ".join(name): statistics.median(values) * 1e3 for name, values in times.items()},
         "relative_to_step": {" ".join(name): ratio(values, bare) for name, values in times.items()},
-        "castwise_to_torch": {way: compare(times[CASTWISE, way], times[TORCH, way], itself) for way in (SCALED, BOTH)},
+        "castwise_to_torch": {
+            way: compare(times[CASTWISE, way], times[TORCH, way], ratio(times[AGAIN, way], times[TORCH, way]))
+            for way in (SCALED, BOTH)
+        },
         "castwise_clipped_to_torch_clipped_without_scaling": ratio(times[CASTWISE, BOTH], times[TORCH, CLIPPED]),
     }
 
@@ -207,9 +211,8 @@ def tables(record: Record) -> list[Table]:
 def times_table(first: str, results: dict[str, Record], above: str = "") -> Table:
     """Show what `timings` has found, by name, and why it is missing where something was left out."""
     columns = [first, "step alone", "what", "torch", "castwise", "castwise / torch (quartiles)", "verdict"]
-    left_out = [f"{name}: {result['skipped']}." for name, result in results.items() if "skipped" in result]
     about = f"{above}In multiples of a bare `optimizer.step()`, the median of each round's; 1.00 is the step alone:"
-    table = Table(columns, above=about, below=" ".join(left_out))
+    table = Table(columns, above=about, below=left_out(results))
     for name, result in results.items():
         if "skipped" in result:
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.bench.benchmark import Benchmark, Record, Table, shown
+from castwise.bench.benchmark import Benchmark, Record, Table, left_out, shown
 from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio, seconds
 from castwise.cli.demo.gpt import GPT, Size
 
@@ -35,7 +35,7 @@ class Plan:
     micro_batches: tuple[int, ...] = (8, 1)
 
 
-def mlp(width: int) -> nn.Module:
+def mlp(width: int) -> nn.Sequential:
     """Return six blocks of width - 4 width - width."""
     torch.manual_seed(0)
     blocks = [[nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)] for _ in range(6)]
@@ -138,20 +138,29 @@ def measure(device: str, plan: Plan) -> Record:
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each case."""
+    return [times_table(record["cases"])]
+
+
+def times_table(cases: dict[str, Record], above: str = "") -> Table:
+    """Show what `race_of` has found, by name, and why it is missing where something was left out."""
     table = Table(
         [
             *("", "torch.autocast", "WeightCache", "model in bf16", "torch / castwise (quartiles)", "verdict"),
             *("castwise / model in bf16", "copies / weights"),
-        ]
+        ],
+        above=above,
+        below=left_out(cases),
     )
-    for name, row in record["cases"].items():
+    for name, row in cases.items():
+        if "skipped" in row:
+            continue
         converted = row["castwise / converted"]
         cells = [name, *(f"{row['seconds'][library] * 1e3:.1f} ms" for library in (TORCH, CASTWISE))]
         cells += [f"{row['seconds'][IN_BF16] * 1e3:.1f} ms" if converted else "-"]
         cells += [shown(row["torch / castwise"], 2), row["castwise / torch"]["verdict"]]
         cells += [f"{converted['median']:.3f}" if converted else "-"]
         table.rows.append([*cells, f"{row['bytes of copies / of weights']:.3f}"])
-    return [table]
+    return table
 
 
 BENCHMARK = Benchmark(
