@@ -78,7 +78,7 @@ def run_while_tracing(function: _Run) -> _Run:
 
     `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark for torch
     return function
 
 
@@ -100,7 +100,7 @@ def never_traced(function: _Function) -> _Function:
     `torch.compiler.disable` does the same but imports all of Dynamo.
     """
     _skip(function, eval_frame._FrameAction.SKIP)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a mark for torch
     return function
 
 
@@ -273,7 +273,7 @@ def _exporting_mode() -> Any:
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxy_tensor is None:
         return None
-    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
     for mode in modes:
         if isinstance(mode, proxy_tensor.PreDispatchTorchFunctionMode):
             return mode

@@ -53,7 +53,7 @@ def prepare(device_type: str) -> None:
     The first cannot be done earlier: somebody has to have imported Dynamo.
     """
     for function in (enter, leave, take_back):
-        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch's
         torch.fx.node.has_side_effect(function)
     outer = (
         torch.is_autocast_enabled(device_type),

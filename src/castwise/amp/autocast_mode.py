@@ -74,6 +74,7 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
             return result if output is None else cast_floats(result, device, output)
 
     # TorchScript looks for this attribute and raises its value.
+    # A mark for torch.jit, as torch's own decorated functions have it.
     decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
     return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
 
@@ -165,7 +166,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any, Any, Any]] = {}
 
     @property
-    def _cache_enabled(self) -> bool:  # type: ignore[override]
+    def _cache_enabled(self) -> bool:  # type: ignore[override]  # torch's is an attribute
         """What Dynamo asks for when it enters a region that was made outside of the function it compiles.
 
         It would go by this and three more attributes, and leave out the policy.
@@ -228,7 +229,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         elif in_force is not None:
             resume(in_force)
         if substitution is not None:
-            substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
+            substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]  # torch's
         if before is not None:
             self._outer[thread] = before
         if thread == 0:

@@ -166,7 +166,7 @@ class BoundPolicy:
         THREAD.modules = None
         mode = self.mode()
         if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         return outer, mode, state, None if is_dynamo_compiling() else graph_nodes_made()
 
     @only_inlined
@@ -235,12 +235,12 @@ class _Again:
             THREAD.state, THREAD.modules = self._state._replace(again=True), None
             self._mode = self._state.bound.mode()
             if self._mode is not None:
-                self._mode.__enter__()  # type: ignore[no-untyped-call]
+                self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     @only_inlined
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
         resume(self._outer)
 
 
@@ -307,7 +307,7 @@ class _ModuleHook:
         THREAD.modules = _Entered(self, before, outer, native, start, state, mode, casts, THREAD.modules)
         THREAD.state = state
         if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         if rule is None:
             return None
         if state.enabled:

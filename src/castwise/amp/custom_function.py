@@ -94,7 +94,7 @@ class SeparateContexts:
                 inputs = _cast(inputs, device_type, cast_inputs)
             return setup_context(ctx, inputs, output)
 
-        record_and_set_up.recorder = self  # type: ignore[attr-defined]
+        record_and_set_up.recorder = self  # type: ignore[attr-defined]  # a mark of ours
         cls.setup_context = staticmethod(record_and_set_up)
 
 

@@ -161,8 +161,10 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(rule, Dynamic):
             now = (self._growth_factor, self._backoff_factor, self._growth_interval)
             if now != (rule.growth_factor, rule.backoff_factor, rule.growth_interval):
-                factors = {"growth_factor": now[0], "backoff_factor": now[1], "growth_interval": now[2]}
-                self._rule = rule = dataclasses.replace(rule, **factors)  # type: ignore[arg-type]
+                growth_factor, backoff_factor, growth_interval = now
+                self._rule = rule = dataclasses.replace(
+                    rule, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
+                )
         return rule
 
     @property
@@ -172,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks there are take and skip the same steps: its group is not one of some of them."""
+        """Whether all ranks take and skip the same steps; False for a process group that leaves some of them out."""
         return self._agreement is not None and self._agreement.is_of_all_ranks()
 
     @property
@@ -810,9 +812,9 @@ class GradScaler(torch.amp.GradScaler):
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that an optimizer is deliberately not stepped in this iteration, so that `update()` is in order.
 
-        Its gradients stay as they are (see the README's table for what clipping has left in them), so zero them before
-        the next backward. If they were found not to be finite (by `unscale_` or clipping), the scale still
-        backs off; if nothing was looked at and no other optimizer is stepped, the scale stays.
+        Its gradients stay as clipping has left them (the manual's page on clipping says how), so zero them before the
+        next backward. If they were found not to be finite (by `unscale_` or clipping), the scale still backs off; if
+        nothing was looked at and no other optimizer is stepped, the scale stays.
 
         Raises:
             RuntimeError: Called after `step` or `skip` of the same optimizer, before an `update()`.

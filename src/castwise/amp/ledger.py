@@ -128,7 +128,7 @@ class Ledger:
 
     def watch(self, scaled: torch.Tensor) -> None:
         """Look out for each backward that starts from a scaled loss."""
-        scaled.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+        scaled.register_hook(self._on_backward)  # type: ignore[no-untyped-call]  # torch's
 
     def _on_backward(self, _: torch.Tensor) -> None:
         if self._entries:

@@ -110,8 +110,8 @@ class Dynamic(Schedule):
         growth_factor: Finite, > 1.
         backoff_factor: In (0, 1).
         growth_interval: Finite steps before the scale grows, >= 1.
-        hysteresis: The scale backs off at the how-manieth non-finite step since it last grew, and at all later
-            ones; >= 1.
+        hysteresis: How many non-finite steps there must have been since the scale last grew before it backs off, the
+            one at hand included; >= 1.
         cooldown: Steps after a back-off in which it does not back off again, >= 0: a burst of non-finite steps then
             costs one factor, and not one each.
         min_scale: In [2**-126, max_scale].

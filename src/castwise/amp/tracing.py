@@ -81,7 +81,7 @@ def trace(
             watch.phase = "backward"
             module_of_op.begin_backward()
             with watch, autocast(device, enabled=False):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's
     return watch.result()
 
 
@@ -136,15 +136,15 @@ class _Origin(NamedTuple):
     kept: torch.Tensor  # so that no other memory gets the address
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Counts ops and casts."""
 
     def __init__(self, model: nn.Module, module_of_op: ModuleOfOp) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
         self.phase = "forward"
         self._module_of_op = module_of_op
         self._ops: Counter[tuple[str, str, str, str]] = Counter()
-        self._casts: dict[tuple[str, ...], list[int]] = {}
+        self._casts: dict[tuple[str, str, str, str, str, str], list[int]] = {}
         self._weights: dict[Any, str] = {}
         for name, param in model.named_parameters():
             self._weights[_place(param)] = name
@@ -208,7 +208,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for (op, inputs, output, phase), count in self._ops.items():
             phases.setdefault((op, inputs, output), {})[phase] = count
         ops = [Op(*kind, counts.get("forward", 0), counts.get("backward", 0)) for kind, counts in phases.items()]
-        casts = [Cast(*kind, *total) for kind, total in self._casts.items()]  # type: ignore[arg-type]
+        casts = [Cast(*kind, calls, nbytes) for kind, (calls, nbytes) in self._casts.items()]
         return Trace(tuple(sorted(ops, key=lambda op: (op.op, op.inputs, op.output))), tuple(casts))
 
 

@@ -171,7 +171,8 @@ class WeightCache:
             raise ValueError(f"budget_bytes must be an integer >= 0 or None, got {budget_bytes!r}")
         if not isinstance(verify, bool):
             raise TypeError(f"verify must be a bool, got {verify!r}")
-        self._model, self._budget, self._verify = weakref.ref(model), budget_bytes, verify
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._budget, self._verify = budget_bytes, verify
         self._start()
 
     def _start(self) -> None:
@@ -317,7 +318,7 @@ class WeightCache:
         model = self._model()
         twin = object.__new__(WeightCache)
         copied = model if model is None else memo.get(id(model), model)
-        twin._model = (lambda: None) if copied is None else weakref.ref(copied)  # type: ignore[assignment]
+        twin._model = (lambda: None) if copied is None else weakref.ref(copied)
         twin._budget, twin._verify = self._budget, self._verify
         twin._start()
         return twin
@@ -326,6 +327,7 @@ class WeightCache:
         return {"model": self._model(), "budget_bytes": self._budget, "verify": self._verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # On what `object.__new__` has made: mypy fears a subclass with other arguments.
         self.__init__(state["model"], budget_bytes=state["budget_bytes"], verify=state["verify"])  # type: ignore[misc]
 
 
@@ -369,7 +371,7 @@ class _Substitution(TorchFunctionMode):
         return known[0]
 
     def _cast(self, weight: nn.Parameter, copy: _Copy) -> torch.Tensor:
-        cast: torch.Tensor = _Cast.apply(weight, copy.buffer)  # type: ignore[no-untyped-call]
+        cast: torch.Tensor = _Cast.apply(weight, copy.buffer)  # type: ignore[no-untyped-call]  # torch's
         return cast
 
 

@@ -78,11 +78,11 @@ class Replacement:
                     self._places.append((namespace, key, value, self._new[id(value)]))
         for namespace, key, _, new in self._places:
             namespace[key] = new
-        torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]
+        torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]  # on purpose
 
     def undo(self) -> None:
         """Put back what was there, unless somebody has put there something else since."""
-        torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]
+        torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]  # on purpose
         for namespace, key, old, new in reversed(self._places):
             if namespace.get(key) is new:
                 namespace[key] = old

@@ -134,7 +134,7 @@ def _replace_gradient(end: torch.Tensor, gradient: torch.Tensor | None) -> None:
     that is not finite is left to the backward, which may see what made it.
     """
     if not end.is_leaf and not _has_lost(gradient):
-        end.register_hook(lambda _: gradient)  # type: ignore[no-untyped-call]
+        end.register_hook(lambda _: gradient)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _has_lost(tensor: torch.Tensor | None) -> bool:

@@ -84,7 +84,7 @@ class _Measured(NamedTuple):
     range: Range
 
 
-class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Watches the ops of a replay.
 
     Args:
@@ -95,7 +95,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, module_of_op: ModuleOfOp, before_write: Callable[[list[torch.Tensor]], None]) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
         self.phase: Phase = "forward"
         self._module_of_op, self._before_write = module_of_op, before_write
         self._order = 0

@@ -210,7 +210,7 @@ class Recording:
             batch.outputs = len(outputs)
             for place, tensor in enumerate(outputs):
                 if tensor.requires_grad and not tensor.is_leaf:  # the hook of a weight would stay
-                    tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
             if self._batches.iteration != self._iteration():
                 self._batches = MicroBatches(self._model, self._iteration())
             self._batches.append(batch)

@@ -53,7 +53,8 @@ class Backwards(Finder):
         return known is not None and known() is param
 
     def _hook(self, params: list[torch.Tensor]) -> None:
-        self._hooks += [param.register_post_accumulate_grad_hook(self._gradient_came) for param in params]  # type: ignore[no-untyped-call]
+        for param in params:
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_came))  # type: ignore[no-untyped-call]  # torch's
 
     def _gradient_came(self, param: torch.Tensor) -> None:
         with self.watch.guard:

@@ -52,7 +52,7 @@ class ScaledGradient(torch.Tensor):
         return copy.deepcopy(self._plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     def _plain(self) -> torch.Tensor:
         with PlainFunctions():

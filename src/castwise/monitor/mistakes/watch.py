@@ -182,7 +182,7 @@ class Watch(Observer):
                 self._tell("backward_starts", leaves)
                 at_the_end_of_this_backward(lambda: self._tell("backward_ended", leaves, scaler))
 
-        scaled.register_hook(start)  # type: ignore[no-untyped-call]
+        scaled.register_hook(start)  # type: ignore[no-untyped-call]  # torch's
 
     def asked(self, scaler: Any) -> None:
         """Take note of it."""
