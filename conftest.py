@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent
 _MARKED = re.compile(
     r"^(?:"
     r"(?P<directive>(?P<fence>`{3,}|:{3,})\{.*?^(?P=fence)[ ]*$)"
-    r"|<!-- setup\n(?P<setup>.*?)^-->[ ]*$"
+    r"|[ ]*<!-- setup\n(?P<setup>.*?)^[ ]*-->[ ]*$"
     r"|(?:<!-- (?P<mark>prints|file|run)(?:: (?P<said>[^\n]*?))? -->\n+)?"
     r"[ ]*(?P<ticks>`{3,})(?P<language>[\w-]*)[ ]*\n(?P<code>.*?)^[ ]*(?P=ticks)[ ]*$"
     r")",

@@ -1,51 +1,95 @@
 """Small faults planted in castwise.amp, one at a time: do the tests notice? mutmut plants them and runs the tests.
 
-`[tool.mutmut]` in pyproject.toml says in which modules, and with which tests. What was run before, and has not changed
-since, is not run again; Ctrl-C stops, and the next run goes on from there. Survivors are explained in
-`tests/mutants.toml` by what was changed, not by number; one that is not makes this exit with 1.
+    python benchmarks/mutants.py [MODULE ...]
+
+Of each module the tests are its own, `tests/amp/test_MODULE.py`, or those that `tests/mutants.toml` names: a fault is
+to be noticed where a reader looks for it. What mypy refuses counts as noticed, as it would be in CI. Without arguments,
+those modules are tried that have changed since they were last recorded, or whose tests have. Ctrl-C stops; what was
+run of the module at hand is kept in `mutants/`: of a function that is as it was, only survivors are tried again.
+
+Survivors are explained in `tests/mutants.toml` by what was changed; one that is not makes this exit with 1.
 """
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from mutmut.stats import status_by_exit_code
 
 import recording
 from castwise.bench.recording import headline
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
+AMP = ROOT / "src" / "castwise" / "amp"
+RECORD = recording.HERE / "results" / "mutants.json"
+KNOWN = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
 NOT_KILLED = {"survived", "no tests", "suspicious", "segfault"}
+SETTINGS = """
+[tool.mutmut]
+source_paths = ["src"]
+only_mutate = ["src/castwise/amp/{module}.py"]
+also_copy = ["README.md", "docs", "examples", "benchmarks"]
+pytest_add_cli_args = ["--hypothesis-profile=quick", "-p", "no:cacheprovider", "-p", "no:xdist"]
+pytest_add_cli_args_test_selection = {tests}
+timeout_constant = 30.0  # other work on the machine is no reason to call a mutant noticed
+process_isolation = "forkserver"  # torch is not to be forked once it has computed
+use_git_change_detection = false
+type_check_command = [
+    "{python}", "-m", "mypy", "--output=json", "--no-warn-unused-ignores", "src/castwise/amp/{module}.py"
+]
+"""
 
 
-def mutmut(*arguments: str) -> str:
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def tests_of(module: str) -> list[str]:
+    """Return the files of the tests that are to notice faults of a module."""
+    own = [f"test_{module}.py"] if (ROOT / "tests" / "amp" / f"test_{module}.py").exists() else []
+    return [f"tests/amp/{name}" for name in KNOWN["tests"].get(module, own)]
 
 
-def change(name: str) -> tuple[str, str]:
-    """The lines that a mutant takes away, and those it puts in their place."""
-    lines = [line for line in mutmut("show", name).splitlines() if not line.startswith(("---", "+++"))]
-    was, now = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
-    return was, now
+def modules() -> list[str]:
+    """Return the modules that have tests to notice anything."""
+    return [path.stem for path in sorted(AMP.glob("*.py")) if tests_of(path.stem)]
 
 
-def outcomes(meta: Path) -> dict[str, str]:
-    codes = json.loads(meta.read_text())["exit_code_by_key"]
-    return {name: status_by_exit_code[code] for name, code in codes.items()}
+def digest(module: str) -> str:
+    """Return what changes with a module and with its tests."""
+    files = [AMP / f"{module}.py", *(ROOT / name for name in tests_of(module))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def forget_survivors() -> None:
+def mutmut(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mutmut", *arguments], cwd=folder, text=True, **options)
+
+
+def workplace(module: str) -> Path:
+    """Return a folder in which mutmut finds one module and its tests."""
+    folder = ROOT / "mutants" / module
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("src", "tests", "README.md", "docs", "examples", "benchmarks"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    settings = SETTINGS.format(module=module, tests=json.dumps(tests_of(module)), python=sys.executable)
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings)
+    return folder
+
+
+def forget_survivors(folder: Path) -> None:
     """Have those run again that were not noticed: there may be tests now that notice."""
-    for meta in (ROOT / "mutants").rglob("*.meta"):
+    for meta in (folder / "mutants").rglob("*.meta"):
         content = json.loads(meta.read_text())
         codes = content["exit_code_by_key"]
         content["exit_code_by_key"] = {
@@ -54,41 +98,87 @@ def forget_survivors() -> None:
         meta.write_text(json.dumps(content, indent=4))
 
 
-def main() -> None:
-    forget_survivors()
-    with suppress(KeyboardInterrupt):  # what is not reached is recorded as not checked
-        subprocess.run([sys.executable, "-m", "mutmut", "run", "--max-children", "2"], cwd=ROOT, check=True)
-    known = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
-    reasons = {
-        (each["module"], each["was"], each["now"]): reason
-        for reason, group in known.items()
-        for each in group["survivors"]
+def change(folder: Path, name: str) -> tuple[str, str]:
+    """Return the lines that a mutant takes away, and those it puts in their place."""
+    shown = mutmut(folder, "show", name, capture_output=True, check=True).stdout
+    lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
+    was, now = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
+    return was, now
+
+
+def tried(module: str) -> dict[str, Any]:
+    """Run the tests on every mutant of a module."""
+    folder = workplace(module)
+    forget_survivors(folder)
+    mutmut(folder, "run", "--max-children", "2", check=True)
+    (meta,) = (folder / "mutants" / "src" / "castwise" / "amp").glob("*.meta")
+    statuses = {
+        name: status_by_exit_code[code] for name, code in json.loads(meta.read_text())["exit_code_by_key"].items()
     }
-    modules: dict[str, Any] = {}
-    unexplained = []
-    for meta in sorted((ROOT / "mutants").rglob("*.meta")):
-        found = outcomes(meta)
-        module = meta.name.removesuffix(".py.meta")
-        counts: Counter[str] = Counter(status for status in found.values() if status not in NOT_KILLED)
-        for name, status in found.items():
-            if status in NOT_KILLED:
-                was, now = change(name)
-                reason = reasons.get((module, was, now), "unexplained")
-                counts[reason] += 1
-                if reason == "unexplained":
-                    unexplained.append({"module": module, "was": was, "now": now, "status": status})
-        modules[module] = {"mutants": len(found), **dict(sorted(counts.items()))}
-    about = recording.machine() | {"mutmut": version("mutmut")}
-    recording.write("mutants", {**about, "modules": modules, "unexplained": unexplained}, table(about, modules))
+    counts = Counter(status for status in statuses.values() if status not in NOT_KILLED)
+    survivors = [
+        {"was": was, "now": now, "status": status}
+        for name, status in statuses.items()
+        if status in NOT_KILLED
+        for was, now in [change(folder, name)]
+    ]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "digest": digest(module),
+        "tests": tests_of(module),
+        "mutants": len(statuses),
+        "counts": dict(sorted(counts.items())),
+        "survivors": survivors,
+    }
+
+
+def reason(module: str, survivor: dict[str, str]) -> str:
+    """Return why a fault that is not noticed is no gap."""
+    for why, what in KNOWN["harmless"].items():
+        if re.sub(what, r"\1", survivor["was"]) == re.sub(what, r"\1", survivor["now"]):
+            return str(why)
+    for why, group in KNOWN["survivors"].items():
+        for each in group:
+            if (each["module"], each["was"], each["now"]) == (module, survivor["was"], survivor["now"]):
+                return str(why)
+    return "unexplained"
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return how many faults of each module ended in which way."""
+    rows = {}
+    for module, of_module in record["modules"].items():
+        rows[module] = Counter(of_module["counts"])
+        rows[module].update(reason(module, survivor) for survivor in of_module["survivors"])
+    columns = sorted({column for counts in rows.values() for column in counts})
+    total: Counter[str] = sum(rows.values(), Counter())
+    lines = [["castwise.amp", "mutants", *columns], ["---"] * (len(columns) + 2)]
+    for module, counts in [*rows.items(), ("all", total)]:
+        lines.append([module, str(counts.total()), *(str(counts[column]) for column in columns)])
+    return "\n".join([headline(record), "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def main() -> None:
+    """Try modules, record them, and name what nobody has explained."""
+    before = json.loads(RECORD.read_text())["modules"] if RECORD.exists() else {}
+    found: dict[str, Any] = {module: of_module for module, of_module in before.items() if module in modules()}
+    stale = [module for module in modules() if module not in found or found[module]["digest"] != digest(module)]
+    unknown = set(sys.argv[1:]) - set(modules())
+    if unknown:
+        sys.exit(f"no tests for {', '.join(sorted(unknown))}: modules are {', '.join(modules())}")
+    about = recording.machine() | {"mutmut": version("mutmut"), "command": "make mutants"}
+    for module in sys.argv[1:] or stale:
+        found[module] = tried(module)
+        record = {**about, "modules": dict(sorted(found.items()))}
+        recording.write("mutants", record, table(record))
+    unexplained = [
+        f"{module}: {survivor['was']} -> {survivor['now']}"
+        for module, of_module in found.items()
+        for survivor in of_module["survivors"]
+        if reason(module, survivor) == "unexplained"
+    ]
     if unexplained:
-        sys.exit(f"{len(unexplained)} mutants survive without an explanation in tests/mutants.toml")
-
-
-def table(about: dict[str, Any], modules: dict[str, Any]) -> str:
-    columns = ["mutants", *sorted({name for counts in modules.values() for name in counts} - {"mutants"})]
-    rows = [[module, *(str(counts.get(name, 0)) for name in columns)] for module, counts in modules.items()]
-    lines = [["castwise.amp", *columns], ["---"] * (len(columns) + 1), *rows]
-    return "\n".join([headline(about), "", *(f"| {' | '.join(line)} |" for line in lines)])
+        sys.exit("\n".join(["no test notices, and tests/mutants.toml does not explain:", *unexplained]))
 
 
 if __name__ == "__main__":

@@ -275,3 +275,67 @@ def test_a_name_that_the_optimizer_lacks_is_its_place() -> None:
     optimizer.param_groups[0]["param_names"] = ["first"]
     found = Collector()(optimizer)
     assert [found.name(index) for index in (0, 1)] == ["first", "param_groups[0]['params'][1] of shape (2,)"]
+
+
+def test_whether_a_gradient_is_there_twice_is_told() -> None:
+    assert not collect(torch.ones(1), torch.ones(1)).repeat
+    shared = torch.ones(1)
+    found = collect(shared, torch.ones(1), shared)
+    assert found.repeat
+    assert len(found.tensors) == 2
+
+
+class Sub(torch.Tensor):
+    """Of which torch's ops may mean anything."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "plain", "real"),
+    [
+        (torch.ones(1), True, True),
+        (torch.nn.Parameter(torch.ones(1)), True, True),
+        (torch.ones(1).bfloat16(), True, True),
+        (torch.ones(1).as_subclass(Sub), False, False),
+        (torch.ones(1, device="meta"), True, False),
+        (torch.ones(1, dtype=torch.complex64), True, False),
+        (torch.ones(1).to_sparse(), True, False),
+    ],
+)
+def test_plain_tensors_and_real_ones_on_a_cpu(tensor: torch.Tensor, plain: bool, real: bool) -> None:
+    assert gradients.is_plain(tensor) is plain
+    assert gradients.are_real_on_cpu([torch.ones(1), tensor]) is real
+    assert gradients.are_real_on_cpu([])
+
+
+def test_tensors_are_grouped_by_kind_in_their_order() -> None:
+    tensors = [torch.ones(1), torch.ones(1).double(), torch.ones(2), torch.ones(1, device="meta")]
+    groups = gradients.regroup(tensors)
+    assert list(groups.values()) == [[0, 2], [1], [3]]
+    assert next(iter(groups)) == (torch.float32, torch.strided, CPU, torch.Tensor)
+
+
+def test_what_can_be_unscaled_is_listed() -> None:
+    optimizer = optimizer_of(torch.ones(2, 2).to(torch.float8_e4m3fn))
+    dtypes = "float16, complex32, bfloat16, float32, float64, complex64, complex128"
+    told = (
+        "the gradient of param_groups[0]['params'][0] of shape (2, 2) has dtype torch.float8_e4m3fn and layout "
+        f"torch.strided; what can be unscaled is {', '.join(f'torch.{name}' for name in dtypes.split(', '))} in "
+        "torch.strided, torch.sparse_coo"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+        Collector()(optimizer)
+
+
+def test_the_second_gradient_that_cannot_be_written_to_is_replaced_as_well() -> None:
+    negated = torch._neg_view(torch.ones(3))
+    assert negated.is_contiguous()
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True)
+    optimizer = optimizer_of(sparse, torch.ones(2), negated, torch.ones(1).expand(4))
+    multiply(Collector()(optimizer), 0.5)
+    assert [param.grad.is_neg() for param in optimizer.param_groups[0]["params"][1:]] == [False] * 3
+    assert negated.tolist() == [-1.0, -1.0, -1.0]
+    assert [param.grad.tolist() for param in optimizer.param_groups[0]["params"][1:]] == [
+        [0.5, 0.5],
+        [-0.5, -0.5, -0.5],
+        [0.5, 0.5, 0.5, 0.5],
+    ]

@@ -43,6 +43,7 @@ def run(tmp_path: Path) -> Run:
 RIGHT = {
     "python": "```python\nx = 1\n```\n\ntext\n\n```python\ny = x + 1\n```\n",
     "an indented block": "* item\n\n  ```python\n  y = 2\n  ```\n",
+    "hidden setup in a list": "* item\n\n  <!-- setup\n  if 1:\n      x = 1\n  -->\n  ```python\n  y = x + 1\n  ```\n",
     "hidden setup": "<!-- setup\nx = 1\n-->\n```python\ny = x + 1\n```\n",
     "a doctest": "```python\n>>> y = 2\n>>> print(y, 'of', [1, 2, 3])\n2 of [1, ...]\n```\n",
     "a diff": "```diff\n-y = no_such_name\n+y = 2\n```\n",

@@ -42,7 +42,7 @@ def _summed(param: torch.Tensor, tensor: Any) -> Any:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+    return hasattr(tensor, "placements")
 
 
 def _share(param: torch.Tensor, tensor: Any, ranks: int, copies: int) -> float:
