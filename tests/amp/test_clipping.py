@@ -761,3 +761,10 @@ def test_a_bound_beyond_the_numbers_of_a_dtype_clips_nothing(dtype: torch.dtype,
     param.grad = torch.full((3,), 800.0, dtype=dtype)
     scaler.clip_grad_value_(optimizer, bound)
     assert param.grad.tolist() == [100.0, 100.0, 100.0]
+
+
+def test_a_factor_counts_as_finite_down_to_the_smallest_normal_number() -> None:
+    norm, tiny = torch.ones((), dtype=torch.float64), torch.finfo(torch.float32).tiny
+    for factor, found_inf in ((tiny, 0.0), (tiny / 2, 1.0)):
+        ratio, found = clipping.coefficient(norm, math.inf, torch.zeros(()), torch.tensor(factor))
+        assert (ratio.item(), found.item()) == (1.0, found_inf)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from castwise.amp import closures
 from castwise.amp.grad_scaler import GradScaler
 
 KINDS: dict[str, dict[str, bool]] = {
@@ -227,3 +228,11 @@ def test_a_step_after_an_error_in_a_closure_takes_gradients_for_what_they_are(ki
         scaler.step(optimizer, closure)
     scaler.step(optimizer)
     assert param.item() == pytest.approx(0.0 if late else 0.5, abs=1e-5)
+
+
+def test_only_the_closure_is_replaced_among_the_arguments_of_a_step() -> None:
+    def theirs() -> None: ...
+    def ours() -> None: ...
+
+    assert closures.with_closure((theirs, 1, 2), {"x": 3}, ours) == ((ours, 1, 2), {"x": 3})
+    assert closures.with_closure((1,), {"closure": theirs, "x": 3}, ours) == ((1,), {"closure": ours, "x": 3})
