@@ -150,3 +150,47 @@ def test_it_keeps_no_gradient_alive() -> None:
     grad = weakref.ref(params[0].grad)
     params[0].grad = None
     assert grad() is None
+
+
+def test_gradients_of_a_later_backward_are_told_until_they_are_recorded_again() -> None:
+    ledger, (params, optimizer) = Ledger(), shared(3)
+    assert ledger.forgotten(optimizer) == []
+    ledger.record(params)
+    assert ledger.forgotten(optimizer) == []
+    scaled_backward(ledger, params[0], params[1])
+    assert [id(param) for param in ledger.forgotten(optimizer)] == [id(params[0]), id(params[1])]
+    assert ledger.forgotten(torch.optim.SGD(params[2:], lr=0.1)) == []
+    params[1].grad = None
+    assert [id(param) for param in ledger.forgotten(optimizer)] == [id(params[0])]
+    ledger.record(params[2:])  # was not forgotten
+    assert [id(param) for param in ledger.forgotten(optimizer)] == [id(params[0])]
+    ledger.record(params[:1])
+    assert ledger.forgotten(optimizer) == []
+
+
+def test_a_backward_may_start_where_no_forward_has_come_yet() -> None:
+    ledger, (params, optimizer) = Ledger(), shared()
+    ledger.record(params)
+    ledger.backward_may_start()
+    in_place(params[0])
+    assert factors(ledger, optimizer) == [1.0], "nothing was computed, so nothing has gone backward"
+    ledger.backward_may_start()
+    params[0].sum().backward()
+    assert factors(ledger, optimizer) == [0.25]
+
+
+def test_a_gradient_that_comes_to_a_parameter_without_one_is_scaled() -> None:
+    ledger, (params, optimizer) = Ledger(), shared(2)
+    params[0].grad = None
+    ledger.record(params)
+    ledger.backward_starts()
+    params[0].grad = torch.ones(2)
+    assert factors(ledger, optimizer) == [0.25, 1.0]
+
+
+def test_a_condition_on_another_device_goes_to_the_factors() -> None:
+    ledger, (params, optimizer) = Ledger(), shared()
+    ledger.record(params, unless=torch.tensor(1.0))
+    inv_scale = torch.tensor(0.25, device="meta")
+    ((factor, _),) = ledger.factors(Collector()(optimizer), inv_scale)
+    assert factor.device.type == "meta"
