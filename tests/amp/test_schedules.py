@@ -270,3 +270,87 @@ def test_megatrons_scale_is_one_dynamic() -> None:
     schedule = Dynamic(2.0**32, growth_interval=4, hysteresis=2, min_scale=1.0)
     steps = [("inf", 0.0)] * 3 + [("finite", 1.0)] * 4 + [("inf", 0.0)] * 2
     assert [math.log2(scale) for scale in advance(schedule, steps)] == [32, 31, 30, 30, 30, 30, 31, 31, 30]
+
+
+NUMBERS: dict[type[Schedule], list[str]] = {
+    kind: [field.name for field in dataclasses.fields(kind) if field.init and field.type in ("float", "int")]
+    for kind in (Dynamic, Headroom, Static)
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NUMBERS.items() for name in names])
+def test_what_is_no_number_is_refused_by_its_name(kind: type[Schedule], name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be an? (number|integer), got 'x' of type str$"):
+        kind(**{name: "x"})
+
+
+@pytest.mark.parametrize("kind", [Dynamic, Headroom])
+@pytest.mark.parametrize("name", ["min_scale", "max_scale"])
+def test_a_bound_that_is_no_scale_is_refused_by_its_name(kind: type[Schedule], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a finite number > 0"):
+        kind(**{name: 0.0})
+
+
+@pytest.mark.parametrize("kind", [Dynamic, Headroom])
+def test_bounds_may_be_equal_to_each_other_and_to_the_first_scale(kind: type[Dynamic | Headroom]) -> None:
+    assert kind(8.0, min_scale=8.0, max_scale=8.0).min_scale == 8.0
+    for scale in (4.0, 16.0):
+        assert kind(scale, min_scale=4.0, max_scale=16.0).init_scale == scale
+
+
+@pytest.mark.parametrize("kind", [Dynamic, Headroom, Static])
+def test_all_numbers_are_kept_as_plain_ones(kind: type[Schedule]) -> None:
+    given = {"init_scale": 8, "min_scale": 2, "max_scale": 64, "growth_factor": 3, "backoff_factor": numpy.float32(0.5)}
+    given |= {"half_life": 7, "headroom_bits": 1, "largest_number": 448, "relax_interval": numpy.int64(3)}
+    given |= {"growth_interval": numpy.int64(9), "hysteresis": numpy.int8(2), "cooldown": numpy.int8(1)}
+    schedule = kind(**{name: given[name] for name in NUMBERS[kind] if name in given})
+    for field in dataclasses.fields(kind):
+        if field.name in given:
+            value = getattr(schedule, field.name)
+            assert (value, type(value).__name__) == (given[field.name], field.type)
+
+
+def test_what_to_do_at_a_nonfinite_loss_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match=r"^on_nonfinite_loss must be one of 'backoff', 'hold', got 'wait'$"):
+        Dynamic(on_nonfinite_loss="wait")  # type: ignore[arg-type]
+
+
+def test_torchs_own_rule_remembers_nothing_more_than_torch() -> None:
+    assert Dynamic(growth_interval=3, min_scale=1.0).trackers() == {}
+    for options in ({"hysteresis": 2}, {"cooldown": 1}, {"on_nonfinite_loss": "hold"}):
+        assert Dynamic(**options).trackers() == {"hysteresis_left": options.get("hysteresis", 1), "cooldown_left": 0}
+
+
+def test_a_half_life_is_any_finite_time() -> None:
+    assert Headroom(half_life=0.25).half_life == 0.25
+    with pytest.raises(ValueError, match=r"^half_life must be a finite number > 0, got inf$"):
+        Headroom(half_life=math.inf)
+
+
+def after_a_step(scale: float, peak: float, met: Met, **options: Any) -> tuple[float, float]:
+    """The scale and the margin after a step."""
+    now = torch.tensor(scale)
+    trackers = {"growth_tracker": torch.tensor(0, dtype=torch.int32), "peak": torch.tensor(peak)}
+    trackers["margin"] = torch.tensor(0.0)
+    Headroom(scale, **options).advance_(now, trackers, met)
+    return now.item(), trackers["margin"].item()
+
+
+def test_headroom_stays_within_its_bounds() -> None:
+    clear, found = torch.tensor(0.0), torch.tensor(1.0)
+    tiny = Met(clear, clear, torch.tensor(1e-9))
+    assert after_a_step(32.0, 0.0, tiny, max_scale=32.0)[0] == 32.0
+    assert after_a_step(32.0, 0.0, tiny, max_scale=100.0)[0] == 64.0
+    assert after_a_step(32.0, 1.0, Met(found, clear, clear), min_scale=32.0)[0] == 32.0
+    assert after_a_step(32.0, 1.0, Met(found, clear, clear), min_scale=1.0)[0] == 8.0
+
+
+def test_headroom_learns_a_margin_of_less_than_a_bit() -> None:
+    peak = 2.0 ** (math.log2(65504.0) - 2.0 - 8.0 - 0.5)
+    scale, margin = after_a_step(1024.0, peak, Met(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)))
+    assert (scale, margin) == (256.0, pytest.approx(0.5, abs=1e-3))
+
+
+def test_headroom_takes_the_largest_gradient_in_any_dtype() -> None:
+    met = [Met(torch.tensor(0.0), None, torch.tensor(300.0, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    assert after_a_step(64.0, 0.0, met[0]) == after_a_step(64.0, 0.0, met[1]) == (32.0, 0.0)
