@@ -16,6 +16,7 @@ import datetime
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -79,9 +80,10 @@ def workplace(module: str) -> Path:
     """Return a folder in which mutmut finds one module and its tests."""
     folder = ROOT / "mutants" / module
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("src", "tests", "README.md", "docs", "examples", "benchmarks"):
-        if not (folder / name).exists():
-            (folder / name).symlink_to(ROOT / name)
+    for name in ("src", "tests", "docs", "examples", "benchmarks"):  # no links: they confuse whoever builds an archive
+        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("_build", "__pycache__"))
+    shutil.copy(ROOT / "README.md", folder)
     settings = SETTINGS.format(module=module, tests=json.dumps(tests_of(module)), python=sys.executable)
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings)
     return folder

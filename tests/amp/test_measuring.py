@@ -154,6 +154,37 @@ class TestProbe:
         grads[index][1] = bad
         assert measuring.Probe().proves_finite(grads, ONE, torch.float32) is (bad == 1.0)
 
+    def test_every_gradient_adds_to_the_bound(self) -> None:
+        divisor = torch.tensor(300.0 * 2.0 / torch.finfo(torch.float32).max)  # what may be divided is below 300
+        for shape in ((256, 257), (2**12,)):  # beyond lists of norms, and within
+            few = torch.full(shape, 1e-4)
+            large = torch.full(shape, 256.0 / math.sqrt(few.numel()))
+            assert measuring.Probe().proves_finite([few, few + 0], divisor, torch.float32)
+            assert not measuring.Probe().proves_finite([large, few], divisor, torch.float32)
+            assert not measuring.Probe().proves_finite([few, large], divisor, torch.float32)
+
+    def test_a_large_gradient_is_proved_finite_however_it_lies_in_memory(self) -> None:
+        large = torch.ones(300, 301)
+        for grad in (large, large.t(), torch.ones(600, 301)[::2]):
+            assert measuring.Probe().proves_finite([grad], ONE, torch.float32)
+
+    def test_half_of_the_largest_number_is_kept_free_for_what_norms_are_off(self) -> None:
+        for value, proved in ((0.8e38, True), (0.9e38, False)):
+            grads = [torch.tensor([value], dtype=torch.float64)]
+            assert measuring.Probe().proves_finite(grads, ONE, torch.float32) is proved
+
+    def test_zeros_are_proved_finite_at_any_scale_but_zero(self) -> None:
+        grads = [torch.zeros(size) for size in range(1, 6)] + [torch.zeros(2**16 + 1)]
+        assert measuring.Probe().proves_finite(grads, torch.tensor(2.0**-130), torch.float32)
+        assert not measuring.Probe().proves_finite(grads, torch.tensor(0.0), torch.float32)
+
+    def test_it_looks_again_at_a_single_gradient_as_well(self) -> None:
+        probe = measuring.Probe()
+        assert not probe.proves_finite([torch.ones(1, device="meta")], ONE, torch.float32)
+        assert probe.proves_finite([torch.ones(1), torch.ones(1)], ONE, torch.float32)
+        assert not probe.proves_finite([torch.ones(1), torch.ones(2)], ONE, torch.float32)
+        assert probe.proves_finite([torch.ones(1)], ONE, torch.float32)
+
     def test_it_looks_again_after_it_failed(self) -> None:
         probe = measuring.Probe()
         assert probe.proves_finite([torch.ones(3), torch.ones(3)], ONE, torch.float32)
@@ -209,10 +240,10 @@ def test_errors_of_equal_numbers_do_not_add_up(norm_type: float, dtype: torch.dt
     assert measuring.norms(tensors, norm_type).tolist() == pytest.approx(expected, rel=3e-7, abs=0.0)
 
 
-def test_large_tensors_of_several_dtypes_have_norms_together() -> None:
+def test_large_tensors_of_several_dtypes_and_shapes_have_norms_together() -> None:
     draw = torch.Generator().manual_seed(0)
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
-    tensors = [torch.randn(2**15 + 5, generator=draw).to(dtype) for dtype in dtypes]
+    tensors = [torch.randn(2**15 + size, generator=draw).to(dtype) for dtype in dtypes for size in (5, 6)]
     expected = [reference(tensor, 2.0) for tensor in tensors]
     assert measuring.norms(tensors, 2.0).tolist() == pytest.approx(expected, rel=1e-6, abs=0.0)
 
@@ -286,3 +317,63 @@ def test_fp16_is_multiplied_in_fp32_arithmetic() -> None:
 def test_a_sum_that_no_fp64_holds_is_inf() -> None:
     assert measuring._sum([1e308, 1e308]) == math.inf
     assert measuring._sum([1.0, 2.0]) == 3.0
+
+
+# -- where and what results are ---------------------------------------------------------------------------------------
+
+
+def test_an_accelerator_tells_what_is_finite_and_a_cpu_does_not() -> None:
+    assert measuring.unscale_([torch.ones(2)], ONE, torch.zeros(())) is None
+    on_meta = torch.ones(2, device="meta")
+    flags = measuring.unscale_([on_meta, on_meta], ONE.to("meta"), torch.zeros((), device="meta"))
+    assert flags is not None
+    assert (flags.device.type, flags.dtype, flags.shape) == ("meta", torch.bool, (2,))
+
+
+@pytest.mark.parametrize(("factor", "looks"), [(0.5, 0), (1.0, 0), (1.5, 1)])
+def test_products_are_looked_at_if_they_can_be_larger(
+    factor: float, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    judge = measuring.are_finite
+    monkeypatch.setattr(measuring, "are_finite", lambda *given: [asked.append(given), judge(*given)][1])
+    measuring.unscale_([torch.ones(2)], torch.tensor(factor), torch.zeros(()))
+    assert len(asked) == looks
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+def test_nothing_depends_on_what_tensors_are_made_by_default(norm_type: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=draw).half() for size in (3, 2**16)]
+    expected = [reference(tensor, norm_type) for tensor in tensors]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found, flags = measuring.norms(tensors, norm_type), measuring.are_finite(tensors, ONE, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.device.type, found.dtype, flags.device.type, flags.dtype) == ("cpu", torch.float64, "cpu", torch.bool)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=0.0)
+
+
+def test_norms_of_subclasses_are_plain_and_whole() -> None:
+    class Split(torch.Tensor):
+        """As a DTensor: what it holds is a part."""
+
+        def full_tensor(self) -> torch.Tensor:
+            return torch.tensor([7.0])
+
+    assert type(on_accelerator([torch.ones(1)], 2.0)) is torch.Tensor
+    assert on_accelerator([torch.full((4,), 2.0)], 2.0).tolist() == [4.0]
+    assert measuring.norms([torch.ones(1).as_subclass(Split)], 2.0).tolist() == [7.0]
+    assert measuring.norms([torch.ones(1).as_subclass(Accelerated), torch.ones(0)], math.inf).tolist() == [1.0, 0.0]
+
+
+def test_on_an_accelerator_a_norm_that_does_not_fit_condemns() -> None:
+    tensors: list[torch.Tensor] = [torch.full((100,), 3e38).as_subclass(Accelerated)]
+    assert not measuring.fit(measuring.norms(tensors, 2.0), tensors, ONE, torch.float32).any()
+
+
+def test_the_widest_dtype_of_a_device() -> None:
+    assert measuring.wide(torch.device("mps")) is torch.float32
+    assert measuring.wide(torch.device("cpu")) is measuring.wide(torch.device("cuda")) is torch.float64

@@ -186,7 +186,7 @@ class Probe:
         tensors += [grads[index] for index in self._others]
         if not are_real_on_cpu(tensors):
             return math.nan
-        total, listed = 0.0, []
+        total, listed = 1e-18, []  # fp32 may lose squares of less than that
         for tensor in tensors:
             if tensor.dtype not in _DOTTED:
                 total += _peak(tensor)
@@ -196,13 +196,13 @@ class Probe:
                 total += _not_below(math.sqrt(torch.dot(tensor.view(-1), tensor.view(-1)).item()))
         if listed:
             norms = torch._foreach_norm(listed)
-            total += _not_below(torch.stack(norms).sum().item()) + 1e-18 * len(listed)
+            total += _not_below(torch.stack(norms).sum().item())
         return total
 
 
 def _not_below(norm: float) -> float:
-    """Return what no magnitude is above: fp32 norms are not off by so much, and lose squares of less than 1e-18."""
-    return norm * 2.0 + 1e-18
+    """Return what no magnitude is above: fp32 norms are not off by so much."""
+    return norm * 2.0
 
 
 def _norms_on_cpu(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
