@@ -197,3 +197,15 @@ def test_known_facts_are_on_the_cpu_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         (known,) = unscaling.all_finite([torch.ones(1)])
     assert (known.are_finite.device.type, known.are_finite.dtype) == ("cpu", torch.bool)
+
+
+def test_a_local_check_asks_where_the_gradients_are() -> None:
+    with torch.device("meta"):
+        (facts,) = unscaling.check_local([torch.ones(1)], [torch.full((2,), math.nan, device="cpu")])
+    assert facts.are_finite.tolist() == [False]
+
+
+def test_shares_go_to_the_device_of_the_norms() -> None:
+    grads = dataclasses.replace(grads_of(torch.ones(2, device="meta")), shares=[0.5])
+    ((_, norms),), _ = unscaling.measure([(torch.ones((), device="meta"), grads)], 2.0, in_fp32=False)
+    assert norms.device.type == "meta"
