@@ -173,3 +173,47 @@ def test_what_this_cpu_has_units_for_is_not_warned_of() -> None:
 def test_without_onednn_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert is_native_here.__wrapped__(BF16) is is_native_here.__wrapped__(FP16) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capabilities", "limit", "native", "told"),
+    [
+        (
+            FP16,
+            ZEN4,
+            None,
+            {BF16: True, FP16: False},
+            "this CPU has no units for torch.float16: its ops are emulated, often ten times and more slower than in "
+            "torch.float32; use torch.bfloat16, or see `castwise doctor`",
+        ),
+        (
+            BF16,
+            SKYLAKE,
+            None,
+            {},
+            "this CPU has no units for torch.bfloat16: its ops are emulated, two to ten times and more slower than in "
+            "torch.float32; stay in torch.float32, or see `castwise doctor`",
+        ),
+        (
+            BF16,
+            ZEN4,
+            ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+            {},
+            "torch does not use this CPU's units for torch.bfloat16, because of ONEDNN_MAX_CPU_ISA=AVX2: its ops are "
+            "emulated, two to ten times and more slower than in torch.float32; stay in torch.float32, or see "
+            "`castwise doctor`",
+        ),
+    ],
+)
+def test_the_warning_says_why_and_what_to_do(
+    dtype: torch.dtype,
+    capabilities: dict[str, bool],
+    limit: tuple[str, str] | None,
+    native: dict[torch.dtype, bool],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(emulation, "limit_of_onednn", lambda: limit)
+    monkeypatch.setattr(emulation, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(emulation, "is_native_here", lambda dtype: native.get(dtype, False))
+    assert emulation._message(dtype) == told

@@ -377,3 +377,8 @@ def test_on_an_accelerator_a_norm_that_does_not_fit_condemns() -> None:
 def test_the_widest_dtype_of_a_device() -> None:
     assert measuring.wide(torch.device("mps")) is torch.float32
     assert measuring.wide(torch.device("cpu")) is measuring.wide(torch.device("cuda")) is torch.float64
+
+
+def test_squares_that_fp32_cannot_hold_are_noticed_however_many_there_are() -> None:
+    tensors = [torch.full((2**22,), 1.234e-20)]
+    assert measuring.norms(tensors, 2.0).tolist() == pytest.approx([reference(tensors[0], 2.0)], rel=3e-7, abs=0.0)

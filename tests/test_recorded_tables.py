@@ -1,0 +1,34 @@
+"""Tables in benchmarks/README.md are those that the scripts make of the committed results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+TABLES = {
+    "fidelity": "fidelity-cpu",
+    "fault_finding": "fault_finding-cpu",
+    "mutants": "mutants",
+    "core_coverage": "coverage",
+}
+
+
+@pytest.mark.parametrize(("script", "name"), TABLES.items())
+def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    record = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    page = (BENCHMARKS / "README.md").read_text()
+    shown = page.partition(f"<!-- {name} begins -->\n")[2].partition(f"\n<!-- {name} ends -->")[0]
+    assert shown == importlib.import_module(script).table(record)
+
+
+def test_every_table_is_tied_to_a_record() -> None:
+    page = (BENCHMARKS / "README.md").read_text()
+    assert sorted(re.findall(r"<!-- (\S+) begins -->", page)) == sorted(TABLES.values())
