@@ -93,6 +93,7 @@ WRONG = {
     "a subcommand": "```sh\ncastwise train\n```\n",
     "a command": "```sh\nrm -rf x\n```\n",
     "an extra": "```sh\npip install 'castwise[nothing]'\n```\n",
+    "what is no target": "```sh\nmake .PHONY\n```\n",
     "a target": "```sh\nmake nothing\n```\n",
     "a script that is not there": "```sh\ntorchrun nothing.py\n```\n",
     "a script that fails": "<!-- file: a.py -->\n```python\n1 / 0\n```\n```sh\npython a.py\n```\n",

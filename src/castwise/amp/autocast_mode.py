@@ -74,7 +74,6 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
             return result if output is None else cast_floats(result, device, output)
 
     # TorchScript looks for this attribute and raises its value.
-    # A mark for torch.jit, as torch's own decorated functions have it.
     decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
     return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
 

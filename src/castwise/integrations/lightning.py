@@ -23,7 +23,6 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 
 # The plugins are instances of both of Lightning's, as strategies ask for the one or the other: mypy compares the two.
-# mypy finds that bases differ in the type of `precision`: each narrows it to strings of its own.
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
     """Mixed precision of a `Trainer`, in the place of its `precision` and with any strategy that splits by torch:
 

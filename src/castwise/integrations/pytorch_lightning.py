@@ -20,7 +20,7 @@ except ImportError as error:
 __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 
-# mypy finds that bases differ in the type of `precision`: each narrows it to strings of its own.
+# Of both of Lightning's, as in castwise.integrations.lightning: mypy compares the two.
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
     """`castwise.integrations.lightning.MixedPrecision` for `pytorch_lightning.Trainer`.
 
