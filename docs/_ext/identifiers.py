@@ -20,6 +20,7 @@ import castwise
 REFERENCE = Path(__file__).parents[1] / "reference"
 _MODULE = re.compile(r"^\.\. py:module:: (castwise[\w.]*)", re.M)
 _DIRECTIVE = re.compile(r"^\.\. auto(?:class|exception|function|data):: (castwise[\w.]*)", re.M)
+_WITH_PARTS = re.compile(r"^\.\. autoclass:: (castwise[\w.]*)\n   :inherited-members:", re.M)
 
 OURS = [
     *("castwise.cuda", "castwise.cpu"),
@@ -82,6 +83,14 @@ def modules() -> set[str]:
     return {name for page in REFERENCE.glob("*.md") for name in _MODULE.findall(page.read_text())}
 
 
+def owner(member: str, found: Any, where: dict[int, str]) -> Any:
+    """Return the class under which the reference has a member of a class; None if under no class."""
+    made_by = next(base for base in found.__mro__ if member in vars(base))
+    shown = {name for page in REFERENCE.glob("*.md") for name in _WITH_PARTS.findall(page.read_text())}
+    wholes = (base for base in found.__mro__ if issubclass(base, made_by) and where.get(id(base)) in shown)
+    return made_by if id(made_by) in where else next(wholes, None)
+
+
 def _place(found: Any, where: dict[int, str], member: str = "") -> str:
     if id(found) in where:
         return where[id(found)] + (member and f".{member}")
@@ -97,10 +106,8 @@ def _of_module(name: str, where: dict[int, str]) -> dict[str, str]:
         theirs, ours = getattr(module, public), getattr(counterpart, public)
         found[f"{name}.{public}"] = _place(ours, where)
         for member in members(theirs):
-            owner = next(base for base in ours.__mro__ if member in vars(base))
-            found[f"{name}.{public}.{member}"] = (
-                _place(owner, where, member) if id(owner) in where else _place(ours, where)
-            )
+            made_by = owner(member, ours, where)
+            found[f"{name}.{public}.{member}"] = _place(made_by, where, member) if made_by else _place(ours, where)
     return found
 
 

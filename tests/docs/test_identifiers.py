@@ -111,10 +111,11 @@ WITHOUT_ARGUMENTS = {
 
 
 def public_callables() -> Iterator[tuple[str, Callable[..., object]]]:
-    for name in sorted(set(identifiers.places().values())):
+    where = identifiers.places()
+    for name in sorted(set(where.values())):
         module, _, last = name.rpartition(".")
         found = getattr(importlib.import_module(module), last)
-        own = [each for each in identifiers.members(found) if each in vars(found)] if inspect.isclass(found) else []
+        own = [each for each in identifiers.members(found) if identifiers.owner(each, found, where) is found]
         for path, each in [(name, found), *((f"{name}.{member}", getattr(found, member)) for member in own)]:
             is_called = inspect.isclass(each) or inspect.isroutine(each)
             if is_called and path.rpartition(".")[2] not in WITHOUT_ARGUMENTS:

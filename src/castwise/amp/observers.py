@@ -6,11 +6,13 @@ Observers are called where things happen, with the objects themselves, and see t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 class Observer:
@@ -64,3 +66,10 @@ def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for observer in OBSERVERS:
             observer.stepped(scaler, optimizer)
+
+
+def registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    """Add a hook to those of a user, who may remove it with the handle."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
