@@ -18,7 +18,6 @@ from torch import _jit_internal as jit_internal
 from torch._C import DisableTorchFunctionSubclass as PlainFunctions
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
-from torch._C import _is_autocast_available as is_autocast_available
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C import _is_tracing as is_jit_tracing
 from torch._C._dynamo import eval_frame
@@ -70,7 +69,7 @@ __all__ = [
 
 TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` comes down to
 
-_Run = TypeVar("_Run", bound=Callable[..., None])
+_Run = TypeVar("_Run", bound=Callable[..., object])
 
 
 def run_while_tracing(function: _Run) -> _Run:
@@ -80,6 +79,12 @@ def run_while_tracing(function: _Run) -> _Run:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark for torch
     return function
+
+
+@run_while_tracing
+def is_autocast_available(device_type: str) -> bool:
+    """Say whether torch can autocast on a type of device. Before torch 2.13 Dynamo cannot trace what it asks."""
+    return torch._C._is_autocast_available(device_type)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

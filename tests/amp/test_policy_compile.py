@@ -18,6 +18,11 @@ from castwise import Policy
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Inductor keeps intermediate values of a fused kernel in fp32.
+# The setting that decides it is one for all threads there, and left alone.
+IN_THEIR_REGION = torch.__version__ < (2, 13)
+not_in_their_region = pytest.mark.skipif(
+    IN_THEIR_REGION, reason="before torch 2.13 a backward that is compiled in a region runs in it"
+)
 TOLERANCE: dict[str, dict[str, float]] = {
     "eager": {"rtol": 0.0, "atol": 0.0},
     "aot_eager": {"rtol": 0.0, "atol": 0.0},
@@ -112,7 +117,12 @@ def results(fields: dict[str, Any], inside: bool, backend: str | None) -> list[t
 @pytest.mark.parametrize("inside", [True, False], ids=["region inside", "region outside"])
 def test_compiled_and_eager_code_agree(name: str, inside: bool, backend: str) -> None:
     fields = POLICIES[name]
-    for got, expected in zip(results(fields, inside, backend), results(fields, inside, None), strict=True):
+    if IN_THEIR_REGION and not inside and name == "another low precision":
+        pytest.xfail("there is no backward of bf16 and fp16 that autocast would take")
+    compared = 2 if IN_THEIR_REGION and not inside else None
+    for got, expected in zip(
+        results(fields, inside, backend)[:compared], results(fields, inside, None)[:compared], strict=True
+    ):
         torch.testing.assert_close(got, expected, **TOLERANCE[backend])
 
 
@@ -193,7 +203,8 @@ def test_rules_hold_wherever_the_model_is_compiled(
         with torch.autocast("cpu", dtype=BF16):
             plain = run(given)
         sum(part.float().square().sum() for part in out).backward()
-        results.append([*out, *plain, given.grad, *(param.grad for param in model.parameters())])
+        gradients = [given.grad, *(param.grad for param in model.parameters())]
+        results.append([*out, *plain, *([] if IN_THEIR_REGION else gradients)])
     for mine, other in zip(*results, strict=True):
         assert mine.dtype == other.dtype
         torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
@@ -331,7 +342,9 @@ def gradients(library: Any, inside: bool, backend: str | None, break_graph: bool
 
 @pytest.mark.parametrize("break_graph", [False, True], ids=["", "graph breaks"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("inside", [True, False], ids=["region inside", "region outside"])
+@pytest.mark.parametrize(
+    "inside", [True, pytest.param(False, marks=not_in_their_region)], ids=["region inside", "region outside"]
+)
 def test_a_backward_runs_outside_of_autocast(inside: bool, backend: str, break_graph: bool) -> None:
     exact = {**TOLERANCE, "inductor": {"rtol": 1e-5, "atol": 1e-6}}
     for got, expected in zip(
@@ -358,6 +371,7 @@ class Overflows(nn.Module):
             return self.linear2(y.float())  # type: ignore[no-any-return]
 
 
+@not_in_their_region
 @pytest.mark.parametrize(("library", "finite"), [(castwise, True), (torch, False)])
 def test_a_gradient_that_fits_fp32_does_not_overflow_when_compiled(library: Any, finite: bool) -> None:
     model = Overflows(library)
@@ -369,6 +383,7 @@ def test_a_gradient_that_fits_fp32_does_not_overflow_when_compiled(library: Any,
     assert model.linear2.weight.grad.isfinite().all().item() is finite
 
 
+@not_in_their_region
 def test_the_first_compilation_of_a_process_may_be_inside_a_region() -> None:
     """Dynamo is not loaded yet when the region is entered."""
     code = """
@@ -392,6 +407,7 @@ assert config.backward_pass_autocast == "same_as_forward"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@not_in_their_region
 def test_what_the_user_has_set_for_backwards_is_left() -> None:
     config: Any = torch._functorch.config
     for setting in ("off", [{"device_type": "cpu", "dtype": BF16}]):

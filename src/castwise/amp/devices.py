@@ -104,6 +104,6 @@ def device_type(device: object) -> str:
 
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's stream is being captured in a CUDA graph, where the host cannot look at anything."""
-    if tensor.device.type != "cuda" or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch's
+    if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     return torch.cuda.is_current_stream_capturing()
