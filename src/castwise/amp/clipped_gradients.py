@@ -51,7 +51,8 @@ class ClippedGradients(ScaledGradients):
             ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
 
         Example:
-            >>> scaler = GradScaler("cpu")
+            >>> import castwise
+            >>> scaler = castwise.GradScaler("cpu")
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = torch.optim.SGD([weight], lr=0.1)
             >>> scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()

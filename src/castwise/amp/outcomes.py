@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from castwise._warnings import warn
-from castwise.amp import measuring, unscaling
+from castwise.amp import unscaling
 from castwise.amp.devices import is_capturing
 from castwise.amp.gradients import is_plain, params_of
 from castwise.amp.readback import Readback
@@ -260,11 +260,10 @@ def _several(count: int, noun: str) -> str:
 def _ask_for(
     step: Step, least: torch.Tensor, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None
 ) -> Readback:
-    dtype, device = measuring.wide(after.device), after.device
-    unknown = torch.full((), math.nan, dtype=dtype, device=device)
+    unknown = torch.full((), math.nan, device=after.device)
     numbers = [step.found_inf, least, before, after, *(unknown if it is None else it for it in (loss, step.norm))]
     parts = [number.reshape(1) for number in numbers] + [flags for _, flags in step.facts]
-    return Readback(torch.cat([part.to(device=device, dtype=dtype, non_blocking=True) for part in parts]))
+    return Readback(torch.cat([part.to(after.device, non_blocking=True) for part in parts]))
 
 
 def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float]:

@@ -257,10 +257,10 @@ class ScaledSteps(ClippedGradients):
 
         False before the first step, and whenever the scaler is disabled.
         """
-        found = [] if self._last_step is None else list(self._last_step.found_infs)
-        if not found:
+        found = () if self._last_step is None else self._last_step.found_infs
+        if self._scale is None or not found:
             return torch.zeros((), dtype=torch.bool, device=None if self._scale is None else self._scale.device)
-        return unscaling.combine(found, found[0] if self._scale is None else self._scale) != 0
+        return unscaling.combine(found, self._scale) != 0
 
     @never_traced
     def step_scheduler(
