@@ -12,6 +12,7 @@ Survivors are explained in `tests/mutants.toml` by what was changed; one that is
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import json
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 AMP = ROOT / "src" / "castwise" / "amp"
 RECORD = recording.HERE / "results" / "mutants.json"
 KNOWN = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+MARKS = {"never_traced", "only_inlined", "run_while_tracing"}
 NOT_KILLED = {"survived", "no tests", "suspicious", "segfault"}
 SETTINGS = """
 [tool.mutmut]
@@ -54,6 +56,22 @@ type_check_command = [
 ]
 """
 
+# mutmut's frames are none that a user could be shown.
+WARN = """
+
+def warn(message: str, category: type[Warning], stacklevel: int) -> None:  # type: ignore
+    import sys
+    from types import FrameType
+
+    levels: list[bool] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        levels.append(frame.f_code.co_filename.endswith("trampoline.py"))
+        frame = frame.f_back
+    ours = [level for level, is_mutmuts in enumerate(levels, 2) if not is_mutmuts]
+    warnings.warn(message, category, stacklevel=ours[min(stacklevel, len(ours)) - 1])
+"""
+
 
 def tests_of(module: str) -> list[str]:
     """Return the files of the tests that are to notice faults of a module."""
@@ -66,10 +84,39 @@ def modules() -> list[str]:
     return [path.stem for path in sorted(AMP.glob("*.py")) if tests_of(path.stem)]
 
 
+def plain(source: str) -> str:
+    """Return a module of which the functions are decorated after they are made: mutmut leaves out decorated ones.
+
+    Those that only bear marks for Dynamo lose them: Dynamo meets mutmut's trampolines there anyway.
+    """
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    functions = [
+        (node, [ast.unparse(decorator) for decorator in node.decorator_list])
+        for body in bodies
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    setters = {decorator for _, decorators in functions for decorator in decorators if decorator.endswith(".setter")}
+    for node, decorators in sorted(functions, key=lambda function: -function[0].lineno):
+        stay = {"staticmethod", "classmethod", "overload", *setters}
+        if not decorators or stay.intersection(decorators) or f"{node.name}.setter" in setters:
+            continue
+        left = [decorator for decorator in decorators if decorator.rpartition(".")[2] not in MARKS]
+        if left:
+            made = "(".join([*left, f"_plain_{node.name}"]) + ")" * len(left)
+            lines.insert(node.end_lineno or 0, f"{' ' * node.col_offset}{node.name} = {made}  # type: ignore")
+            first = lines[node.lineno - 1]
+            lines[node.lineno - 1] = first.replace(f"def {node.name}(", f"def _plain_{node.name}(", 1)
+        del lines[node.decorator_list[0].lineno - 1 : node.lineno - 1]
+    return "\n".join(lines) + "\n"
+
+
 def digest(module: str) -> str:
     """Return what changes with a module and with its tests."""
-    files = [AMP / f"{module}.py", *(ROOT / name for name in tests_of(module))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    tests = [(ROOT / name).read_text() for name in tests_of(module)]
+    return hashlib.sha256("".join([plain((AMP / f"{module}.py").read_text()), *tests]).encode()).hexdigest()[:16]
 
 
 def mutmut(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -84,6 +131,11 @@ def workplace(module: str) -> Path:
         shutil.rmtree(folder / name, ignore_errors=True)
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("_build", "__pycache__"))
     shutil.copy(ROOT / "README.md", folder)
+    with (folder / "src" / "castwise" / "_warnings.py").open("a") as file:
+        file.write(WARN)
+    source = folder / "src" / "castwise" / "amp" / f"{module}.py"
+    source.write_text(plain(source.read_text()))
+    subprocess.run([sys.executable, "-m", "mypy", "--no-warn-unused-ignores", source], cwd=folder, check=True)
     settings = SETTINGS.format(module=module, tests=json.dumps(tests_of(module)), python=sys.executable)
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings)
     return folder
@@ -110,6 +162,7 @@ def change(folder: Path, name: str) -> tuple[str, str]:
 
 def tried(module: str) -> dict[str, Any]:
     """Run the tests on every mutant of a module."""
+    tests, at_first = tests_of(module), digest(module)
     folder = workplace(module)
     forget_survivors(folder)
     mutmut(folder, "run", "--max-children", "2", check=True)
@@ -126,8 +179,8 @@ def tried(module: str) -> dict[str, Any]:
     ]
     return {
         "date": datetime.date.today().isoformat(),
-        "digest": digest(module),
-        "tests": tests_of(module),
+        "digest": at_first,
+        "tests": tests,
         "mutants": len(statuses),
         "counts": dict(sorted(counts.items())),
         "survivors": survivors,

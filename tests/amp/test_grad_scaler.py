@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.amp.scalers import agreeing
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from castwise.amp import unscaling
 from castwise.amp.grad_scaler import GradScaler, OptState, _MultiDeviceReplicator
 from castwise.amp.ledger import Ledger
+from castwise.amp.outcomes import StepFacts
+from castwise.amp.readback import Flag, Readback
+from castwise.schedules import Headroom, Static
 
 
 class Losses(NamedTuple):
@@ -781,3 +786,92 @@ def test_a_gradient_of_a_subclass_that_unscaling_makes_infinite_skips_the_step(f
     scaler.update()
     assert param.tolist() == [1.0, 2.0]
     assert scaler.get_scale() == 2.0**-21
+
+
+# -- what ranks, hooks and copies are given ----------------------------------------------------------------------------
+
+
+def test_ranks_begin_with_the_numbers_of_the_scaler_and_hear_of_those_that_are_set() -> None:
+    scaler = GradScaler("cpu", schedule=Headroom(init_scale=4.0))
+    rank = agreeing(scaler)
+    trackers = tuple(scaler.schedule.trackers().values())
+    assert trackers
+    scaler.scale(torch.ones(()))
+    scaler.update(8.0)
+    saved = scaler.state_dict() | {"_growth_tracker": 3}
+    scaler.load_state_dict(saved)
+    assert rank.started[-2:] == [(4.0, 0, *trackers), (8.0, 3, *trackers)]
+    assert rank.calls == [("update", 8.0)]
+
+
+@pytest.mark.parametrize(("gradient", "known"), [(8.0, 2.0), (torch.inf, 0.0)])
+def test_ranks_are_told_the_largest_finite_gradient_in_fp64(gradient: float, known: float) -> None:
+    scaler, param = GradScaler("cpu", schedule=Headroom(init_scale=4.0)), weight(1.0)
+    rank = agreeing(scaler)
+    scaler.scale(param.sum())
+    param.grad = torch.tensor([gradient])
+    scaler.step(torch.optim.SGD([param]))
+    scaler.update()
+    assert [(norm.dtype, norm.item()) for norm in rank.norms] == [(torch.float64, known)]
+
+
+def test_after_an_update_any_optimizer_has_an_entry() -> None:
+    scaler, optimizer, _ = ready()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler._per_optimizer_states[id(object())]["stage"] is OptState.READY
+
+
+def test_an_update_advances_no_schedule_of_which_the_host_does_not_know_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Flag, Readback):
+        monkeypatch.setattr(kind, "is_on_host", property(lambda self: False))
+    scaler, optimizer, param = ready(fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    epochs = []
+    for _ in range(4):
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.step_scheduler(schedule)
+        scaler.update()
+        epochs.append(schedule.last_epoch)
+    assert epochs == [0, 0, 1, 2]
+
+
+def test_the_step_of_an_optimizer_whose_place_another_one_has_taken_is_still_told() -> None:
+    scaler, first, param = ready()
+    second = torch.optim.SGD([param], lr=1.0)
+    told: list[StepFacts] = []
+    scaler.register_step_hook(told.append)
+    scaler.step(first)
+    states, owners = scaler._per_optimizer_states, scaler._owners
+    states[id(second)], owners[id(second)] = states.pop(id(first)), owners.pop(id(first))  # as if it had the same id
+    scaler.step(second)
+    scaler.update()
+    assert len(told) == 2
+
+
+def test_the_words_of_calls_at_the_wrong_time() -> None:
+    scaler, optimizer, _ = ready()
+    text = (
+        "No inf checks were recorded prior to update(): call scaler.step(optimizer) or scaler.unscale_(optimizer) "
+        "since the last one"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        scaler.update()
+    scaler.step(optimizer)
+    text = "a GradScaler can be pickled or copied only at the beginning of an iteration: call scaler.update() before"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        copy.deepcopy(scaler)
+
+
+def test_a_copy_of_a_scaler_that_is_off_has_its_scale_and_none_has_tensors() -> None:
+    assert copy.deepcopy(GradScaler("cpu", init_scale=3.0, enabled=False))._init_scale == 3.0
+    scaler = GradScaler("cpu", schedule=Headroom(init_scale=4.0))
+    scaler.scale(torch.ones(()))
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(scaler.__getstate__()))
+
+
+def test_numbers_beside_a_schedule_are_all_named() -> None:
+    text = "a schedule carries all its own numbers: give init_scale=8.0, growth_interval=3 to Static, or leave it out"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        GradScaler("cpu", init_scale=8.0, growth_interval=3, schedule=Static(4.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from castwise import Policy
-from castwise.amp.module_rules import decide
+from castwise.amp.module_rules import decide, spelled
 
 
 class Block(nn.Module):
@@ -51,6 +53,7 @@ def computed(modules: dict[Any, str], model: nn.Module | None = None) -> dict[st
         ({"type:*Norm*": "float32"}, ["blocks.0.norm", "blocks.1.norm", "norm"]),
         ({"last:*": "float32"}, ["head"]),
         ({"last:Embedding": "float32"}, ["token"]),
+        ({"maybe:last:Block": "float32"}, []),  # it has no weights of its own
         ({"maybe:type:Conv*": "float32", "head": "exclude"}, ["head"]),
         ({"maybe:head": "float32"}, ["head"]),
         ({"blocks.0.mlp": "float32"}, ["blocks.0.mlp", "blocks.0.mlp.0", "blocks.0.mlp.1", "blocks.0.mlp.2"]),
@@ -93,6 +96,36 @@ def test_a_name_decides_over_a_pattern_over_a_type_and_a_later_rule_over_an_earl
     assert by_key["norm"] == "type:torch.nn.modules.normalization.LayerNorm"
     later = Policy(compute="float16", modules={"*norm": "float32", "blocks.*.norm": "bfloat16"})
     assert {d.name: d.compute for d in decide(later, Model())}["blocks.0.norm"] == "bfloat16"
+    assert computed({"head": "float32", "re:head|norm": "float16"}) == {"norm": "float16", "head": "float32"}
+    perhaps = computed({"*norm": "float32", "maybe:type:L*": "float16"})
+    assert perhaps["norm"] == "float32", "a type decides over a pattern if it is only perhaps there"
+    assert perhaps["head"] == "float16"
+    assert computed({"X": "float32", "*": "float16"}, nn.Sequential(OrderedDict(X=nn.Linear(1, 1)))) == {
+        "": "float16",
+        "X": "float32",
+    }
+
+
+def test_the_last_one_is_the_last_with_a_matrix() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    assert list(computed({"last:*": "float32"}, model)) == ["0"]
+
+
+def test_a_rule_for_a_container_is_in_force_in_what_it_holds() -> None:
+    def in_force(modules: dict[Any, str]) -> dict[str, str | None]:
+        return {each.name: each.in_force for each in decide(Policy(compute="bfloat16", modules=modules), Model())}
+
+    of_list = in_force({"blocks": "float32", "blocks.1": "float16"})
+    assert [of_list[name] for name in ("", "blocks", "blocks.0", "blocks.1")] == [None, "float32", "float32", "float16"]
+    of_sequence = in_force({"blocks.0.mlp": "float32"})
+    assert of_sequence["blocks.0.mlp"] == "float32"
+    assert of_sequence["blocks.0.mlp.0"] is None, "its forward is called from that of the Sequential"
+
+
+def test_types_and_expressions_are_spelled_with_what_they_say() -> None:
+    assert spelled(re.compile("he.d")) == "re:he.d"
+    assert spelled(re.compile("he.d", re.IGNORECASE | re.DOTALL)) == "re:(?is)he.d"
+    assert spelled("head") == "head"
 
 
 def test_rules_that_overlap_in_part_bind() -> None:
@@ -114,10 +147,20 @@ def test_rules_that_overlap_in_part_bind() -> None:
             {"type:LayerNrm": "float32"},
             "modules['type:LayerNrm'] matches no module of the model; did you mean 'LayerNorm'",
         ),
+        (
+            {"last:Embeding": "float32"},
+            "modules['last:Embeding'] matches no module of the model; did you mean 'Embedding'?",
+        ),
         ({nn.Conv2d: "float32"}, "modules['type:torch.nn.modules.conv.Conv2d'] matches no module of the model"),
         ({"last:Conv*": "float32"}, "modules['last:Conv*'] matches no module"),
         ({"re:[": "float32"}, "'re:[' is not a regular expression: "),
         ({"he*": "float16", "head": "float32"}, "modules['he*'] = 'float16' contradicts modules['head'] = 'float32'"),
+        (
+            {"head": "float32", "he*": "float16"},
+            "modules['he*'] = 'float16' contradicts modules['head'] = 'float32', which decides wherever it matches: "
+            "a name decides over a pattern, a pattern over a type, and a later rule over an earlier one",
+        ),
+        ({"h*": "float32", "last:Linear": "float16"}, "modules['last:Linear'] = 'float16' contradicts modules['h*']"),
         ({"*.norm": "float32", "blocks.*": "float16"}, "modules['*.norm'] = 'float32' contradicts modules['blocks.*']"),
     ],
 )
@@ -133,6 +176,7 @@ def test_a_module_with_two_names_has_one_rule() -> None:
     with pytest.raises(ValueError, match=re.escape("'head' and 'decoder' are one module, for which modules['head']")):
         computed({"head": "float32", "decoder": "float16"}, model)
     assert computed({"he*": "float16", "decoder": "float32"}, model) == {"head": "float32", "decoder": "float32"}
+    assert list(computed({"token": "float32"}, model)) == ["token"]
 
 
 def test_names_are_those_without_wrappers() -> None:
@@ -144,41 +188,28 @@ def test_names_are_those_without_wrappers() -> None:
 
 def test_only_modules_have_policies() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
-        Policy(compute="bfloat16").bind(3)  # type: ignore[arg-type]
+        decide(Policy(compute="bfloat16"), 3)  # type: ignore[arg-type]
 
 
-def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) -> None:
-    policy = Policy(
-        compute="bfloat16",
-        modules={"*norm": "float32", "blocks.1": "exclude", "blocks.1.mlp.*": "inherit"},
-        ops={"softmax": "float32"},
-        output="float32",
-        in_place="cast",
+@pytest.mark.parametrize(("devices", "is_refused"), [([0], False), ([0, 1], True)])
+def test_copies_in_threads_are_refused(devices: list[int], is_refused: bool) -> None:
+    model = nn.DataParallel(Model())
+    model.device_ids = devices
+    text = (
+        "DataParallel runs copies of the model in threads of its own, where no policy is in force: "
+        "use DistributedDataParallel"
     )
-    model = Model()
-    policy.explain(model)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("  ")[0] == "module"
-    rows = {line.split()[0]: re.split(r"\s{2,}", line)[1:] for line in lines[1:]}
-    assert rows["(root)"] == ["Model", "0", "bfloat16", "compute"]
-    assert rows["head"] == ["Linear", "40", "bfloat16", "compute"]
-    assert rows["blocks.0.norm"] == ["LayerNorm", "8", "float32", "*norm"]
-    assert rows["blocks.1"] == ["Block", "0", "float32 (autocast off)", "blocks.1"]
-    assert rows["blocks.1.mlp.0"] == ["Linear", "20", "float32", "blocks.1 (of blocks.1)"]
-    assert lines[-3:] == [
-        "ops: softmax in float32",
-        "writes in place: the source is cast to the destination",
-        "outputs: float32",
-    ]
-    assert not model._forward_pre_hooks
-    assert repr(policy).startswith("Policy(compute='bfloat16', modules={'*norm': 'float32', ")
-    Policy(compute="bfloat16").explain(nn.Linear(1, 1))
-    assert capsys.readouterr().out.splitlines()[1:] == ["(root)  Linear           2  bfloat16     compute"]
-    policy.explain(model, units=[Block, "*.mlp"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: re.split(r"\s{2,}", line)[1:] for line in lines[1:]}
-    assert rows["blocks.0.mlp.0"] == ["Linear", "20", "bfloat16", "bfloat16 with blocks.0.mlp", "compute"]
-    assert rows["blocks.0.norm"] == ["LayerNorm", "8", "float32", "own dtype with blocks.0", "*norm"]
-    assert rows["token"] == ["Embedding", "32", "bfloat16", "own dtype with (root)", "compute"]
-    with pytest.raises(TypeError, match=re.escape("units must be several keys, as in ['blocks.*']")):
-        policy.explain(model, units="blocks.*")
+    with pytest.raises(ValueError, match=f"^{text}$") if is_refused else nullcontext():
+        decide(Policy(compute="bfloat16"), model)
+
+
+def test_a_rule_for_the_projection_of_an_attention_is_refused_as_nothing_calls_its_forward() -> None:
+    model = nn.Sequential(nn.Sequential(nn.MultiheadAttention(4, 2)), nn.Linear(4, 4))
+    for key in ("0.0.out_proj", "*.out_proj"):
+        with pytest.raises(ValueError, match=re.escape(f"modules['{key}'] names '0.0.out_proj'")) as caught:
+            computed({key: "float32"}, model)
+        assert str(caught.value).endswith(
+            "whose forward torch.nn.MultiheadAttention never calls: name the attention itself"
+        )
+    assert "1" in computed({nn.Linear: "float32"}, model)
+    assert list(computed({"out_proj": "float32"}, nn.Sequential(OrderedDict(out_proj=nn.Linear(4, 4))))) == ["out_proj"]

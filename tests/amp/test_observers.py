@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import castwise
-from castwise.amp.observers import OBSERVERS, Observer
+from castwise.amp.observers import OBSERVERS, Observer, registered
 
 
 @pytest.fixture
@@ -103,3 +105,44 @@ def test_an_observer_may_leave_out_what_it_does_not_want_to_know() -> None:
     finally:
         OBSERVERS.remove(observer)
     assert saved == [scaler]
+
+
+def test_a_hook_is_there_until_its_handle_removes_it() -> None:
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    first, second = registered(hooks, "first"), registered(hooks, "second")
+    assert list(hooks.values()) == ["first", "second"]
+    first.remove()
+    assert list(hooks.values()) == ["second"]
+    second.remove()
+    assert not hooks
+
+
+def test_they_are_given_the_scaler_and_the_optimizer() -> None:
+    given: dict[str, tuple[Any, ...]] = {}
+
+    class Remembers(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            return lambda *objects, **_: given.update({name: objects})
+
+    OBSERVERS.append(observer := Remembers())
+    try:
+        for call in ("unscale_", "clip_grad_norm_", "clip_grad_value_", "step"):
+            given.clear()
+            scaler, weight = castwise.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.SGD([weight], 0.5)
+            scaler.scale(loss := weight.sum())
+            weight.grad = torch.ones(2)
+            getattr(scaler, call)(optimizer, *([] if call in ("unscale_", "step") else [1.0]))
+            assert given["scaler_made"] == (scaler,)
+            assert given["scaled"][0] is scaler
+            assert given["scaled"][1] is loss
+            assert given["unscaling"] == (scaler, optimizer)
+        scaler.update()
+        scaler.load_state_dict(scaler.state_dict())
+        scaler.get_scale()
+        saved = given.pop("saved")
+        copy.deepcopy(scaler)
+    finally:
+        OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
+    assert given["stepping"] == given["stepped"] == (scaler, optimizer)
+    assert given["updating"] == saved == given["saved"] == given["loaded"] == given["asked"] == (scaler,)

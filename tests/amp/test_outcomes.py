@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.amp.scalers import agreeing
 from torch import nn
 
 import castwise
@@ -758,3 +759,163 @@ def test_what_is_no_schedule_is_refused() -> None:
     scaler = GradScaler("cpu", schedule=Static(4.0))
     with pytest.raises(RuntimeError, match=r"Static\(init_scale=4.0.* has no growth_factor: it would have no effect"):
         scaler.set_growth_factor(3.0)
+
+
+# -- what a sentence about a skip says -------------------------------------------------------------------------------
+
+
+def test_the_words_for_one_step_and_for_several() -> None:
+    world = World(Dynamic(2.0**100, patience=2))
+    world.step(gradient=math.nan)
+    world.backward(gradient=math.nan)
+    world.good.grad.fill_(math.nan)
+    world.scaler.step(world.optimizer)
+    with pytest.warns(UserWarning, match="Cause") as caught:
+        world.scaler.update()
+    assert str(caught[0].message) == (
+        "the last 2 steps were skipped, the last one at scale 6.33825e+29. Cause: overflow: the loss was finite and "
+        "the gradients were not, so the scale is too high or the backward makes an inf or NaN by itself "
+        "(2 gradients were not finite). castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+    )
+    assert [each.filename for each in caught] == [__file__]
+
+    one = World(Dynamic(1.0, patience=1))
+    one.backward(gradient=math.nan)
+    one.scaler.step(one.optimizer)
+    with pytest.warns(UserWarning, match="Cause") as caught:
+        one.scaler.update()
+    assert [each.filename for each in caught] == [__file__]
+    assert str(caught[0].message).startswith("the last step was skipped, the last one at scale 1. Cause: ")
+    assert " (gradient was not finite). " in str(caught[0].message)
+
+    below = World(Dynamic(1.0))
+    below.backward(gradient=math.nan)
+    below.scaler.step(below.optimizer)
+    with pytest.warns(UserWarning, match="^the scale has fallen below 1, to 0.5, and the last step was skipped. Cause"):
+        below.scaler.update()
+
+    none = World(Dynamic(2.0, patience=1))
+    none.backward()
+    none.scaler.unscale_(none.optimizer)
+    found = none.scaler._per_optimizer_states[id(none.optimizer)]["found_inf_per_device"]
+    for found_inf in found.values():
+        found_inf.fill_(1.0)  # as a tool does that has heard so of another rank
+    none.scaler.step(none.optimizer)
+    with pytest.warns(UserWarning, match="Cause: ") as caught:
+        none.scaler.update()
+    assert "not finite)" not in str(caught[0].message)
+
+
+def test_an_error_says_what_was_found_out_or_how_to_find_out() -> None:
+    facts = StepFacts(1, None, 1.0, skipped=True)
+    error = ScaleExhausted("the end", facts)
+    assert str(error) == "the end. castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+    error.diagnosis = "it was the head"
+    assert str(error) == "the end. it was the head"
+
+
+def test_the_first_diagnosis_is_not_lost_to_a_hook_that_has_none() -> None:
+    world = World(Dynamic(1024.0, patience=1, on_exhausted="raise"))
+    for told in ("of the first", None):
+        world.scaler.register_step_hook(lambda _, told=told: told)  # type: ignore[misc]  # bound now
+    with pytest.raises(ScaleExhausted) as caught:
+        world.step(gradient=math.nan)
+    assert caught.value.diagnosis == "of the first"
+
+
+@pytest.mark.usefixtures("slow_host")
+def test_a_dead_optimizer_has_no_steps_in_a_row() -> None:
+    world = World(Dynamic(1024.0, patience=1), fused=True)
+    world.step(gradient=math.nan)
+    del world.optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        world.scaler.synchronize()
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "known"),
+    [
+        ([torch.tensor(3.0), torch.tensor(4.0)], 7.0),
+        ([torch.tensor([3.0, 4.0])], 7.0),
+        ([torch.tensor([6e4, 6e4], dtype=torch.float16)], 120000.0),  # which fp16 could not hold
+        ([torch.tensor(6e4, dtype=torch.float16)] * 2, 120000.0),
+        ([torch.tensor(3)], None),
+        ([], None),
+    ],
+)
+def test_the_loss_of_a_step_is_the_sum_in_fp32_of_what_was_scaled(
+    losses: list[torch.Tensor], known: float | None
+) -> None:
+    world = World().listen()
+    world.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    for loss in losses:
+        world.scaler.scale(loss)
+    for param in (world.good, world.bad):
+        param.grad = torch.ones_like(param)
+    world.scaler.step(world.optimizer)
+    world.scaler.update()
+    assert [facts.loss for facts in world.told] == [known]
+
+
+def test_several_losses_of_an_iteration_are_forgotten_with_it() -> None:
+    world, other = World().listen(), nn.Parameter(torch.ones(1))
+    second = torch.optim.SGD([other], lr=0.125)
+    world.scaler.scale(world.good.sum()).backward()
+    world.scaler.scale(world.bad.sum()).backward()
+    world.scaler.step(world.optimizer)
+    world.scaler.update()
+    world.backward(loss=math.nan, gradient=math.nan)
+    other.grad = torch.ones(1)
+    world.scaler.step(world.optimizer)
+    world.scaler.step(second)
+    world.scaler.update()
+    assert [facts.cause for facts in world.told] == [None, Cause.NONFINITE_LOSS, None]
+
+
+# -- what is asked for, and where --------------------------------------------------------------------------------------
+
+
+def test_of_a_step_that_was_taken_nothing_is_asked_for_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("castwise.amp.outcomes.Readback", lambda numbers: asked.append(numbers) or Readback(numbers))
+    world = World()
+    world.step()
+    assert asked == []
+    world.step(gradient=math.nan)
+    assert len(asked) == 1
+    world.listen().step()
+    assert len(asked) == 2
+
+
+def test_a_default_device_elsewhere_does_not_matter_to_facts() -> None:
+    world = World().listen()
+    world.backward(gradient=math.nan)
+    world.scaler.step(world.optimizer)
+    with torch.device("meta"):
+        world.scaler.update()
+    assert [(facts.loss, facts.grad_norm, facts.skipped) for facts in world.told] == [(1.0, None, True)]
+
+
+def test_of_a_step_that_was_taken_all_the_same_no_parameter_is_named() -> None:
+    world = World().listen()
+    world.backward(gradient=math.nan)
+    world.scaler.unscale_(world.optimizer)
+    found = world.scaler._per_optimizer_states[id(world.optimizer)]["found_inf_per_device"]
+    for found_inf in found.values():
+        found_inf.zero_()  # as a tool does that knows better
+    world.scaler.step(world.optimizer)
+    world.scaler.update()
+    assert [(facts.skipped, facts.parameters) for facts in world.told] == [(False, ())]
+
+
+@pytest.mark.parametrize(("gradient", "cause"), [(math.nan, Cause.OVERFLOW), (1.0, Cause.ANOTHER_RANK)])
+def test_among_ranks_a_skip_is_another_ranks_if_the_gradients_here_were_finite(gradient: float, cause: Cause) -> None:
+    world = World().listen()
+    ranks = agreeing(world.scaler)
+    ranks.any_ = lambda flags, call: [flag.fill_(1.0) for flag in flags]  # type: ignore[assignment,method-assign]
+    world.step(gradient=gradient)
+    assert [facts.cause for facts in world.told] == [cause]

@@ -65,7 +65,7 @@ class ScaledGradients(ScaledLosses):
             )
 
     def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, allow_fp16: bool) -> None:
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale = self._made_scale()
         ranks_know = self._agreement is not None and self._is_measured(optimizer, state)
         found_inf = torch.zeros_like(scale)
         if self._unscales_by_itself():
@@ -137,7 +137,7 @@ class ScaledGradients(ScaledLosses):
     def _note_largest(self, state: dict[str, Any], factors: unscaling.Factors) -> None:
         """Put the largest magnitude of the unscaled gradients on record, if the schedule wants to know it."""
         if self._rule.needs_largest and "largest" not in state:
-            scale, _ = self._check_scale_growth_tracker("step")
+            scale = self._made_scale()
             norms, _ = unscaling.measure(factors, math.inf, in_fp32=True)
             state["largest"] = unscaling.total_norm(norms, math.inf, like=scale).float()
 
@@ -148,7 +148,7 @@ class ScaledGradients(ScaledLosses):
         found: dict[torch.device, torch.Tensor],
     ) -> dict[torch.device, torch.Tensor]:
         """Put what was found on record for `step` and `update`, and send it to the host if `step` will ask there."""
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self._made_scale()
         # No gradient, no inf: the step counts as finite.
         found = found or {scale.device: torch.zeros_like(scale)}
         if self._agreement is not None:
@@ -229,9 +229,10 @@ class ScaledGradients(ScaledLosses):
             self._agreement.note_call(name, self._memory_of(optimizer).number, *arguments)
 
     def _account(self) -> str:
-        scale, growth_tracker = self._check_scale_growth_tracker("_account")
+        scale = self._made_scale()
         # Without a sync only a CPU's are known; others follow from the history, while memory is sound.
-        known = f"scale {scale.item()}, tracker {growth_tracker.item()}, " if scale.device.type == "cpu" else ""
+        on_cpu = scale.device.type == "cpu"
+        known = f"scale {scale.item()}, tracker {self._get_growth_tracker()}, " if on_cpu else ""
         return f"{known}{self._schedule()}"
 
     def _states(self) -> list[dict[str, Any]]:

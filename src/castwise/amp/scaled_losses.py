@@ -135,8 +135,7 @@ class ScaledLosses(torch.amp.GradScaler):
     def _scale_for(self, output: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        assert self._scale is not None
-        return self._scale
+        return self._made_scale()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -156,8 +155,13 @@ class ScaledLosses(torch.amp.GradScaler):
             )
         return self._scale, self._growth_tracker
 
+    def _made_scale(self) -> torch.Tensor:
+        """Return the scale where a public method has made sure that there is one."""
+        assert self._scale is not None
+        return self._scale
+
     def _inv_scale(self) -> torch.Tensor:
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale = self._made_scale()
         # fp32 division may be approximate on some devices; mps has no fp64.
         return scale.to(measuring.wide(scale.device)).reciprocal().float()
 

@@ -1,0 +1,74 @@
+"""What tests of a scaler's layers begin with, and an agreement of ranks that needs no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise import GradScaler
+from castwise.amp.agreement import Agreement
+
+
+def weight(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def scaled(*params: nn.Parameter, scaler: GradScaler | None = None, **options: Any) -> GradScaler:
+    """A scaler, and gradients of 1 times its scale, 4 by default."""
+    scaler = GradScaler("cpu", init_scale=4.0, **options) if scaler is None else scaler
+    scaler.scale(sum(param.float().sum() for param in params)).backward()  # type: ignore[union-attr]  # no empty sum
+    return scaler
+
+
+class Fused(torch.optim.SGD):
+    """A fused SGD with a step of 1 that remembers how it was called."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, lr=1.0, **{"fused": True, **options})
+
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.called_with = closure, args, kwargs
+        return super().step(closure)
+
+
+class Rank(Agreement):
+    """The only rank there is, without a process group; it remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.collectives: list[str] = []
+        self.norms: list[torch.Tensor] = []
+        self.started: list[tuple[float, ...]] = []
+        super().__init__(None, "cpu", 1)
+
+    def start(self, *state: float) -> None:
+        super().start(*state)
+        self.started.append(state)
+
+    def size(self) -> int:
+        return 1
+
+    def is_of_all_ranks(self) -> bool:
+        return True
+
+    def note_call(self, *call: object) -> None:
+        self.calls.append(call)
+
+    def any_(self, flags: Sequence[torch.Tensor], call: str) -> None:
+        self.collectives.append(call)
+
+    def norm(
+        self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float, call: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.collectives.append(call)
+        self.norms.append(norm)
+        return found_inf, norm
+
+
+def agreeing(scaler: GradScaler) -> Rank:
+    """Have a scaler agree with nobody, and return what it says."""
+    scaler._agree_with(rank := Rank())
+    return rank

@@ -1,0 +1,68 @@
+"""Calls that wait until it is known whether a step was taken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from castwise.amp.after_step import AfterSteps, LastStep, advance_of
+from castwise.amp.readback import Flag
+
+
+class Unknown:
+    """What was found, still on its way to the host."""
+
+    is_on_host = False
+
+    def __init__(self, skipped: bool) -> None:
+        self.skipped = skipped
+
+    def __bool__(self) -> bool:
+        return self.skipped
+
+
+def test_what_the_host_does_not_know_is_decided_two_updates_later() -> None:
+    calls: list[str] = []
+    waiting = AfterSteps()
+    for iteration, skipped in ((1, False), (2, True), (3, False)):
+        step = LastStep(iteration, [torch.tensor(0.0)], cast(Flag, Unknown(skipped)))
+        waiting.add(step, lambda name=f"of {iteration}": calls.append(name))  # type: ignore[misc]  # bound now
+    waiting.run(2)
+    assert calls == []
+    waiting.run(3)
+    assert calls == ["of 1"]
+    waiting.run(4)
+    assert calls == ["of 1"], "the second step was skipped"
+    waiting.run()
+    assert calls == ["of 1", "of 3"]
+
+
+def test_arguments_of_all_kinds_reach_schedules_and_functions() -> None:
+    class Schedule:
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(("step", args, kwargs))
+
+    calls: list[Any] = []
+    advance_of(Schedule(), (1,), {"epoch": 2})()
+    advance_of(lambda *args, **kwargs: calls.append(("function", args, kwargs)), (3,), {"by": 4})()
+    assert calls == [("step", (1,), {"epoch": 2}), ("function", (3,), {"by": 4})]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "text"),
+    [
+        (3, "expected something with a step() or a function, got int"),
+        (
+            nn.Identity(),
+            "Identity is a module, whose call is its forward: "
+            "give a function, such as lambda: average.update_parameters(model)",
+        ),
+    ],
+)
+def test_what_cannot_be_advanced_is_refused(scheduler: object, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        advance_of(scheduler, (), {})

@@ -1,0 +1,62 @@
+"""What `Policy.explain` prints."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from torch import nn
+
+from castwise import Policy
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 8)
+
+
+def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(
+        compute="bfloat16",
+        modules={"*norm": "float32", "blocks.1": "exclude", "blocks.1.mlp.*": "inherit"},
+        ops={"softmax": "float32"},
+        output="float32",
+        in_place="cast",
+    )
+    model = Model()
+    policy.explain(model)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "module"
+    rows = {line.split()[0]: re.split(r"\s{2,}", line)[1:] for line in lines[1:]}
+    assert rows["(root)"] == ["Model", "0", "bfloat16", "compute"]
+    assert rows["head"] == ["Linear", "40", "bfloat16", "compute"]
+    assert rows["blocks.0.norm"] == ["LayerNorm", "8", "float32", "*norm"]
+    assert rows["blocks.1"] == ["Block", "0", "float32 (autocast off)", "blocks.1"]
+    assert rows["blocks.1.mlp.0"] == ["Linear", "20", "float32", "blocks.1 (of blocks.1)"]
+    assert lines[-3:] == [
+        "ops: softmax in float32",
+        "writes in place: the source is cast to the destination",
+        "outputs: float32",
+    ]
+    assert not model._forward_pre_hooks
+    assert repr(policy).startswith("Policy(compute='bfloat16', modules={'*norm': 'float32', ")
+    Policy(compute="bfloat16").explain(nn.Linear(1, 1))
+    assert capsys.readouterr().out.splitlines()[1:] == ["(root)  Linear           2  bfloat16     compute"]
+    policy.explain(model, units=[Block, "*.mlp"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: re.split(r"\s{2,}", line)[1:] for line in lines[1:]}
+    assert rows["blocks.0.mlp.0"] == ["Linear", "20", "bfloat16", "bfloat16 with blocks.0.mlp", "compute"]
+    assert rows["blocks.0.norm"] == ["LayerNorm", "8", "float32", "own dtype with blocks.0", "*norm"]
+    assert rows["token"] == ["Embedding", "32", "bfloat16", "own dtype with (root)", "compute"]
+    with pytest.raises(TypeError, match=re.escape("units must be several keys, as in ['blocks.*']")):
+        policy.explain(model, units="blocks.*")
