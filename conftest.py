@@ -251,18 +251,18 @@ def _prints(example: Example) -> None:
         raise AssertionError(f"the block before prints\n\n{printed}\nand the page says\n\n{expected}")
 
 
-_DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?")
+_ROUNDED = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d{5,}")
 
 
 def _with_decimals_of(printed: str, expected: str) -> str:
     """Put numbers that are printed in the place of those expected, where they are within 1% of these."""
-    said = iter(_DECIMAL.findall(printed))
+    said = iter(_ROUNDED.findall(printed))
 
     def nearest(number: re.Match[str]) -> str:
         other = next(said, number[0])
         return other if math.isclose(float(other), float(number[0]), rel_tol=0.01) else number[0]
 
-    return _DECIMAL.sub(nearest, expected)
+    return _ROUNDED.sub(nearest, expected)
 
 
 def _file(example: Example) -> None:

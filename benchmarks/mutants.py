@@ -46,7 +46,9 @@ SETTINGS = """
 source_paths = ["src"]
 only_mutate = ["src/castwise/amp/{module}.py"]
 also_copy = ["README.md", "docs", "examples", "benchmarks"]
-pytest_add_cli_args = ["--hypothesis-profile=quick", "-p", "no:cacheprovider", "-p", "no:xdist"]
+pytest_add_cli_args = [
+    "--hypothesis-profile=quick", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not compil",
+]  # Dynamo cannot trace trampolines
 pytest_add_cli_args_test_selection = {tests}
 timeout_constant = 30.0  # other work on the machine is no reason to call a mutant noticed
 process_isolation = "forkserver"  # torch is not to be forked once it has computed

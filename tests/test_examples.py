@@ -85,6 +85,12 @@ def test_a_bad_batch_of_one_host_is_skipped_by_all() -> None:
     assert [step.split()[1] for step in steps if step.endswith("skipped")] == ["11"]
     assert len(steps) == 20
     assert all(re.search(r"loss \d+\.\d+ norm \d+\.\d+$", step) for step in steps if not step.endswith("skipped"))
+    page = (ROOT / "docs" / "tutorials" / "fsdp2.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    for line, step in zip(shown.splitlines(), steps[9:], strict=False):
+        assert re.sub(r"\d+\.\d+", "", line) == re.sub(r"\d+\.\d+", "", step)
+        numbers = [list(map(float, re.findall(r"\d+\.\d+", each))) for each in (line, step)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.01)
 
 
 def test_a_loop_in_the_manner_of_torchtitan_trains_and_is_recorded(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ RIGHT = {
     "a doctest": "```python\n>>> y = 2\n>>> print(y, 'of', [1, 2, 3])\n2 of [1, ...]\n```\n",
     "a diff": "```diff\n-y = no_such_name\n+y = 2\n```\n",
     "what is printed": "```python\ny = 2\nprint('about', y)\n```\n<!-- prints -->\n```text\nabo...t 2\n```\n",
-    "what is nearly printed": "```python\ny = 2\nprint(f'-1.234e+05 .. 0.999, {y}')\n```\n"
-    "<!-- prints: nearly -->\n```text\n-1.23e+05 .. 1.0, 2\n```\n",
+    "what is nearly printed": "```python\ny = 2\nprint(f'-1.234e+05 .. 0.999, -34208 of {y}')\n```\n"
+    "<!-- prints: nearly -->\n```text\n-1.23e+05 .. 1.0, -34100 of 2\n```\n",
     "a file": '<!-- file: a/b.txt -->\n```text\n2\n```\n```python\ny = int(open("a/b.txt").read())\n```\n',
     "a script": "<!-- file: a.py -->\n```python\nprint(2)\n```\n```sh\npython a.py  # now\n```\n"
     "<!-- prints -->\n```text\n2\n```\n```python\ny = 2\n```\n",
@@ -79,6 +79,7 @@ WRONG = {
     "a doctest": "```python\n>>> 1 + 1\n3\n```\n",
     "a diff": "```diff\n-x = 1\n+x = no_such_name\n```\n",
     "what is printed": "```python\nprint(1)\n```\n<!-- prints -->\n```text\n2\n```\n",
+    "what is not nearly whole": "```python\nprint(34208)\n```\n<!-- prints: nearly -->\n```text\n33800\n```\n",
     "what is not nearly printed": "```python\nprint(1.02)\n```\n<!-- prints: nearly -->\n```text\n1.0\n```\n",
     "another count": "```python\nprint(1.0, 100)\n```\n<!-- prints: nearly -->\n```text\n1.0 101\n```\n",
     "one number more": "```python\nprint(1.0, 2.0)\n```\n<!-- prints: nearly -->\n```text\n1.0\n```\n",

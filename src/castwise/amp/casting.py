@@ -30,7 +30,7 @@ class Casts:
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type, self._dtype = device_type, dtype
         # Objects, and what was given in their place; of containers also what was in that.
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any, list[Any]]] = []
 
     @only_inlined
@@ -62,26 +62,25 @@ class Casts:
             or tensor.device.type != self._device_type
         ):
             return tensor
-        for original, cast, _ in self._tensors:
+        for original, cast in self._tensors:
             if original is tensor:
                 return cast
-        compiling = is_dynamo_compiling()
-        if not compiling and torch.is_inference_mode_enabled():
+        if not is_dynamo_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # what inference mode makes counts no writes
                 cast = tensor.to(self._dtype)
         else:
             cast = tensor.to(self._dtype)
-        self._tensors.append((tensor, cast, 0 if compiling else version(cast)))
+        self._tensors.append((tensor, cast))
         return cast
 
     @only_inlined
     def give_back(self) -> None:
         """Write to the caller's tensors, lists, dicts and dataclasses what was written to those in their place."""
         compiling = is_dynamo_compiling()
-        for tensor, cast, count in self._tensors:
+        for tensor, cast in self._tensors:
             if compiling:
                 _traced_region.take_back(tensor, cast)
-            elif version(cast) != count:
+            elif version(cast):  # a new cast has been written to by nobody
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not (tensor.is_leaf and tensor.requires_grad)):
                     tensor.copy_(cast)
         for original, given, items in self._containers:
@@ -92,7 +91,7 @@ class Casts:
 
     @only_inlined
     def _original(self, item: Any) -> Any:
-        for tensor, cast, _ in self._tensors:
+        for tensor, cast in self._tensors:
             if cast is item:
                 return tensor
         for original, given, _ in self._containers:
