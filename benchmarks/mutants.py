@@ -50,7 +50,8 @@ pytest_add_cli_args = [
     "--hypothesis-profile=quick", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not compil",
 ]  # Dynamo cannot trace trampolines
 pytest_add_cli_args_test_selection = {tests}
-timeout_constant = 30.0  # other work on the machine is no reason to call a mutant noticed
+timeout_constant = 60.0  # other work on the machine is no reason to call a mutant noticed
+timeout_multiplier = 2.0
 process_isolation = "forkserver"  # torch is not to be forked once it has computed
 use_git_change_detection = false
 type_check_command = [

@@ -22,6 +22,7 @@ from castwise.bench import (
     policy_overhead,
     scale_out,
     step_cost,
+    tensor_growth,
     training,
     weight_cache,
 )
@@ -166,6 +167,30 @@ def test_models_have_about_as_many_parameters_as_their_tables_say(millions: int)
     with torch.device("meta"):
         for model in (growth.mlp(parameters), GPT(growth.gpt_size(parameters))):
             assert sum(param.numel() for param in model.parameters()) == pytest.approx(parameters, rel=0.1)
+
+
+def test_tensor_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_growth, "PARAMETERS", 6000)
+    record, rows = run(tensor_growth.BENCHMARK, tensor_growth.Plan(TWICE, cached=(10, 30), monitored=(20,)))
+    assert [*record["weight cache"], *record["monitor"]] == ["10 tensors", "30 tensors", "30 tensors"]
+    assert len(verdicts(record)) == 3
+    first_cells = [row.split(" | ")[0] for row in rows if not row.startswith(" ")]
+    assert first_cells == ["10 tensors", "30 tensors", "30 tensors"]
+
+
+@pytest.mark.parametrize("tensors", [10, 100, 1000, 10_000])
+def test_models_are_in_about_as_many_tensors_as_their_tables_say(tensors: int) -> None:
+    with torch.device("meta"):
+        gpt = GPT(tensor_growth.gpt_size(growth.PARAMETERS, tensors))
+    params = list(gpt.parameters())
+    assert tensors <= len(params) <= tensors + 10
+    assert growth.PARAMETERS <= sum(param.numel() for param in params) <= 1.6 * growth.PARAMETERS
+    if tensors <= 100:
+        chain = tensor_growth.chain(growth.PARAMETERS, tensors)
+        assert len(chain) == tensors
+        assert sum(param.numel() for param in chain.parameters()) == pytest.approx(growth.PARAMETERS, rel=0.1)
+        x = torch.ones(1, chain[0].in_features)
+        assert chain(x).norm().item() == pytest.approx(x.norm().item(), rel=1e-3), "nothing fades away"
 
 
 def test_what_grows_beyond_memory_is_left_out_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import types
 from collections.abc import Callable, Iterator
 
 import identifiers
@@ -117,7 +118,8 @@ def public_callables() -> Iterator[tuple[str, Callable[..., object]]]:
         found = getattr(importlib.import_module(module), last)
         own = [each for each in identifiers.members(found) if identifiers.owner(each, found, where) is found]
         for path, each in [(name, found), *((f"{name}.{member}", getattr(found, member)) for member in own)]:
-            is_called = inspect.isclass(each) or inspect.isroutine(each)
+            is_class = inspect.isclass(each) and not isinstance(each, types.GenericAlias)  # which is one before 3.11
+            is_called = is_class or inspect.isroutine(each)
             if is_called and path.rpartition(".")[2] not in WITHOUT_ARGUMENTS:
                 yield path, each
 

@@ -473,7 +473,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
                 rounds.append(used())
     finally:
         tracemalloc.stop()
-    assert min(after[0] - before[0] for before, after in itertools.pairwise(rounds)) < 75 * 40
+    assert min(after[0] - before[0] for before, after in itertools.pairwise(rounds)) < 75 * 64
     assert min(after[1] - before[1] for before, after in itertools.pairwise(rounds)) <= 0
 
 

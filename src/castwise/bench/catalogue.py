@@ -13,6 +13,7 @@ from castwise.bench import (
     policy_overhead,
     scale_out,
     step_cost,
+    tensor_growth,
     training,
     weight_cache,
 )
@@ -22,6 +23,7 @@ BENCHMARKS: tuple[Benchmark[Any], ...] = (
     training.BENCHMARK,
     step_cost.BENCHMARK,
     growth.BENCHMARK,
+    tensor_growth.BENCHMARK,
     host_time.BENCHMARK,
     autocast_overhead.BENCHMARK,
     policy_overhead.BENCHMARK,
