@@ -103,6 +103,9 @@ def plain(source: str) -> str:
     ]
     setters = {decorator for _, decorators in functions for decorator in decorators if decorator.endswith(".setter")}
     for node, decorators in sorted(functions, key=lambda function: -function[0].lineno):
+        if decorators == ["overload"] and not node.col_offset:  # what mutmut puts before a function parts it from these
+            del lines[node.decorator_list[0].lineno - 1 : node.end_lineno]
+            continue
         stay = {"staticmethod", "classmethod", "overload", *setters}
         if not decorators or stay.intersection(decorators) or f"{node.name}.setter" in setters:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import WeightCache
+from castwise.amp import weight_cache
 from castwise.amp.weight_cache import LOW_PRECISION_OPS
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -630,3 +632,110 @@ def test_weights_that_cannot_be_watched_are_left_to_autocast_and_named() -> None
     cache = WeightCache(model)
     same(output(model[0], cache), output(model[0], None))
     assert cache.report().refused == {"0.weight": "made in inference mode, where no writes are counted"}
+
+
+# -- what is held, and for how long ------------------------------------------------------------------------------------
+
+
+def run(model: nn.Module, cache: WeightCache, *weights: torch.Tensor) -> None:
+    with torch.no_grad(), castwise.autocast("cpu", dtype=torch.bfloat16, weight_cache=cache):
+        model(torch.ones(1, 4))
+        for weight in weights:
+            nn.functional.linear(torch.ones(1, 4), weight)
+
+
+def test_a_budget_of_just_what_is_needed_is_enough() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    for budget, held in ((32, 32), (31, 0)):
+        cache = WeightCache(model, budget_bytes=budget)
+        run(model, cache)
+        assert cache.report().nbytes == held
+
+
+def test_weights_that_are_given_by_name_are_cached() -> None:
+    weight = nn.Linear(4, 4).weight
+    holder = nn.Module()
+    holder.weight = weight
+    cache = WeightCache(holder)
+    with torch.no_grad(), castwise.autocast("cpu", dtype=torch.bfloat16, weight_cache=cache):
+        for _ in range(3):
+            nn.functional.linear(torch.ones(1, 4), weight=weight)
+    assert (cache.report().refreshes, cache.report().hits) == (1, 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_that_leaves_the_model_is_forgotten_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    cache = WeightCache(model)
+    gone = model[0].weight
+    run(model, cache)
+    assert cache.report().nbytes == 64
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    run(nn.Identity(), cache, gone)
+    assert cache.report().nbytes == 32, "the copy of the other one is left"
+    run(model, cache)
+    assert cache.report().nbytes == 64
+    del model[0]
+    gc.collect()
+    assert cache.report().nbytes == 32
+
+
+def test_weights_that_fsdp_has_gathered_are_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    monkeypatch.setattr(weight_cache, "is_gathered_by_fsdp", lambda weight: True)
+    cache = WeightCache(model)
+    run(model, cache)
+    assert cache.report().nbytes == 0
+
+
+def test_why_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.far = nn.Parameter(torch.ones(2, device="meta"))
+    model.sparse = nn.Parameter(torch.eye(2).to_sparse())
+    assert WeightCache(model).report().refused == {
+        "far": "torch.strided on meta",
+        "sparse": "torch.sparse_coo on cpu",
+    }
+    monkeypatch.setattr(weight_cache, "is_fsdp_flattened", lambda weight: True)
+    plain = nn.Linear(1, 1, bias=False)
+    assert WeightCache(plain).report().refused == {"weight": "managed by FullyShardedDataParallel"}
+
+
+def test_a_region_takes_weights_of_its_device_in_fp32_alone() -> None:
+    model = nn.Linear(4, 4)
+    cache, double = WeightCache(model), nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    for device, weight, dtype in (
+        ("cuda", model.weight, torch.bfloat16),
+        ("cpu", model.weight, torch.float64),
+        ("cpu", double, torch.bfloat16),
+    ):
+        assert cache.mode(device)._low(weight, dtype) is weight  # type: ignore[attr-defined]  # our mode's
+    assert cache.report().nbytes == 0
+
+
+def test_a_write_that_leaves_no_trace_is_told_with_every_name_of_the_weight() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    cache = WeightCache(model, verify=True)
+    run(model, cache)
+    model[0].weight.data.fill_(3.0)
+    text = (
+        "the weight 0.weight = 1.weight was changed in a way that leaves no trace, such as a write through .data: "
+        "call WeightCache.invalidate() after it"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        run(model, cache)
+
+
+def test_copies_keep_their_options_and_know_whose_weights_they_keep() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    cache = WeightCache(model, budget_bytes=7, verify=True)
+    twin = copy.deepcopy(cache)
+    assert twin.__getstate__() == {"model": model, "budget_bytes": 7, "verify": True}
+    both = copy.deepcopy({"model": model, "cache": cache})
+    assert both["cache"].__getstate__()["model"] is both["model"]
+    loaded = pickle.loads(pickle.dumps(cache)).__getstate__()
+    assert (loaded["budget_bytes"], loaded["verify"]) == (7, True)
+    del model, both
+    gc.collect()
+    assert copy.deepcopy(cache).__getstate__()["model"] is None

@@ -71,7 +71,7 @@ class SeparateContexts:
             roots = list(self.owners) if functions == self.functions else [torch.autograd.Function]
             self.functions = functions
             for cls in _with_subclasses(roots):
-                if _is_decorated(getattr(cls, "forward", None), forward):
+                if _is_decorated(cls.forward, forward):
                     self.owners.add(cls)
                     self._wrap(cls)
 

@@ -115,20 +115,19 @@ class _Copy:
 
 def _like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be saved for a backward
-        return torch.empty_like(weight, dtype=dtype, requires_grad=False)
+        return torch.empty_like(weight, dtype=dtype)
 
 
 class _Cast(torch.autograd.Function):
-    """The cast of a weight to a copy that is there already; gradients go the way back that autocast's take."""
+    """The cast of a weight to a copy that is there already. Autograd casts its gradient back, as it does any."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = weight.dtype
         return buffer.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.to(ctx.dtype), None
+        return grad, None
 
 
 class WeightCache:
@@ -301,7 +300,8 @@ class WeightCache:
             if torch.equal(weight.detach().to(copy.buffer.dtype).nan_to_num(), copy.buffer.nan_to_num()):
                 return
         model = self._model()
-        names = [] if model is None else [name for name, param in model.named_parameters() if param is weight]
+        named = [] if model is None else model.named_parameters(remove_duplicate=False)
+        names = [name for name, param in named if param is weight]
         raise RuntimeError(
             f"the weight {' = '.join(names)} was changed in a way that leaves no trace, such as a write through "
             ".data: call WeightCache.invalidate() after it"
@@ -342,16 +342,15 @@ class _Substitution(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_dynamo_compiling():
-            return func(*args, **kwargs)
-        if func in LOW_PRECISION_OPS:
-            if torch.is_autocast_enabled(self._device_type) and not are_functorch_transforms_active():
-                dtype = torch.get_autocast_dtype(self._device_type)
-                args = [self._low(arg, dtype) if type(arg) is nn.Parameter else arg for arg in args]
-                kwargs = {
-                    name: self._low(arg, dtype) if type(arg) is nn.Parameter else arg for name, arg in kwargs.items()
-                }
-            return func(*args, **kwargs)
+        if (
+            not is_dynamo_compiling()
+            and func in LOW_PRECISION_OPS
+            and torch.is_autocast_enabled(self._device_type)
+            and not are_functorch_transforms_active()
+        ):
+            dtype = torch.get_autocast_dtype(self._device_type)
+            args = [self._low(arg, dtype) if type(arg) is nn.Parameter else arg for arg in args]
+            kwargs = {name: self._low(arg, dtype) if type(arg) is nn.Parameter else arg for name, arg in kwargs.items()}
         return func(*args, **kwargs)
 
     def _low(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
