@@ -8,6 +8,7 @@ import re
 import string
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,74 @@ def test_a_bound_policy_shows_its_policy() -> None:
     assert repr(policy().bind(model)) == f"BoundPolicy({policy()!r})"
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         policy().bind("model")  # type: ignore[arg-type]
+
+
+# -- what is written, and what is said ---------------------------------------------------------------------------------
+
+
+def test_rules_are_hashed_and_shown_by_what_they_say() -> None:
+    some, other = policy(modules={"head": "float32"}).modules, policy(modules={"head": "float16"}).modules
+    assert hash(some) != hash(other)
+    assert repr(some) == "{'head': 'float32'}"
+    assert policy(output=torch.float32).output == "float32"
+
+
+def test_files_are_read_by_people_too(tmp_path: Path) -> None:
+    one = Policy(compute="bfloat16", modules={"höhe": "float32", "re:\x7f": "float16"}, output="float32")
+    one.to_file(tmp_path / "policy.json")
+    assert (
+        (tmp_path / "policy.json").read_bytes().decode()
+        == """\
+{
+  "compute": "bfloat16",
+  "modules": {
+    "h\\u00f6he": "float32",
+    "re:\\u007f": "float16"
+  },
+  "ops": {},
+  "output": "float32",
+  "in_place": "raise"
+}
+"""
+    )
+    one.to_file(tmp_path / "policy.toml")
+    assert (
+        (tmp_path / "policy.toml").read_bytes().decode()
+        == """\
+compute = "bfloat16"
+output = "float32"
+in_place = "raise"
+
+[modules]
+"höhe" = "float32"
+"re:\\u007F" = "float16"
+"""
+    )
+    assert Policy.from_file(tmp_path / "policy.toml") == Policy.from_file(tmp_path / "policy.json") == one
+
+
+def test_a_file_without_compute_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: the field 'compute' is missing$"):
+        Policy.from_file(path)
+
+
+def test_a_type_is_no_op() -> None:
+    with pytest.raises(TypeError, match=r"^a key of ops must be a string, got <class"):
+        policy(ops={nn.Linear: "float32"})
+
+
+def test_toml_is_read_by_the_package_where_python_has_no_reader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy().to_file(tmp_path / "policy.toml")
+    reader = types.ModuleType("tomli")
+    reader.loads = lambda text: {"compute": "float16"}  # type: ignore[attr-defined]  # any module may have any
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", reader)
+    assert Policy.from_file(tmp_path / "policy.toml") == Policy(compute="float16")
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    text = "Python 3.10 reads TOML only with the package tomli: pip install tomli, or use .json"
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(text)}$"):
+        Policy.from_file(tmp_path / "policy.toml")

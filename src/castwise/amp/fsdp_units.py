@@ -54,10 +54,10 @@ def policies(
 
 def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
     """Return by module in which dtype its parameters are gathered, and in which unit."""
-    dtypes = _dtypes(policy, decisions, units)
+    dtypes, first = _dtypes(policy, decisions, units), _first_names(decisions)
     described = {}
     for decision in decisions:
-        unit = _unit_of(decision.name, dtypes)
+        unit = _unit_of(first[id(decision.module)], dtypes)
         dtype = dtypes[unit]
         described[decision.name] = (
             f"{str(dtype).removeprefix('torch.') if dtype else 'own dtype'} with {unit or '(root)'}"
@@ -71,18 +71,23 @@ def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> 
     if isinstance(units, str):
         raise TypeError(f"units must be several keys, as in [{units!r}]")
     named = [(decision.name, decision.module) for decision in decisions]
-    first = {id(module): name for name, module in reversed(named)}  # of its names, which fully_shard takes once
+    first = _first_names(decisions)
     modules = dict(named)
     names = {first[id(modules[name])] for key in units for name in matches(spelled(key), named, "units")} | {""}
     used: dict[str, set[str]] = {name: set() for name in names}
     for decision in decisions:
         if next(decision.module.parameters(recurse=False), None) is not None:
             cast = {decision.compute, *of_ops} if isinstance(decision.module, _WEIGHTS_CAST) else {"float32"}
-            used[_unit_of(decision.name, names)] |= cast
+            used[_unit_of(first[id(decision.module)], names)] |= cast
     return {
         name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None
         for name, dtypes in used.items()
     }
+
+
+def _first_names(decisions: list[Decision]) -> dict[int, str]:
+    """Return by the id of a module the first of its names: fully_shard takes each module once."""
+    return {id(decision.module): decision.name for decision in reversed(decisions)}
 
 
 def _unit_of(name: str, units: Iterable[Any]) -> str:

@@ -211,7 +211,7 @@ class Policy:
         path = Path(path)
         kind, content = _kind(path), path.read_bytes()
         try:
-            text = content.decode("utf-8")
+            text = content.decode()
             fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
@@ -239,7 +239,7 @@ class Policy:
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
         unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_bytes(text.encode())
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
