@@ -59,8 +59,9 @@ type_check_command = [
 ]
 """
 
-# mutmut's frames are none that a user could be shown.
-WARN = """
+# Added to castwise/_warnings.py: mutmut's frames are none that a user could be shown, and what was found out before a
+# mutant is tried says nothing of it.
+HELPERS = """
 
 def warn(message: str, category: type[Warning], stacklevel: int) -> None:  # type: ignore
     import sys
@@ -73,7 +74,16 @@ def warn(message: str, category: type[Warning], stacklevel: int) -> None:  # typ
         frame = frame.f_back
     ours = [level for level, is_mutmuts in enumerate(levels, 2) if not is_mutmuts]
     warnings.warn(message, category, stacklevel=ours[min(stacklevel, len(ours)) - 1])
+
+
+def cached(function):  # type: ignore
+    import functools
+    import os
+
+    of_mutant = functools.cache(lambda mutant, *args: function(*args))
+    return lambda *args: of_mutant(os.environ.get("MUTANT_UNDER_TEST"), *args)
 """
+CACHED = "__import__('castwise._warnings', fromlist=['cached']).cached"
 
 
 def tests_of(module: str) -> list[str]:
@@ -109,7 +119,8 @@ def plain(source: str) -> str:
         stay = {"staticmethod", "classmethod", "overload", *setters}
         if not decorators or stay.intersection(decorators) or f"{node.name}.setter" in setters:
             continue
-        left = [decorator for decorator in decorators if decorator.rpartition(".")[2] not in MARKS]
+        left = [CACHED if decorator == "functools.cache" else decorator for decorator in decorators]
+        left = [decorator for decorator in left if decorator.rpartition(".")[2] not in MARKS]
         if left:
             made = "(".join([*left, f"_plain_{node.name}"]) + ")" * len(left)
             lines.insert(node.end_lineno or 0, f"{' ' * node.col_offset}{node.name} = {made}  # type: ignore")
@@ -138,7 +149,7 @@ def workplace(module: str) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("_build", "__pycache__"))
     shutil.copy(ROOT / "README.md", folder)
     with (folder / "src" / "castwise" / "_warnings.py").open("a") as file:
-        file.write(WARN)
+        file.write(HELPERS)
     source = folder / "src" / "castwise" / "amp" / f"{module}.py"
     source.write_text(plain(source.read_text()))
     subprocess.run([sys.executable, "-m", "mypy", "--no-warn-unused-ignores", source], cwd=folder, check=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import castwise
 from castwise import Policy
-from castwise.amp.op_rules import canonical, op_names
+from castwise.amp.op_rules import _with_source_cast, calls_no_rule, canonical, op_names, rules_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODEL = nn.Module()
@@ -250,3 +250,103 @@ def test_only_floating_point_sources_are_cast() -> None:
         destination[INDEX] = 5.0
         destination.scatter_(0, INDEX[:, None], 7.0)
         assert destination[0].tolist() == [7.0, 5.0, 5.0, 5.0]
+
+
+# -- what is called how ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "ops", "calls_none"),
+    [
+        (nn.Sequential(), {"linear": FP32}, True),
+        (nn.Linear(1, 1), {"linear": FP32}, False),
+        (nn.Linear(1, 1), {"gelu": FP32}, True),
+        (nn.GELU(), {"linear": FP32}, True),
+        (nn.Conv1d(1, 1, 1), {"conv_transpose1d": FP32}, True),
+        (nn.ConvTranspose1d(1, 1, 1), {"conv_transpose1d": FP32}, False),
+        (nn.Conv1d(1, 1, 1, padding=1, padding_mode="circular"), {"linear": FP32}, False),  # pads first
+        (nn.Embedding(2, 2), {"linear": FP32}, True),
+        (nn.Embedding(2, 2, max_norm=1.0), {"linear": FP32}, False),  # scales first
+        (nn.Bilinear(1, 1, 1), {"linear": FP32}, False),  # unknown
+    ],
+)
+def test_of_some_modules_it_is_known_that_no_rule_is_for_them(module: Any, ops: Any, calls_none: bool) -> None:
+    rules = rules_of(Policy(compute="bfloat16", ops=ops))
+    assert calls_no_rule(module, rules) is calls_none
+
+
+@pytest.mark.parametrize(
+    "write", [lambda t: F.relu(t, True), lambda t: F.relu(t, inplace=True), lambda t: F.hardtanh(t, -0.5, 0.5, True)]
+)
+def test_a_function_that_is_told_to_write_to_its_argument_does(write: Any) -> None:
+    given, expected = x(), x()
+    with region(ops={"relu": "float16", "hardtanh": "float16"}):
+        assert write(given) is given
+        assert F.relu(given).dtype is FP16
+    assert torch.equal(given, write(expected))
+
+
+def test_what_is_written_to_out_is_computed_as_without_the_rule() -> None:
+    out = torch.empty(2, 4)
+    with region(ops={"mul": "bfloat16"}):
+        torch.mul(x(), x(), out=out)
+    assert torch.equal(out, x() * x())
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_the_input_of_a_norm_with_statistics_may_be_given_by_name(norm: Any) -> None:
+    mean, variance = torch.zeros(4), torch.ones(4)
+    given = x(2, 4, 3)
+    ops = {"batch_norm": "float16", "instance_norm": "float16"}
+    with region(ops=ops):
+        by_name = norm(input=given, running_mean=mean, running_var=variance)
+        by_place = norm(given, mean, variance)
+    assert by_name.dtype is by_place.dtype is FP16
+    assert torch.equal(by_name, by_place)
+    assert mean.dtype is FP32
+
+
+def test_where_autocast_is_off_results_of_a_rule_are_fp32() -> None:
+    with region(compute="float32", ops={"softmax": "bfloat16"}):
+        got = x().softmax(-1)
+    assert got.dtype is FP32
+    assert torch.equal(got, x().bfloat16().softmax(-1).float())
+
+
+def test_a_weight_that_a_rule_casts_is_not_taken_for_another_ops_cast() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with region(ops={"linear": "float16"}):
+        assert F.linear(x(), weight).dtype is FP16
+        assert torch.mm(x(), weight).dtype is BF16
+
+
+def test_under_another_region_calls_pass_as_they_are() -> None:
+    with region(ops={"softmax": "bfloat16"}), torch.autocast("cpu", dtype=FP16):
+        assert torch.equal(torch.softmax(x(), -1), x().softmax(-1))
+        assert torch.softmax(x(), dim=-1).dtype is FP32
+    with region(ops={"softmax": "bfloat16"}), region(ops={"sum": "bfloat16"}):
+        assert torch.softmax(x(), -1).dtype is FP32
+        assert x().sum().dtype is BF16
+
+
+def test_names_are_those_of_ops_that_compute() -> None:
+    names = op_names()
+    assert torch.special.softmax in names["softmax"]
+    assert torch.Tensor.__rmul__ in names["mul"]
+    assert torch.Tensor.__rtruediv__ in names["div"]
+    assert {F.threshold, torch.threshold} <= set(names["threshold"])
+    assert torch.linalg.norm in names["linalg_norm"]
+    assert torch.norm in names["norm"]
+    for name in ("view", "size", "is_floating_point", "__get__", "relu_", "_threshold", "batch_norm_stats"):
+        assert name not in names
+    assert all(len(functions) == len(set(functions)) for functions in names.values()), "each once"
+    assert canonical("linalg") == "linalg"
+    assert canonical("torch.nn.functional.softmax") == "softmax"
+
+
+@pytest.mark.parametrize("by", [{"input": 0}, {"self": 0}, {}])
+def test_the_destination_of_a_write_may_be_given_by_name(by: dict[str, int]) -> None:
+    destination, source = torch.zeros(2, dtype=BF16), torch.ones(2)
+    args, kwargs = ((), {next(iter(by)): destination, "source": source}) if by else ((destination, None, source), {})
+    args, kwargs = _with_source_cast(args, kwargs, 2, "source")
+    assert (kwargs["source"] if by else args[2]).dtype is BF16
