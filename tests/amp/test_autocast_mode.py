@@ -16,6 +16,7 @@ import torch
 
 import castwise
 from castwise.amp.autocast_mode import autocast, autocast_decorator, is_autocast_available
+from castwise.amp.bound_policy import BoundPolicy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -367,3 +368,112 @@ def test_a_trace_is_made_as_under_torchs_region() -> None:
             outputs.append(torch.jit.trace(linear, x)(x))
     assert outputs[0].dtype is outputs[1].dtype is BF16
     assert torch.equal(*outputs)
+
+
+# -- policies, caches and backwards of a region ------------------------------------------------------------------------
+
+
+MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+
+
+def bound(**fields: Any) -> BoundPolicy:
+    """A policy of a layer and a norm, which runs in fp32."""
+    return castwise.Policy(**{"compute": "bfloat16", "modules": {"1": "float32"}, **fields}).bind(MODEL)
+
+
+def dtypes() -> list[torch.dtype]:
+    """Of what the layers return."""
+    return [(y := MODEL[0](torch.ones(1, 4))).dtype, MODEL[1](y).dtype]
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_a_policy_is_in_force_in_its_region_and_comes_back_after_one_within() -> None:
+    outer, inner = bound(), bound(compute="float16", modules={"0": "float32"})
+    with castwise.autocast("cpu", policy=outer):
+        assert dtypes() == [BF16, FP32]
+        with castwise.autocast("cpu", policy=inner):
+            assert dtypes() == [FP32, FP32]
+        assert dtypes() == [BF16, FP32]
+        with castwise.autocast("cpu", dtype=BF16):
+            assert dtypes() == [BF16, BF16], "no policy holds in a region without"
+        assert dtypes() == [BF16, FP32]
+    assert dtypes() == [FP32, FP32]
+    outer.unbind()
+    with pytest.raises(RuntimeError, match="bind"), castwise.autocast("cpu", policy=outer):
+        pass
+
+
+def test_a_decorated_function_returns_what_its_policy_says() -> None:
+    policy = bound(output="float32")
+
+    @castwise.autocast("cpu", policy=policy)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    assert run(torch.ones(2, 2)).dtype is FP32
+    assert castwise.autocast("cpu", dtype=BF16)(run.__wrapped__)(torch.ones(2, 2)).dtype is BF16  # type: ignore[attr-defined]  # of functools
+
+
+def test_a_weight_cache_serves_regions_that_cast() -> None:
+    layer = torch.nn.Linear(4, 4)
+    cache = castwise.WeightCache(layer)
+    for expected, options in ((0, {"enabled": False}), (2, {"dtype": BF16})):
+        with torch.no_grad(), castwise.autocast("cpu", weight_cache=cache, **options):
+            layer(torch.ones(1, 4))
+        assert cache.report().refreshes == expected
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="the setting is one of all threads there, and left alone")
+def test_backwards_that_are_made_in_a_region_run_outside_of_it_and_the_setting_comes_back() -> None:
+    config: Any = torch._functorch.config
+    before = config.backward_pass_autocast
+    with castwise.autocast("cpu", dtype=BF16):
+        assert config.backward_pass_autocast == "off"
+    assert config.backward_pass_autocast == before
+
+
+def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:
+    region = castwise.autocast("cpu", dtype=BF16)
+    thread = threading.Thread(target=region.__enter__)
+    thread.start()
+    thread.join()
+    assert region.__exit__(ValueError, ValueError(), None) is False
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: castwise.autocast("cpu", policy=castwise.Policy("bfloat16")),
+            TypeError,
+            "policy must be a bound castwise.Policy or None, got Policy: write policy=policy.bind(model)",
+        ),
+        (
+            lambda: castwise.autocast("cpu", policy="bf16"),
+            TypeError,
+            "policy must be a bound castwise.Policy or None, got str",
+        ),
+        (
+            lambda: castwise.autocast("cpu", BF16, policy=bound()),
+            ValueError,
+            "a policy says the dtype (bfloat16): leave out dtype=torch.bfloat16",
+        ),
+        (
+            lambda: castwise.autocast("cpu")(3),
+            TypeError,
+            "autocast(...) decorates a function, got int; as a context manager it is written `with autocast(...):`",
+        ),
+        (
+            lambda: castwise.autocast("cpu", policy=bound())._cache_enabled,
+            RuntimeError,
+            "a compiled function enters a region with a policy that was made outside of it: "
+            "make the region inside of the function, or enter it outside",
+        ),
+    ],
+)
+def test_the_words_of_refusals(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        make()
+    assert castwise.autocast("cpu", cache_enabled=False)._cache_enabled is False

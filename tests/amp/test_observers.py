@@ -139,10 +139,13 @@ def test_they_are_given_the_scaler_and_the_optimizer() -> None:
             assert given["unscaling"] == (scaler, optimizer)
         scaler.update()
         scaler.load_state_dict(scaler.state_dict())
+        with castwise.autocast("cpu", dtype=torch.bfloat16) as region:
+            pass
         scaler.get_scale()
         saved = given.pop("saved")
         copy.deepcopy(scaler)
     finally:
         OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
+    assert given["entered"] == given["left"] == (region,)
     assert given["stepping"] == given["stepped"] == (scaler, optimizer)
     assert given["updating"] == saved == given["saved"] == given["loaded"] == given["asked"] == (scaler,)
