@@ -86,7 +86,8 @@ def find(package: Any, module: str, name: str) -> Any:
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
-    parameters = inspect.signature(function).parameters.values()
+    # Of a class not its __new__, which torch has put there on some versions of Python.
+    parameters = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters.values()
     return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
