@@ -6,19 +6,23 @@ import copy
 import dataclasses
 import gc
 import pickle
+import re
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, WeightCache
+from castwise.amp import bound_policy
 from castwise.amp.in_force import THREAD
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -945,3 +949,110 @@ def test_data_types_other_than_floating_point_pass() -> None:
     model = nn.Embedding(4, 4)
     with region(model, modules={"": "float32"}):
         assert model(torch.tensor([1, 2])).dtype is FP32
+
+
+# -- forwards that are run again, and what is left behind --------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """A layer that is checkpointed, perhaps in a region of its own; `seen` has the dtypes that it returns."""
+
+    def __init__(self, layer: nn.Module, region: Any = None) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(layer, nn.Softmax(-1))  # a forward is run again until all that was saved is there
+        self.region, self.seen = region, []
+        layer.register_forward_hook(lambda module, args, result: self.seen.append(result.dtype))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with nullcontext() if self.region is None else self.region:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_forward_that_is_run_again_where_another_region_has_the_dtype_of_the_policy_s() -> None:
+    model = nn.Sequential(Calls(nn.Linear(4, 4), torch.autocast("cpu", dtype=BF16)))
+    bound = Policy(compute="bfloat16", modules={"0": "float16", "0.inner": "float32"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = model(torch.ones(2, 4, requires_grad=True))
+    out.float().sum().backward()
+    assert model[0].seen == [BF16, BF16], "the policy is suspended, both times"
+
+
+def test_op_rules_hold_no_longer_than_a_forward_that_is_run_again() -> None:
+    model = nn.Sequential(Calls(nn.Linear(4, 4)))
+    bound = Policy(compute="bfloat16", ops={"linear": "float16"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = model(torch.ones(2, 4, requires_grad=True))
+    assert torch._C._len_torch_function_stack() == 0
+    out.float().sum().backward()
+    assert model[0].seen == [FP16, FP16]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_module_that_begins_its_region_is_told_from_the_region() -> None:
+    model = nn.Sequential(Calls(nn.Softmax(-1)))
+    bound = Policy(compute="float32", modules={"0": "float32"}, ops={"softmax": "bfloat16"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = model(torch.rand(2, 4, requires_grad=True))
+    out.sum().backward()
+    assert model[0].seen == [FP32, FP32]
+    assert not torch.equal(out, out.bfloat16().float()), "no op rule has held"
+
+
+def test_contexts_of_a_policy_that_is_not_in_force_do_nothing() -> None:
+    here, there = Policy("bfloat16").bind(nn.Linear(1, 1)), Policy("bfloat16").bind(nn.Linear(1, 1))
+    with castwise.autocast("cpu", policy=here):
+        assert there.checkpoint_contexts()[1]._state is None  # type: ignore[attr-defined]  # ours
+        assert here.checkpoint_contexts()[1]._state is not None  # type: ignore[attr-defined]  # ours
+
+
+# -- words, and what is looked at --------------------------------------------------------------------------------------
+
+
+def test_what_a_bound_policy_says_of_itself() -> None:
+    model = nn.Linear(1, 1)
+    bound = Policy("bfloat16").bind(model)
+    assert repr(bound) == f"BoundPolicy({Policy('bfloat16')!r})"
+    text = "a bound policy cannot be pickled or copied: do so with the policy and the model, and bind again"
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        copy.copy(bound)
+    bound.unbind()
+    text = "the policy was unbound, or bound anew after the model had changed: bind it again"
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        bound.check_is_bound()
+    with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got int$"):
+        bound_policy.bind(Policy("bfloat16"), 3)  # type: ignore[arg-type]  # the point
+
+
+def test_a_second_name_that_is_gone_is_noticed() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Linear(1, 1)
+    policy = Policy("bfloat16", modules={"second": "float32"})
+    policy.bind(model)
+    del model.second
+    with pytest.raises(ValueError, match="matches no module"):
+        policy.bind(model)
+
+
+def test_weights_that_fsdp_gathers_in_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(
+        nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.Sequential(nn.LayerNorm(1)))
+    )
+    gathered: dict[nn.Module, Any] = {}
+    monkeypatch.setattr(bound_policy, "fsdp_mixed_precision", gathered.get)
+
+    def bind_with(dtypes: dict[str, Any], rules: dict[str, str]) -> None:
+        gathered.clear()
+        for name, dtype in dtypes.items():
+            gathered[model.get_submodule(name)] = MixedPrecisionPolicy(param_dtype=dtype)
+        Policy("bfloat16", modules=rules).bind(model).unbind()
+
+    bind_with({"": None, "1": BF16}, {})
+    bind_with({"": BF16, "1": None}, {"1": "float32"})
+    bind_with({"1": BF16, "1.2": None}, {"1.2": "float32"})
+    bind_with({"1": BF16}, {"1": "float32", "1.*": "bfloat16"})  # it has no weights of its own
+    text = (
+        "the policy has '1.2.0' compute in float32, but FSDP gathers the weights of '1' in torch.bfloat16: "
+        "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        bind_with({"1": BF16}, {"1.2": "float32"})
