@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Container
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,14 @@ def workplace(module: str) -> Path:
     return folder
 
 
-def forget_survivors(folder: Path) -> None:
-    """Have those run again that were not noticed: there may be tests now that notice."""
+def forget_survivors(folder: Path, explained: Container[str]) -> None:
+    """Have those run again that were not noticed: there may be tests now that notice. What is explained needs none."""
     for meta in (folder / "mutants").rglob("*.meta"):
         content = json.loads(meta.read_text())
         codes = content["exit_code_by_key"]
         content["exit_code_by_key"] = {
-            name: None if status_by_exit_code[code] in NOT_KILLED else code for name, code in codes.items()
+            name: None if status_by_exit_code[code] in NOT_KILLED and name not in explained else code
+            for name, code in codes.items()
         }
         meta.write_text(json.dumps(content, indent=4))
 
@@ -177,11 +179,13 @@ def change(folder: Path, name: str) -> tuple[str, str]:
     return was, now
 
 
-def tried(module: str) -> dict[str, Any]:
-    """Run the tests on every mutant of a module."""
+def tried(module: str, before: dict[str, Any]) -> dict[str, Any]:
+    """Run the tests on every mutant of a module; `before` is what was recorded of it."""
     tests, at_first = tests_of(module), digest(module)
+    survivors = before.get("survivors", ())
+    explained = {survivor.get("name", "") for survivor in survivors if reason(module, survivor) != "unexplained"}
     folder = workplace(module)
-    forget_survivors(folder)
+    forget_survivors(folder, explained)
     mutmut(folder, "run", "--max-children", "2", check=True)
     (meta,) = (folder / "mutants" / "src" / "castwise" / "amp").glob("*.meta")
     statuses = {
@@ -189,7 +193,7 @@ def tried(module: str) -> dict[str, Any]:
     }
     counts = Counter(status for status in statuses.values() if status not in NOT_KILLED)
     survivors = [
-        {"was": was, "now": now, "status": status}
+        {"name": name, "was": was, "now": now, "status": status}
         for name, status in statuses.items()
         if status in NOT_KILLED
         for was, now in [change(folder, name)]
@@ -240,7 +244,7 @@ def main() -> None:
         sys.exit(f"no tests for {', '.join(sorted(unknown))}: modules are {', '.join(modules())}")
     about = recording.machine() | {"mutmut": version("mutmut"), "command": "make mutants"}
     for module in sys.argv[1:] or stale:
-        found[module] = tried(module)
+        found[module] = tried(module, before.get(module, {}))
         record = {**about, "modules": dict(sorted(found.items()))}
         recording.write("mutants", record, table(record))
     unexplained = [

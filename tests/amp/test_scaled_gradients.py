@@ -192,3 +192,14 @@ def test_an_optimizer_that_nobody_can_refer_to_is_known_all_the_same() -> None:
         scaler.step(optimizer)
     scaler.update()
     assert scaler.schedule == Dynamic(4.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_largest_gradient_is_that_before_any_clipping(fused: bool) -> None:
+    param = weight(3.0, 4.0)
+    scaler = GradScaler("cpu", schedule=Headroom(init_scale=4.0))
+    scaler.scale((param * param).sum()).backward()
+    optimizer = Fused([param], fused=fused)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    assert scaler._per_optimizer_states[id(optimizer)]["largest"].item() == 8.0
