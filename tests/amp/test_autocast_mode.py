@@ -355,7 +355,7 @@ def test_a_scripted_region_fails_rather_than_run_in_fp32() -> None:
         warnings.simplefilter("ignore")
         with pytest.raises((RuntimeError, torch.jit.frontend.FrontendError)):
             torch.jit.script(forward)
-        with pytest.raises(RuntimeError, match="error: a function decorated by autocast cannot be scripted$"):
+        with pytest.raises(RuntimeError, match=r"error: a function decorated by autocast cannot be scripted$"):
             torch.jit.script(autocast("cpu")(forward))
 
 

@@ -91,3 +91,15 @@ def test_a_message_is_whole() -> None:
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.clip_grad_norm_(torch.optim.SGD([param]), 1.0, error_if_nonfinite=True)
+
+
+def test_a_gradient_that_only_unscaling_makes_infinite_is_named_by_clipping() -> None:
+    param, told = weight(1.0), []
+    scaler, optimizer = GradScaler("cpu", init_scale=2.0**-10), Fused([param])
+    scaler.register_step_hook(lambda facts: told.append(len(facts.parameters)))
+    scaler.scale(param.sum())
+    param.grad = torch.tensor([3e38])
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert told == [1]
