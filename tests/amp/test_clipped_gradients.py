@@ -103,3 +103,15 @@ def test_a_gradient_that_only_unscaling_makes_infinite_is_named_by_clipping() ->
     scaler.step(optimizer)
     scaler.update()
     assert told == [1]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_that_come_to_be_one_between_clippings_are_clipped_once_by_each(times: int) -> None:
+    first, second = weight(1.0), weight(1.0)
+    scaler, optimizer = scaled(first, second), Fused([first, second])
+    scaler.clip_grad_norm_(optimizer, 0.5**0.5)  # by a half
+    second.grad = first.grad
+    for _ in range(times):
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    scaler.step(optimizer)
+    assert [first.item(), second.item()] == pytest.approx([0.5, 0.5], rel=1e-5)

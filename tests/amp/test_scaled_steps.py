@@ -16,7 +16,7 @@ from torch import nn
 
 from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.observers import OBSERVERS, Observer
-from castwise.amp.outcomes import StepFacts
+from castwise.amp.outcomes import Cause, StepFacts
 from castwise.amp.readback import Readback
 from castwise.schedules import Dynamic, Headroom
 
@@ -134,7 +134,7 @@ def test_what_a_skipped_fused_step_has_left_is_known_to_the_optimizer_that_share
     shared, bad = weight(1.0), weight(1.0)
     scaler = scaled(shared, bad)
     bad.grad.fill_(torch.inf)
-    fused, other = Fused([shared, bad]), torch.optim.SGD([shared], lr=1.0)
+    fused, other = (torch.optim.SGD([*params], lr=1.0, fused=len(params) > 1) for params in ([shared, bad], [shared]))
     if first == "unscale_":
         scaler.unscale_(fused)
     scaler.step(fused)
@@ -252,3 +252,15 @@ def test_a_warning_that_waited_for_the_device_names_the_line_that_waits(monkeypa
     with pytest.warns(UserWarning, match="Cause: ") as caught:
         scaler.synchronize()
     assert [each.filename for each in caught] == [__file__]
+
+
+def test_what_another_rank_has_found_is_told_also_when_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readback, "is_on_host", property(lambda self: False))
+    scaler = scaled(param := weight(1.0))
+    rank, optimizer, told = agreeing(scaler), Fused([param]), []
+    rank.any_ = lambda flags, call: [flag.fill_(1.0) for flag in flags]  # type: ignore[assignment,method-assign]
+    scaler.register_step_hook(lambda facts: told.append(facts.cause))
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.synchronize()
+    assert told == [Cause.ANOTHER_RANK]

@@ -100,6 +100,7 @@ class ClippedGradients(ScaledGradients):
             self._unscaled.record(params_of(optimizer), are_unscaled=False)
         else:
             unscaling.multiply_([(factor * coef, part) for factor, part in factors])
+            state.pop("clip_coef", None)  # it is among the factors
             if state["stage"] is OptState.READY:
                 state["stage"], state["unscaled_by_clipping"] = OptState.UNSCALED, True
             self._unscaled.record(params_of(optimizer))

@@ -182,11 +182,10 @@ class ScaledSteps(ClippedGradients):
         scale = self._get_scale_async()
         assert scale is not None
         divisor = torch.full_like(scale, of_user) if isinstance(of_user, (int, float)) else of_user
-        if state["stage"] is OptState.READY:
-            divisor = scale if divisor is None else scale * divisor
-        if "clip_coef" in state:
-            divisor = state["clip_coef"].reciprocal() if divisor is None else divisor / state["clip_coef"]
-        return divisor
+        if state["stage"] is not OptState.READY:
+            return divisor
+        divisor = scale if divisor is None else scale * divisor
+        return divisor / state["clip_coef"] if "clip_coef" in state else divisor
 
     def _step_with_closure(
         self,
