@@ -60,3 +60,23 @@ def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) ->
     assert rows["token"] == ["Embedding", "32", "bfloat16", "own dtype with (root)", "compute"]
     with pytest.raises(TypeError, match=re.escape("units must be several keys, as in ['blocks.*']")):
         policy.explain(model, units="blocks.*")
+
+
+def test_a_table_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40))
+    policy = Policy("bfloat16", modules={"": "float16", "1": "exclude"}, ops={"softmax": "float32", "sum": "float16"})
+    policy.explain(model, units=["0"])
+    assert (
+        capsys.readouterr().out
+        == """\
+module  type        parameters  computes in             gathered in            decided by
+(root)  Sequential           0  float16                 own dtype with (root)  (root)
+0       Linear           1,640  float16                 float16 with 0         (root) (of (root))
+1       LayerNorm           80  float32 (autocast off)  own dtype with (root)  1
+ops: softmax in float32, sum in float16
+"""
+    )
+    policy.explain(model)
+    assert capsys.readouterr().out.splitlines()[0].split() == [
+        *("module", "type", "parameters", "computes", "in", "decided", "by"),
+    ]

@@ -48,4 +48,5 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
 def _reason(decision: Decision) -> str:
     if decision.key is None:
         return "compute"
-    return decision.key if decision.around is None else f"{decision.key} (of {decision.around or '(root)'})"
+    key = decision.key or "(root)"
+    return key if decision.around is None else f"{key} (of {decision.around or '(root)'})"

@@ -77,12 +77,13 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
     for name, module in named:
         value = policy.modules[deciding[name]] if name in deciding else None
         outer = decisions[name.rpartition(".")[0]] if name else None
-        if value is None or value == "inherit":
-            compute = policy.compute if outer is None else outer.compute
-            key = None if outer is None else outer.key
-            around = None if outer is None else outer.name if outer.around is None and outer.key else outer.around
-        else:
+        if value is not None and value != "inherit":
             compute, key, around = ("float32" if value == "exclude" else value), deciding[name], None
+        elif outer is None:
+            compute, key, around = policy.compute, None, None
+        else:
+            is_decided_there = outer.key is not None and outer.around is None
+            compute, key, around = outer.compute, outer.key, outer.name if is_decided_there else outer.around
         in_force = outer.in_force if value is None and outer is not None and not _has_forward(outer.module) else value
         decisions[name] = Decision(name, module, value, in_force, compute, key, around)
     return list(decisions.values())
