@@ -5,6 +5,7 @@ Names come from the modules themselves, places from the `auto...` directives in 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from importlib import import_module
@@ -83,11 +84,16 @@ def modules() -> set[str]:
     return {name for page in REFERENCE.glob("*.md") for name in _MODULE.findall(page.read_text())}
 
 
+@functools.cache
+def _with_parts() -> set[str]:
+    """Return the classes that the reference shows with what they inherit."""
+    return {name for page in REFERENCE.glob("*.md") for name in _WITH_PARTS.findall(page.read_text())}
+
+
 def owner(member: str, found: Any, where: dict[int, str]) -> Any:
     """Return the class under which the reference has a member of a class; None if under no class."""
     made_by = next(base for base in found.__mro__ if member in vars(base))
-    shown = {name for page in REFERENCE.glob("*.md") for name in _WITH_PARTS.findall(page.read_text())}
-    wholes = (base for base in found.__mro__ if issubclass(base, made_by) and where.get(id(base)) in shown)
+    wholes = (base for base in found.__mro__ if issubclass(base, made_by) and where.get(id(base)) in _with_parts())
     return made_by if id(made_by) in where else next(wholes, None)
 
 

@@ -5,24 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.amp.models import Block, Model
 from torch import nn
 
 from castwise import Policy
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(4, 8)
 
 
 def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) -> None:

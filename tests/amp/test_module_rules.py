@@ -9,28 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.amp.models import Model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from castwise import Policy
 from castwise.amp.module_rules import decide, spelled
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 8)
-        self.loss = nn.CrossEntropyLoss()
 
 
 def computed(modules: dict[Any, str], model: nn.Module | None = None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -39,7 +38,8 @@ def test_it_prints_what_each_device_computes_and_what_to_train_with() -> None:
         assert any(word in rows[name] for word in ("faster", "as fast", "slower", "too noisy to tell"))
     assert "policy    castwise.policies." in printed or "policy    none: stay in fp32" in printed
     assert "schedule  castwise.schedules." in printed or "schedule  none: no scaler" in printed
-    assert re.search(r"\[[\w/]+\.py.*\]", printed.replace("\n", " ")), "a note, and where it is from"
+    source = "tests/doctor/test_notes.py]" if torch.__version__ >= (2, 13) else "castwise/_torch_private.py;"
+    assert f"[{source}" in printed
 
 
 def test_as_json_it_is_the_same_facts_and_nothing_else() -> None:

@@ -274,9 +274,8 @@ class GradScaler(ScaledSteps):
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(saved.growth_tracker)
         if self._scale is not None and self._trackers.keys() != saved.trackers.keys():
-            self._trackers = on_device(
-                saved.trackers, self._scale.device
-            )  # other options, so it remembers more or less
+            # Other options, so it remembers more or less.
+            self._trackers = on_device(saved.trackers, self._scale.device)
         for name, tracker in self._trackers.items():
             tracker.fill_(saved.trackers[name])
         for observer in OBSERVERS:
