@@ -1,0 +1,485 @@
+"""`Agreement` by itself, of ranks that are threads; `test_agreement.py` has scalers, in processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.amp.ranks_in_threads import Collective, Group, Mesh, World
+
+from castwise.amp import agreement
+from castwise.amp.agreement import Agreement
+
+SUM, MAX = ("sum", torch.float64, 2, "cpu"), ("max", torch.int64, 2, "cpu")
+BY_NORM_TYPE = {1.0: [SUM], 2.0: [SUM], 4.0: [SUM], 4.5: [MAX, SUM], 20.0: [MAX, SUM], math.inf: [MAX]}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], World]:
+    return lambda size: World(size, monkeypatch)
+
+
+def flags(*set_ones: int, of: int, value: float = 1.0) -> list[torch.Tensor]:
+    return [torch.full((1,), value * (position in set_ones)) for position in range(of)]
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[float]:
+    return torch.cat([tensor.reshape(1) for tensor in tensors]).tolist()
+
+
+def fact(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def agreed(ranks: Any = None, **settings: Any) -> Agreement:
+    return Agreement(ranks, "cpu", **settings)
+
+
+class Alike(Agreement):
+    """So many ranks that all do and find what this one does, but for the last, which says what it is told to."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(None, "cpu")
+        self.number, self.by_last = number, 0
+
+    def size(self) -> int:
+        return self.number
+
+    def _reduce_(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        if op == torch.distributed.ReduceOp.MAX:
+            return torch.maximum(tensor, tensor + self.by_last)
+        total = sum(int(value) * self.number for value in tensor[:1].tolist()) + self.by_last
+        assert total < 2**53
+        return torch.cat([fact(total, torch.float64).reshape(1), tensor[1:] * self.number])
+
+    def _object(self, said: str) -> Any:
+        raise RuntimeError("not alike")
+
+
+# Flags
+
+
+@pytest.mark.parametrize(("size", "in_one"), [(1, 54), (2, 34), (3, 27), (4, 23)])
+def test_so_many_flags_fit_in_a_collective(world: Callable[[int], World], size: int, in_one: int) -> None:
+    """A number of 53 bits has floor(53 / log2(size + 1)) digits; one flag more is beside the digest."""
+    for count, collectives in ((1, 1), (in_one, 1), (in_one + 1, 2), (2 * in_one, 2), (2 * in_one + 1, 3)):
+        of = world(size)
+
+        def meet(rank: int, count: int = count) -> list[float]:
+            agreed().any_(found := flags(*range(count), of=count), "step")
+            return numbers(found)
+
+        assert of.run(meet) == [[1.0] * count] * size
+        assert of.collectives == [Collective(*SUM)] * collectives
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 27, 28, 60])
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_a_flag_is_set_everywhere_that_is_set_on_one(world: Callable[[int], World], count: int, value: float) -> None:
+    def meet(rank: int) -> list[list[float]]:
+        ranks, results = agreed(), []
+        for position in range(count):
+            found = flags(*([position] if rank == position % 3 else []), of=count, value=value)
+            ranks.any_(found, "step")
+            results.append(numbers(found))
+        return results
+
+    expected = [[float(position == other) for other in range(count)] for position in range(count)]
+    assert world(3).run(meet) == [expected] * 3
+
+
+def test_nothing_is_said_of_no_flags(world: Callable[[int], World]) -> None:
+    of = world(2)
+    assert of.run(lambda rank: agreed().any_([], "step")) == [None, None]
+    assert of.collectives == []
+
+
+@pytest.mark.parametrize("number", [1, 2, 1023, 1024, 5000, 100_000, 2**20])
+@pytest.mark.parametrize("call", ["step", "unscale_", "closure", "clip_grad_norm_"])
+def test_any_number_of_ranks_fits(number: int, call: str) -> None:
+    ranks = Alike(number)
+    for count in (1, 4, 9):
+        for set_ones in ((), (0,), tuple(range(1, count)), tuple(range(count))):
+            ranks.any_(found := flags(*set_ones, of=count), call)
+            assert numbers(found) == numbers(flags(*set_ones, of=count))
+    for norm_type in (2.0, 20.0, math.inf):
+        for inf in (0.0, 1.0):
+            found_inf, _ = ranks.norm(fact(inf), fact(3.0, torch.float64), norm_type, call)
+            assert found_inf == inf
+    for by_last in (1, -1):
+        ranks.by_last = by_last
+        with pytest.raises(RuntimeError, match="not alike"):
+            ranks.any_(flags(0, 1, of=2), call)
+        with pytest.raises(RuntimeError, match="not alike"):
+            ranks.norm(fact(0.0), fact(3.0, torch.float64), 2.0, call)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("norm_type", list(BY_NORM_TYPE))
+def test_a_norm_is_that_of_all_ranks(world: Callable[[int], World], norm_type: float) -> None:
+    for norms in ((3.0, 4.0), (0.0, 0.0), (0.0, 1e-30), (1e30, 1e30), (2.0**-40, 1.0)):
+        of = world(2)
+        for inf_on in (None, 0, 1):
+            results = of.run(
+                lambda rank, inf_on=inf_on, norms=norms: agreed().norm(
+                    fact(2.0 * (rank == inf_on)), fact(norms[rank], torch.float64), norm_type, "clip"
+                )
+            )
+            largest = max(norms) or 1.0
+            expected = max(norms)
+            if norm_type != math.inf:
+                expected = largest * sum((norm / largest) ** norm_type for norm in norms) ** (1 / norm_type)
+            for found_inf, norm in results:
+                assert (found_inf.dtype, norm.dtype) == (torch.float32, torch.float64)
+                assert (found_inf.shape, norm.shape) == ((), ())
+                assert found_inf.item() == (inf_on is not None)
+                if inf_on is None:  # else the step is skipped, whatever the norm
+                    torch.testing.assert_close(norm.item(), expected, rtol=1e-10, atol=0.0)
+            assert torch.equal(results[0][1], results[1][1])
+        assert of.collectives == [Collective(*each) for each in BY_NORM_TYPE[norm_type]] * 3
+
+
+@pytest.mark.parametrize("norm_type", list(BY_NORM_TYPE))
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_stays_so(world: Callable[[int], World], norm_type: float, odd: float) -> None:
+    for norms in ((odd, 1.0), (1.0, odd)):
+        results = world(2).run(
+            lambda rank, norms=norms: agreed().norm(fact(1.0), fact(norms[rank], torch.float64), norm_type, "clip")
+        )
+        assert [found.item() for found, _ in results] == [1.0, 1.0]
+        assert not any(norm.isfinite() for _, norm in results)
+
+
+# Ranks that do not do the same
+
+
+def tell(rank: int, odd: Callable[[Agreement], Any], call: str = "step", norm_type: float | None = None) -> Any:
+    ranks = agreed()
+    ranks.start(4.0, 7.0)
+    ranks.note_call("scale", 2)
+    if rank == 1:
+        odd(ranks)
+    ranks.note_call("step")
+    if norm_type is not None:
+        return ranks.norm(fact(0.0), fact(1.0, torch.float64), norm_type, call)
+    found = flags(2, of=3)
+    try:
+        return ranks.any_(found, call)
+    finally:
+        assert numbers(found) == [0.0, 0.0, 1.0]
+
+
+ODD: dict[str, tuple[Callable[[Agreement], Any], str, str]] = {
+    "another start": (lambda ranks: ranks.start(4.0, 8.0), "call 2 after 0", "call 1 after 0"),
+    "another call": (lambda ranks: ranks.note_call("scale", 2), "call 2 after 0", "call 3 after 0"),
+    "an update": (lambda ranks: ranks.note_update(None), "call 2 after 0", "call 1 after 1"),
+    "two updates": (
+        lambda ranks: (ranks.note_update(None), ranks.note_update(2.0)),
+        "call 2 after 0",
+        "call 1 after 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("norm_type", [None, 2.0, 4.5, math.inf])
+@pytest.mark.parametrize("name", list(ODD))
+def test_all_ranks_are_told_who_does_what(world: Callable[[int], World], name: str, norm_type: float | None) -> None:
+    odd, usual, other = ODD[name]
+    errors = world(3).run(lambda rank: tell(rank, odd, norm_type=norm_type))
+    assert len({str(error) for error in errors}) == 1
+    what, *views = str(errors[0]).split("; ")
+    first, second = (f"step{' for 3' if norm_type is None else ''}, {each} updates" for each in (usual, other))
+    start = (
+        "the ranks no longer do the same with their scalers, so none of them has stepped: make, load, step and update "
+        f"them alike on all ranks. ranks [0, 2] say: {first} (history "
+    )
+    assert what.startswith(start)
+    assert len(what) == len(start) + 8 + 1
+    (view,) = views
+    assert view.startswith(f"ranks [1] say: {second} (history ")
+    assert view[-9:] != what[-9:]
+
+
+@pytest.mark.parametrize("norm_type", [None, 2.0, 4.5, math.inf])
+def test_ranks_are_found_out_that_make_another_call_now(world: Callable[[int], World], norm_type: float | None) -> None:
+    errors = world(2).run(
+        lambda rank: tell(rank, lambda ranks: None, call=("step", "unscale_")[rank], norm_type=norm_type)
+    )
+    for error in errors:
+        assert "ranks [0] say: step" in str(error)
+        assert "ranks [1] say: unscale_" in str(error)
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 3), (9, 8)])
+def test_ranks_are_found_out_that_have_more_optimizers(world: Callable[[int], World], counts: tuple[int, int]) -> None:
+    errors = world(2).run(lambda rank: agreed().any_(flags(of=counts[rank]), "step"))
+    for error in errors:
+        for rank, count in enumerate(counts):
+            assert f"ranks [{rank}] say: step for {count}, call 0 after 0 updates" in str(error)
+
+
+@pytest.mark.parametrize("many", range(1, 5))
+def test_histories_are_of_what_was_done_and_in_which_order(world: Callable[[int], World], many: int) -> None:
+    calls = [("scale",), ("scale", 1), ("unscale_", "1"), ("step", None)][:many]
+
+    def meet(rank: int, order: list[tuple[Any, ...]]) -> Any:
+        ranks = agreed()
+        for call in order if rank else calls:
+            ranks.note_call(*call)
+        return ranks.any_(flags(of=1), "step")
+
+    assert world(2).run(lambda rank: meet(rank, calls)) == [None, None]
+    if many > 1:
+        assert all(isinstance(each, RuntimeError) for each in world(2).run(lambda rank: meet(rank, calls[::-1])))
+
+
+@pytest.mark.parametrize("scales", [(2.0, 4.0), (None, 4.0)])
+def test_an_update_that_sets_the_scale_is_part_of_the_history(
+    world: Callable[[int], World], scales: tuple[float | None, float]
+) -> None:
+    def meet(rank: int, same: bool) -> Any:
+        ranks = agreed()
+        ranks.note_update(scales[0 if same else rank])
+        return ranks.any_(flags(of=1), "step")
+
+    assert world(2).run(lambda rank: meet(rank, True)) == [None, None]
+    assert all(isinstance(each, RuntimeError) for each in world(2).run(lambda rank: meet(rank, False)))
+
+
+def test_a_new_start_ends_what_ranks_did_apart(world: Callable[[int], World]) -> None:
+    def meet(rank: int) -> Any:
+        ranks = agreed()
+        for _ in range(rank):
+            ranks.note_update(None)
+            ranks.note_call("scale")
+        ranks.start(2.0)
+        return ranks.any_(flags(of=1), "step")
+
+    assert world(2).run(meet) == [None, None]
+
+
+# On an accelerator
+
+
+class Later:
+    """Stands for what is read back of a tensor on a device, when someone waits for it."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        self.given = given
+
+    def wait(self) -> bool:
+        return bool(self.given.item())
+
+
+@pytest.fixture
+def doubtful(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> tuple[Agreement, World]:
+    """An agreement of one rank whose last collective was on a device, and found something."""
+    monkeypatch.setattr(agreement, "Readback", Later)
+    return agreed(), world(1)
+
+
+class OnADevice:
+    """A fact that is not on a CPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+
+    def item(self) -> bool:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_next_to_look_raises(doubtful: tuple[Agreement, World], value: bool) -> None:
+    ranks, world = doubtful
+    ranks._object_if(OnADevice(value), "what was said")  # type: ignore[arg-type]
+    (error,) = world.run(lambda rank: ranks.any_(flags(of=1), "step"))
+    assert (error is not None) is value
+    if value:
+        assert "ranks [0] say: what was said (history" in str(error)
+    assert world.run(lambda rank: ranks.any_(flags(of=1), "step")) == [None]
+
+
+def test_what_is_captured_is_not_looked_at(doubtful: tuple[Agreement, World], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, world = doubtful
+    asked: list[Any] = []
+    monkeypatch.setattr(agreement, "is_capturing", lambda fact: asked.append(fact) or True)
+    ranks._object_if(given := OnADevice(True), "what was said")  # type: ignore[arg-type]
+    assert world.run(lambda rank: ranks.settle_doubt()) == [None]
+    assert asked == [given]
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda ranks: pickle.loads(pickle.dumps(ranks))])
+def test_a_copy_has_the_history_and_no_doubt(
+    doubtful: tuple[Agreement, World], twin: Callable[[Agreement], Agreement]
+) -> None:
+    ranks, world = doubtful
+    ranks.note_update(None)
+    ranks.note_call("scale")
+    ranks._object_if(OnADevice(True), "what was said")  # type: ignore[arg-type]
+    other = twin(ranks)
+    assert other.__dict__ == ranks.__dict__ | {"_doubt": None}
+    assert world.run(lambda rank: other.settle_doubt()) == [None]
+    assert ranks._doubt is not None
+
+
+def test_a_copy_shares_the_group_and_is_copied_once(world: Callable[[int], World]) -> None:
+    ranks = agreed(world(1).world)
+    twins = copy.deepcopy([ranks, ranks])
+    assert twins[0] is twins[1] is not ranks
+    assert twins[0].ranks is ranks.ranks
+    with pytest.raises(RuntimeError) as raised:
+        pickle.dumps(ranks)
+    assert str(raised.value) == (
+        "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
+    )
+
+
+# Groups
+
+
+def test_a_group_that_cannot_be_reached_is_named(world: Callable[[int], World]) -> None:
+    of = world(2)
+    of.fault = RuntimeError("Connection closed by peer")
+    errors = of.run(lambda rank: agreed(of.world).any_(flags(of=1), "step"))
+    for rank, error in enumerate(errors):
+        assert str(error) == (
+            f"rank {rank} could not agree with the others of the process group 'world' (ranks [0, 1]) on whether to "
+            "take this step, so it has not stepped: has one of them ended, left out a call or disabled its scaler? "
+            "Connection closed by peer"
+        )
+        assert error.__cause__ is of.fault
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "used"), [("cpu", ["cpu"], "cpu"), ("meta", ["cpu"], "cpu"), ("cpu", ["meta", "cpu"], "cpu")]
+)
+def test_a_collective_takes_place_where_the_group_can(
+    world: Callable[[int], World], wanted: str, there: list[str], used: str
+) -> None:
+    of = world(2)
+    of.device_types = there
+    found = of.run(lambda rank: Agreement(None, wanted).norm(fact(0.0), fact(3.0, torch.float64), 1.0, "clip"))
+    assert [norm.item() for _, norm in found] == [6.0, 6.0]
+    assert of.collectives == [Collective("sum", torch.float64, 2, used)]
+
+
+def test_facts_are_taken_to_the_device_of_the_group(world: Callable[[int], World]) -> None:
+    of = world(1)
+    of.device_types = ["meta"]  # holds no values, so none come back
+    (error,) = of.run(lambda rank: agreed().norm(fact(0.0), fact(3.0, torch.float64), 1.0, "clip"))
+    assert of.collectives == [Collective("sum", torch.float64, 2, "meta")]
+    assert isinstance(error, NotImplementedError)
+
+
+def test_a_mesh_of_some_ranks_is_reduced_along_its_dimensions(world: Callable[[int], World]) -> None:
+    of = world(5)  # the last is outside of the mesh
+    rows, columns = [Group(0, 1), Group(2, 3)], [Group(0, 2), Group(1, 3)]
+
+    def meet(rank: int) -> Any:
+        if rank == 4:
+            return None
+        ranks = agreed(Mesh(lambda: [rows[rank // 2], columns[rank % 2]], (2, 2), ("x", "y")))
+        ranks.any_(found := flags(*([1] if rank == 3 else []), of=2), "step")
+        _, norm = ranks.norm(fact(0.0), fact(rank + 1.0, torch.float64), 1.0, "clip")
+        return numbers(found), norm.item(), ranks.size(), ranks.is_of_all_ranks()
+
+    assert of.run(meet) == [([0.0, 1.0], 10.0, 4, False)] * 4 + [None]
+    assert len(of.collectives) == 4
+
+
+def test_ranks_of_a_mesh_that_differ_are_all_named(world: Callable[[int], World]) -> None:
+    of = world(5)
+    rows, columns = [Group(0, 1), Group(2, 3)], [Group(0, 2), Group(1, 3)]
+
+    def meet(rank: int) -> Any:
+        if rank == 4:
+            return None
+        ranks = agreed(Mesh(lambda: [rows[rank // 2], columns[rank % 2]], (2, 2), ("x", "y")))
+        return ranks.any_(flags(of=1), "unscale_" if rank == 2 else "step")
+
+    for error in of.run(meet)[:4]:
+        assert "ranks [0, 1, 3] say: step for 1" in str(error)
+        assert "ranks [2] say: unscale_ for 1" in str(error)
+
+
+def test_a_mesh_of_all_ranks_is_reduced_at_once(world: Callable[[int], World]) -> None:
+    of = world(4)
+    mesh = Mesh(lambda: pytest.fail("its dimensions are not needed"), (2, 2), ("x", "y"))
+    results = of.run(lambda rank: (agreed(mesh).any_(flags(of=1), "step"), agreed(mesh).is_of_all_ranks()))
+    assert results == [(None, True)] * 4
+    assert len(of.collectives) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "copies"),
+    [
+        ((2, 3), ("replicate", "shard"), 2),
+        ((2, 3), ("x", "y"), 1),
+        ((2, 3, 4), ("dp_replicate", "replicate", "tp"), 6),
+        ((), (), 1),
+        ((4,), None, 1),
+    ],
+)
+def test_copies_are_what_a_mesh_calls_so(shape: tuple[int, ...], names: Any, copies: int) -> None:
+    assert agreed(Mesh(list, shape, names)).copies() == copies
+
+
+def test_a_group_has_no_copies(world: Callable[[int], World]) -> None:
+    assert agreed().copies() == 1
+    assert agreed(world(2).world).copies() == 1
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 6), (2, 3), (6, 1)])
+def test_stages_have_as_many_ranks(world: Callable[[int], World], stages: int, ranks: int) -> None:
+    assert world(6).run(lambda _: agreed(stages=stages).ranks_of_a_stage()) == [ranks] * 6
+
+
+def test_stages_that_do_not_come_out_even_are_refused(world: Callable[[int], World]) -> None:
+    for error in world(6).run(lambda _: agreed(stages=4).ranks_of_a_stage()):
+        assert isinstance(error, ValueError)
+        assert str(error) == "pipeline_stages must divide the number of ranks, 6, got 4"
+
+
+def test_a_rank_outside_of_its_group_is_told_so(world: Callable[[int], World]) -> None:
+    of, outside = world(2), torch.distributed.GroupMember.NON_GROUP_MEMBER
+    assert of.run(lambda rank: agreed(outside).is_of_all_ranks()) == [False, False]
+    for rank, error in enumerate(of.run(lambda rank: agreed(outside).any_(flags(of=1), "step"))):
+        assert str(error) == f"rank {rank} is not in the process group of its scaler"
+
+
+def test_ranks_are_needed_when_they_are_to_agree() -> None:
+    ranks = agreed()
+    assert not ranks.is_of_all_ranks()
+    with pytest.raises(RuntimeError) as raised:
+        ranks.any_(flags(of=1), "step")
+    assert str(raised.value) == "ranks cannot agree yet: call torch.distributed.init_process_group() first"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "error", "text"),
+    [
+        (3, 1, TypeError, "process_group must be a ProcessGroup or a DeviceMesh, got int"),
+        (None, 0, ValueError, "pipeline_stages must be an integer >= 1, got 0"),
+        (None, 1.5, TypeError, "pipeline_stages must be an integer, got 1.5 of type float"),
+    ],
+)
+def test_wrong_arguments_are_refused(ranks: Any, stages: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        agreed(ranks, stages=stages)
+    assert str(raised.value) == text
+
+
+def test_torch_without_distributed_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError) as raised:
+        agreed()
+    assert str(raised.value) == "this build of torch has no torch.distributed, so there are no ranks to agree with"
