@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/.ready
 	$(BIN)/castwise demo
 
-# A process a core, of one thread each: most tests are too small for more.
+# In processes of one thread each (tests/conftest.py says how many): most tests are too small for more.
 test: .venv/.ready lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 

@@ -1,5 +1,6 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and which tests share a process."""
 
+import os
 import warnings
 from typing import Any
 
@@ -36,6 +37,12 @@ _TOGETHER = (
     "tests/docs/test_manual.py",
     "tests/integrations/test_lightning_ranks.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: many tests wait for a process, and for the disk."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import torchrun
 
 from castwise import schedules
 from castwise.monitor.run import Run
@@ -47,18 +48,15 @@ def test_the_readmes_table_of_schedules_is_the_result(example: Any) -> None:
     assert len(table.splitlines()) == 2 + len(example["SCHEDULES"])
 
 
-def on_ranks(count: int, example: str, *arguments: str) -> str:
+def on_ranks(count: int, example: str, *arguments: object) -> str:
     """What the first of several ranks prints."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [*torchrun, str(ROOT / "examples" / example), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
+    return "".join(torchrun(count, [ROOT / "examples" / example, *arguments]))
 
 
 def test_a_training_goes_on_from_a_distributed_checkpoint_bit_for_bit(tmp_path: Path) -> None:
-    whole = on_ranks(2, "dcp.py", str(tmp_path))
+    whole = on_ranks(2, "dcp.py", tmp_path)
     assert re.match(r"scale \d+ skipped [1-9]\d*\nweights [0-9a-f]{64}\n$", whole)
-    assert on_ranks(2, "dcp.py", str(tmp_path), "--resume") == whole
+    assert on_ranks(2, "dcp.py", tmp_path, "--resume") == whole
 
 
 def on_two_hosts(example: str) -> list[str]:
@@ -94,7 +92,7 @@ def test_a_bad_batch_of_one_host_is_skipped_by_all() -> None:
 
 
 def test_a_loop_in_the_manner_of_torchtitan_trains_and_is_recorded(tmp_path: Path) -> None:
-    losses = [float(step.split()[3]) for step in on_ranks(4, "titan_style.py", str(tmp_path)).splitlines()]
+    losses = [float(step.split()[3]) for step in on_ranks(4, "titan_style.py", tmp_path).splitlines()]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     run = Run.read(tmp_path)

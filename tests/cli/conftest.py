@@ -6,15 +6,13 @@ One thread, because two that wait for each other on a busy machine are twenty ti
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import Python
 
 from castwise.cli.demo.corpus import Corpus, read_text
 from castwise.cli.demo.gpt import SIZES
@@ -25,17 +23,15 @@ PATIENCE_S = 60.0
 
 
 class Demo:
-    """A `castwise demo` in a process of its own, fed with `text`, writing to `out`."""
+    """A `castwise demo` in a process of its own, which is forked, fed with `text`, writing to `out`."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "runs"
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(500)))
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "castwise", "demo", *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    def start(self, *arguments: object) -> Python:
+        return Python(["-m", "castwise", "demo", *arguments])
 
     def run(self, *arguments: object) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
@@ -62,7 +58,7 @@ class Demo:
         return create_run_folder(self.out, settings.to_json())
 
     @staticmethod
-    def wait_until(moment: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    def wait_until(moment: Callable[[], object], process: Python) -> None:
         """Look often, as moments pass in milliseconds, but leave the process a core to reach them on."""
         give_up = time.monotonic() + PATIENCE_S
         while not moment():

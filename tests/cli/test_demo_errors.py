@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -164,8 +166,9 @@ def test_ctrl_c_before_the_training(
 def test_a_real_process_shows_one_line_and_no_traceback(demo: Demo) -> None:
     path = demo.prepare(1, 1) / "checkpoint.pt"
     path.write_bytes(b"")
-    code, _, stderr = demo.run("--resume", path.parent)
-    assert (code, stderr) == (2, f"castwise demo: {damaged(path)}\n")
+    command = [sys.executable, "-m", "castwise", "demo", "--resume", path.parent]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (2, f"castwise demo: {damaged(path)}\n")
 
 
 def test_a_wrong_option_shows_no_traceback(demo: Demo) -> None:
@@ -216,10 +219,12 @@ def test_a_folder_that_may_not_be_entered_is_left_out(demo: Demo, monkeypatch: p
     assert corpus.read_text(demo.text.parent) == demo.text.read_bytes()
 
 
-def test_a_path_that_the_terminal_cannot_show(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
+def test_a_path_that_the_terminal_cannot_show(demo: Demo) -> None:
     folder = demo.text.with_name("\u00fc\udcff")
     folder.mkdir()
-    code, stdout, stderr = demo.run("--data", demo.text, "--out", folder, "--steps", 1, "--device", "cpu")
-    assert (code, stderr) == (0, "")
-    assert "\\xfc\\udcff" in stdout
+    arguments = ["--data", demo.text, "--out", folder, "--steps", "1", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "castwise", "demo", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "\\xfc\\udcff" in run.stdout

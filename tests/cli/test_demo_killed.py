@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +13,7 @@ from castwise.cli.demo import checkpoint
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Demo
+    from tests.forked import Python
 
 STEPS, EVERY = 30, 7
 Moment = Callable[[], object]
@@ -41,7 +41,7 @@ def changes(folder: Path, files: str) -> Moment:
     return lambda: look() != before
 
 
-def stop_at(demo: Demo, moment: Moment, process: Popen[str], *signals: signal.Signals) -> str:
+def stop_at(demo: Demo, moment: Moment, process: Python, *signals: signal.Signals) -> str:
     """Send the signals at that moment; returns what the process said on stderr."""
     demo.wait_until(moment, process)
     for number in signals:

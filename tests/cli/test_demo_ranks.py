@@ -1,4 +1,4 @@
-"""`castwise demo --strategy`, started by torchrun: the same losses as in one process, however the model is split."""
+"""`castwise demo --strategy`, on ranks as of torchrun: the same losses as in one process, however the model is split."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.forked import torchrun
 
 from castwise.cli import app
 from castwise.cli.demo.ranks import STRATEGIES
@@ -70,10 +71,10 @@ def split_by(in_one_process: tuple[Demo, list[float]]) -> Callable[[str], tuple[
     @functools.cache
     def trained(strategy: str) -> tuple[str, Path]:
         out = demo.out.parent / strategy
-        code, stdout, stderr = run(2, "--strategy", strategy, "--data", demo.text, "--out", out, *SHORT)
-        assert code == 0, stderr
+        arguments = ["--strategy", strategy, "--data", demo.text, "--out", out, *SHORT]
+        printed = torchrun(2, ["-m", "castwise", "demo", *arguments])
         (folder,) = out.iterdir()
-        return stdout, folder
+        return "".join(printed), folder
 
     return trained
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import Python, torchrun
 from typer.testing import CliRunner
 
 from castwise.cli import app
@@ -55,6 +56,13 @@ def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def forked(*arguments: object, folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
+    """`castwise run` without the time to import torch, where it is not about how a process begins or ends."""
+    process = Python(["-m", "castwise", "run", *arguments], folder)
+    output, errors = process.communicate()
+    return subprocess.CompletedProcess(["castwise"], process.returncode, output, errors)
+
+
 def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a script prints with torch.amp; in this process, as to import torch anew takes longer than most of them."""
     monkeypatch.setattr(sys, "argv", [script])
@@ -79,7 +87,7 @@ def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
 ) -> None:
     script = IDIOMS[idiom]
     plain = printed_by(script[-1], monkeypatch)
-    run = call([*RUN, "--out", str(tmp_path), "--every", "5", *script])
+    run = forked("--out", tmp_path, "--every", "5", *script)
     assert run.returncode == 0, run.stderr
     assert run.stdout == plain
     assert "weights " in run.stdout
@@ -95,19 +103,19 @@ def test_a_resumed_script_goes_on_as_it_does_without(tmp_path: Path) -> None:
     """The checkpoint of the first part is castwise's, the second half is torch's, and the other way round."""
     script = str(SCRIPTS / "resume.py")
     whole = call([sys.executable, script, "--out", "whole"], tmp_path)
-    assert call([*RUN, script, "--out", "a", "--stop-after", "27"], tmp_path).returncode == 0
-    second = call([*RUN, "--out", "second", script, "--out", "a", "--resume"], tmp_path)
+    assert forked(script, "--out", "a", "--stop-after", "27", folder=tmp_path).returncode == 0
+    second = forked("--out", "second", script, "--out", "a", "--resume", folder=tmp_path)
     assert second.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
     assert (tmp_path / "castwise-run" / "report.html").is_file()
     assert not [record for record in records(tmp_path / "second") if record["kind"] == "mistake"]
 
 
 def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    plain = call([*torchrun, "ddp.py"])
-    run = call([*torchrun, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
-    assert plain.returncode == run.returncode == 0, run.stderr
-    assert run.stdout == plain.stdout
+    plain = torchrun(2, ["ddp.py"], SCRIPTS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = call([*launcher, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "".join(plain)
     folders = sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl"))
     assert len(folders) == 2
     assert folders[1] == folders[0] + "-rank1"
@@ -173,7 +181,7 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     source = TRAINING.replace("    scaler.step", f"    {wrong}\n    scaler.step")
     script.write_text(f"import warnings\nwarnings.filterwarnings('ignore')\n{source}")
     line = script.read_text().splitlines().index(f"    {wrong}") + 1
-    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)])
+    run = forked("--out", tmp_path / "out", script)
     told = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
     assert run.stderr.count(told) == 1
     assert run.stderr.rstrip().endswith("mistakes of the script: 1")
@@ -191,7 +199,7 @@ def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trai
     (tmp_path / "Linear" / "monitor.jsonl").write_text('{"kind": "end"}\n')
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    run = call([*RUN, "--out", str(tmp_path), str(script)])
+    run = forked("--out", tmp_path, script)
     assert run.stderr == "castwise: nothing was recorded: no optimizer of a module has stepped\n"
 
 
@@ -227,7 +235,7 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
         + "print(output.dtype, scaler.schedule.init_scale, sys.argv[1:], __name__, __file__ == sys.argv[0])\n"
     )
     settings = ["--policy", str(policy), "--schedule", "Headroom(init_scale=8.0)", "--weight-cache"]
-    run = call([*RUN, "--out", str(tmp_path / "out"), *settings, str(script), "--lr", "1", "-m", "--out", "x"])
+    run = forked("--out", tmp_path / "out", *settings, script, "--lr", "1", "-m", "--out", "x")
     assert run.returncode == 0, run.stderr
     told = run.stdout.splitlines()[-1]
     assert told == "torch.bfloat16 8.0 ['--lr', '1', '-m', '--out', 'x'] __main__ True"

@@ -1,37 +1,25 @@
 """Starts a worker script once for each rank of a gloo group of real processes.
 
-They are forked from a server that has imported torch: importing it takes longer than what most of them do. Their
-environment is that of the first call in this process.
+They are forked; their environment is that of the first call in this process.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import runpy
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp.sharded_grad_scaler",
-        "torch.distributed.tensor.parallel",
-        "castwise.monitor.monitor",
-    ]
-)
+from tests.forked import SERVER, become
 
 
 def run(worker: Path, world_size: int, store: Path, what: str) -> list[Any]:
     """Let every rank do something; what each of them has to say, None for one that died."""
     said = [store.with_name(f"{store.name} {rank}") for rank in range(world_size)]
     processes = [
-        _SERVER.Process(target=_become, args=(str(worker), [str(rank), str(world_size), str(store), what], said[rank]))
+        SERVER.Process(target=_become, args=(str(worker), [str(rank), str(world_size), str(store), what], said[rank]))
         for rank in range(world_size)
     ]
     give_up = time.monotonic() + 300
@@ -51,10 +39,7 @@ def run(worker: Path, world_size: int, store: Path, what: str) -> list[Any]:
 
 
 def _become(worker: str, arguments: list[str], out: Path) -> None:
-    descriptor = os.open(out, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    sys.argv = [worker, *arguments]
-    runpy.run_path(worker, run_name="__main__")
+    become(lambda: runpy.run_path(worker, run_name="__main__"), [worker, *arguments], out)
 
 
 def join(argv: list[str], seconds: int = 60) -> tuple[int, int, str]:
