@@ -1,4 +1,4 @@
-"""`castwise demo --strategy`, on ranks as of torchrun: the same losses as in one process, however the model is split."""
+"""`castwise demo --strategy`, on ranks as of torchrun: the same losses as in one process, however it is split."""
 
 from __future__ import annotations
 
