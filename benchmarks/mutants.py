@@ -82,7 +82,14 @@ def cached(function):  # type: ignore
     import os
 
     of_mutant = functools.cache(lambda mutant, *args: function(*args))
-    return lambda *args: of_mutant(os.environ.get("MUTANT_UNDER_TEST"), *args)
+
+    def called(*args):  # type: ignore
+        mutant = os.environ.get("MUTANT_UNDER_TEST")
+        if mutant == "stats":  # which tests come to which functions
+            return function(*args)
+        return of_mutant(mutant, *args)
+
+    return called
 """
 CACHED = "__import__('castwise._warnings', fromlist=['cached']).cached"
 

@@ -968,9 +968,12 @@ class Calls(nn.Module):
             return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def test_a_forward_that_is_run_again_where_another_region_has_the_dtype_of_the_policy_s() -> None:
+@pytest.mark.parametrize(("inside", "ops"), [("0.inner", {}), ("0.inner.0", {"softmax": "float16"})])
+def test_a_forward_that_is_run_again_where_another_region_has_the_dtype_of_the_policy_s(
+    inside: str, ops: dict[str, str]
+) -> None:
     model = nn.Sequential(Calls(nn.Linear(4, 4), torch.autocast("cpu", dtype=BF16)))
-    bound = Policy(compute="bfloat16", modules={"0": "float16", "0.inner": "float32"}).bind(model)
+    bound = Policy(compute="bfloat16", modules={"0": "float16", inside: "float32"}, ops=ops).bind(model)
     with castwise.autocast("cpu", policy=bound):
         out = model(torch.ones(2, 4, requires_grad=True))
     out.float().sum().backward()
@@ -986,6 +989,39 @@ def test_op_rules_hold_no_longer_than_a_forward_that_is_run_again() -> None:
     out.float().sum().backward()
     assert model[0].seen == [FP16, FP16]
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_nor_than_a_module_of_it() -> None:
+    modes = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        before = torch._C._len_torch_function_stack()
+        x = model(x)
+        modes.append((before, torch._C._len_torch_function_stack()))
+        return x.square().exp()  # their gradients need what is computed here
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    bound = Policy(compute="bfloat16", ops={"linear": "float16"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        out = checkpoint(twice, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+    out.float().sum().backward()
+    assert modes == [(1, 1), (0, 0)]
+
+
+def test_a_forward_of_another_thread_since_then_hides_none_that_is_run_again() -> None:
+    model = nn.Sequential(Calls(nn.Linear(4, 4)))
+    bound = Policy(compute="bfloat16", modules={"0.inner.0": "float16"}).bind(model)
+
+    def forward() -> torch.Tensor:
+        with castwise.autocast("cpu", policy=bound):
+            return model(torch.ones(2, 4, requires_grad=True))  # type: ignore[no-any-return]
+
+    out = forward()
+    other = threading.Thread(target=forward)
+    other.start()
+    other.join()
+    out.float().sum().backward()
+    assert model[0].seen == [FP16, FP16, FP16]
 
 
 def test_a_module_that_begins_its_region_is_told_from_the_region() -> None:

@@ -109,7 +109,22 @@ def test_a_rule_for_a_container_is_in_force_in_what_it_holds() -> None:
 def test_types_and_expressions_are_spelled_with_what_they_say() -> None:
     assert spelled(re.compile("he.d")) == "re:he.d"
     assert spelled(re.compile("he.d", re.IGNORECASE | re.DOTALL)) == "re:(?is)he.d"
+    assert spelled(re.compile("he.d", re.VERBOSE | re.MULTILINE | re.ASCII)) == "re:(?amx)he.d"
     assert spelled("head") == "head"
+
+
+def test_a_decision_names_its_rule_and_the_module_around_that_has_it() -> None:
+    modules = {"blocks": "exclude", "blocks.0.mlp": "inherit", "*.1.norm": "float16", "head": "float32"}
+    decisions = decide(Policy(compute="bfloat16", modules=modules), model := Model())
+    assert [(each.name, each.module) for each in decisions] == list(model.named_modules())
+    by_name = {each.name: each[2:] for each in decisions}
+    assert by_name[""] == by_name["token"] == by_name["norm"] == (None, None, "bfloat16", None, None)
+    assert by_name["blocks"] == ("exclude", "exclude", "float32", "blocks", None)
+    assert by_name["blocks.0"] == (None, "exclude", "float32", "blocks", "blocks")
+    assert by_name["blocks.0.mlp"] == ("inherit", "inherit", "float32", "blocks", "blocks")
+    assert by_name["blocks.0.mlp.2"] == (None, None, "float32", "blocks", "blocks")
+    assert by_name["blocks.1.norm"] == ("float16", "float16", "float16", "*.1.norm", None)
+    assert by_name["head"] == ("float32", "float32", "float32", "head", None)
 
 
 def test_rules_that_overlap_in_part_bind() -> None:

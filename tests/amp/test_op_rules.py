@@ -10,10 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise import Policy
-from castwise.amp.op_rules import _with_source_cast, calls_no_rule, canonical, op_names, rules_of
+from castwise.amp.op_rules import (
+    Rule,
+    _with_source_cast,
+    _writes_to_arguments,
+    calls_no_rule,
+    canonical,
+    op_names,
+    rules_of,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODEL = nn.Module()
@@ -286,6 +295,25 @@ def test_a_function_that_is_told_to_write_to_its_argument_does(write: Any) -> No
     assert torch.equal(given, write(expected))
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "writes"),
+    [
+        ((0, 1.0, True), {}, True),
+        ((0, 1.0, False), {}, False),
+        ((0, 1.0), {"inplace": True}, True),
+        ((0, 1.0), {"inplace": False}, False),
+        ((0, 1.0), {}, False),
+        ((0,), {}, False),
+        ((0, 1.0, False), {"max_norm": 2.0}, True),
+        ((0, 1.0, False, 2.0), {}, True),
+        ((0, 1.0, False, None), {}, False),
+    ],
+)
+def test_it_may_be_told_by_position_or_by_name(args: Any, kwargs: Any, writes: bool) -> None:
+    """torch itself names them; Dynamo passes on what was called."""
+    assert _writes_to_arguments(Rule(flags=(("inplace", 2), ("max_norm", 3))), args, kwargs) is writes
+
+
 def test_what_is_written_to_out_is_computed_as_without_the_rule() -> None:
     out = torch.empty(2, 4)
     with region(ops={"mul": "bfloat16"}):
@@ -293,14 +321,26 @@ def test_what_is_written_to_out_is_computed_as_without_the_rule() -> None:
     assert torch.equal(out, x() * x())
 
 
-@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
-def test_the_input_of_a_norm_with_statistics_may_be_given_by_name(norm: Any) -> None:
+@pytest.mark.parametrize(
+    ("norm", "settings"),
+    [
+        (F.batch_norm, {}),
+        (F.instance_norm, {}),
+        (torch.batch_norm, {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}),
+        (
+            torch.instance_norm,
+            {"weight": None, "bias": None, "use_input_stats": False, "momentum": 0.1, "eps": 1e-5},
+        ),
+    ],
+)
+def test_the_input_of_a_norm_with_statistics_may_be_given_by_name(norm: Any, settings: dict[str, Any]) -> None:
     mean, variance = torch.zeros(4), torch.ones(4)
     given = x(2, 4, 3)
     ops = {"batch_norm": "float16", "instance_norm": "float16"}
     with region(ops=ops):
-        by_name = norm(input=given, running_mean=mean, running_var=variance)
-        by_place = norm(given, mean, variance)
+        settings |= {"cudnn_enabled": False} if norm in {torch.batch_norm, torch.instance_norm} else {}
+        by_name = norm(input=given, running_mean=mean, running_var=variance, **settings)
+        by_place = norm(given, running_mean=mean, running_var=variance, **settings)
     assert by_name.dtype is by_place.dtype is FP16
     assert torch.equal(by_name, by_place)
     assert mean.dtype is FP32
@@ -318,6 +358,33 @@ def test_a_weight_that_a_rule_casts_is_not_taken_for_another_ops_cast() -> None:
     with region(ops={"linear": "float16"}):
         assert F.linear(x(), weight).dtype is FP16
         assert torch.mm(x(), weight).dtype is BF16
+
+
+class CountedCasts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rule", "casts"), [("bfloat16", 1), ("float16", 2)])
+def test_autocast_keeps_the_casts_of_weights_where_a_rule_says_what_it_does(rule: str, casts: int) -> None:
+    weight, given = nn.Parameter(torch.ones(4, 4)), x().to(getattr(torch, rule))
+    with region(ops={"linear": rule}), CountedCasts() as counted:
+        for _ in range(2):
+            F.linear(given, weight)
+    assert counted.count == casts
+
+
+@pytest.mark.parametrize("rule", ["bfloat16", "float16", "float32"])
+def test_arguments_given_by_name_reach_the_op(rule: str) -> None:
+    dtype = getattr(torch, rule)
+    with region(ops={"baddbmm": rule}):
+        got = torch.baddbmm(torch.ones(1, 2, 2), x(1, 2, 4), x(1, 4, 2), beta=2.0, alpha=3.0)
+    factors = torch.ones(1, 2, 2), x(1, 2, 4), x(1, 4, 2)
+    want = torch.baddbmm(*(factor.to(dtype) for factor in factors), beta=2.0, alpha=3.0)
+    assert torch.equal(got, want)
 
 
 def test_under_another_region_calls_pass_as_they_are() -> None:
