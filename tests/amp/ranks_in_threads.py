@@ -29,7 +29,7 @@ class Group(torch.distributed.ProcessGroup):
 
     def __init__(self, *ranks: int, name: str = "some") -> None:
         super().__init__(0, len(ranks))
-        self.ranks, self.name = ranks, name
+        self.ranks, self.name, self.device_types = ranks, name, ["cpu"]
         self.meets = threading.Barrier(len(ranks), timeout=20.0)
         self.given: dict[int, Any] = {}
 
@@ -63,7 +63,6 @@ class World:
         self.size = size
         self.world = Group(*range(size), name="world")
         self.collectives: list[Collective] = []  # the first rank's
-        self.device_types = ["cpu"]
         self.fault: RuntimeError | None = None
         self._thread = threading.local()
         for name in ("get_rank", "all_reduce", "all_gather_object"):
@@ -72,7 +71,7 @@ class World:
         patch.setattr(torch.distributed, "get_world_size", lambda group=None: len(self._of(group).ranks))
         patch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(self._of(group).ranks))
         patch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=self.world))
-        patch.setattr(agreement, "device_types_of", lambda group: self.device_types)
+        patch.setattr(agreement, "device_types_of", lambda group: group.device_types)
 
     def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
         """Return what each rank returns, or the error that it raises."""
@@ -99,13 +98,14 @@ class World:
     def _all_reduce(self, tensor: torch.Tensor, op: Any, group: Any) -> None:
         if self.fault is not None:
             raise self.fault
+        kind = {torch.distributed.ReduceOp.SUM: "sum", torch.distributed.ReduceOp.MAX: "max"}[op]
         if self._get_rank() == 0:
-            kind = "max" if op == torch.distributed.ReduceOp.MAX else "sum"
             self.collectives.append(Collective(kind, tensor.dtype, tensor.numel(), tensor.device.type))
-        said = self._of(group).exchange(self._get_rank(), (tensor.clone(), op))
-        assert all(operation == op for _, operation in said)
+        said = self._of(group).exchange(self._get_rank(), (tensor.clone(), kind))
+        assert all(operation == kind for _, operation in said)
         everybodys = torch.stack([given for given, _ in said])
-        tensor.copy_(everybodys.amax(0) if op == torch.distributed.ReduceOp.MAX else everybodys.sum(0))
+        tensor.copy_(everybodys.amax(0) if kind == "max" else everybodys.sum(0))
 
     def _all_gather_object(self, gathered: list[Any], given: Any, group: Any) -> None:
+        assert len(gathered) == len(self._of(group).ranks)
         gathered[:] = self._of(group).exchange(self._get_rank(), given)

@@ -119,6 +119,23 @@ def test_any_number_of_ranks_fits(number: int, call: str) -> None:
             ranks.norm(fact(0.0), fact(3.0, torch.float64), 2.0, call)
 
 
+@pytest.mark.parametrize("digest", [0, 1, 2, 2**15 - 2, 2**15 - 1, 2**15, 2**32 - 1])
+def test_any_digest_fits(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch, digest: int) -> None:
+    monkeypatch.setattr(agreement.zlib, "crc32", lambda *_: digest)
+
+    def meet(rank: int, inf: float) -> Any:
+        ranks = agreed()
+        ranks.any_(found := flags(*([0] if inf and rank else []), of=2), "step")
+        norms = [
+            ranks.norm(fact(inf * rank), fact(3.0, torch.float64), norm_type, "clip") for norm_type in (1.0, math.inf)
+        ]
+        return numbers(found), [(found_inf.item(), norm.item()) for found_inf, norm in norms]
+
+    for inf in (0.0, 1.0):
+        expected = [inf, 0.0], [(inf, 6.0), (inf, 3.0)]
+        assert world(2).run(lambda rank, inf=inf: meet(rank, inf)) == [expected] * 2
+
+
 # Norms
 
 
@@ -253,6 +270,15 @@ def test_an_update_that_sets_the_scale_is_part_of_the_history(
     assert all(isinstance(each, RuntimeError) for each in world(2).run(lambda rank: meet(rank, False)))
 
 
+def test_a_start_is_part_of_the_history(world: Callable[[int], World]) -> None:
+    def meet(rank: int) -> Any:
+        ranks = agreed()
+        ranks.start(4.0, 2.0 + rank)
+        return ranks.any_(flags(of=1), "step")
+
+    assert all(isinstance(each, RuntimeError) for each in world(2).run(meet))
+
+
 def test_a_new_start_ends_what_ranks_did_apart(world: Callable[[int], World]) -> None:
     def meet(rank: int) -> Any:
         ranks = agreed()
@@ -347,12 +373,12 @@ def test_a_copy_shares_the_group_and_is_copied_once(world: Callable[[int], World
 
 
 def test_a_group_that_cannot_be_reached_is_named(world: Callable[[int], World]) -> None:
-    of = world(2)
+    of, group = world(3), Group(0, 2, name="pair")
     of.fault = RuntimeError("Connection closed by peer")
-    errors = of.run(lambda rank: agreed(of.world).any_(flags(of=1), "step"))
-    for rank, error in enumerate(errors):
+    errors = of.run(lambda rank: None if rank == 1 else agreed(group).any_(flags(of=1), "step"))
+    for rank, error in ((0, errors[0]), (2, errors[2])):
         assert str(error) == (
-            f"rank {rank} could not agree with the others of the process group 'world' (ranks [0, 1]) on whether to "
+            f"rank {rank} could not agree with the others of the process group 'pair' (ranks [0, 2]) on whether to "
             "take this step, so it has not stepped: has one of them ended, left out a call or disabled its scaler? "
             "Connection closed by peer"
         )
@@ -366,7 +392,7 @@ def test_a_collective_takes_place_where_the_group_can(
     world: Callable[[int], World], wanted: str, there: list[str], used: str
 ) -> None:
     of = world(2)
-    of.device_types = there
+    of.world.device_types = there
     found = of.run(lambda rank: Agreement(None, wanted).norm(fact(0.0), fact(3.0, torch.float64), 1.0, "clip"))
     assert [norm.item() for _, norm in found] == [6.0, 6.0]
     assert of.collectives == [Collective("sum", torch.float64, 2, used)]
@@ -374,7 +400,7 @@ def test_a_collective_takes_place_where_the_group_can(
 
 def test_facts_are_taken_to_the_device_of_the_group(world: Callable[[int], World]) -> None:
     of = world(1)
-    of.device_types = ["meta"]  # holds no values, so none come back
+    of.world.device_types = ["meta"]  # holds no values, so none come back
     (error,) = of.run(lambda rank: agreed().norm(fact(0.0), fact(3.0, torch.float64), 1.0, "clip"))
     assert of.collectives == [Collective("sum", torch.float64, 2, "meta")]
     assert isinstance(error, NotImplementedError)

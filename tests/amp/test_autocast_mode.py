@@ -149,6 +149,7 @@ def test_a_decorated_function_runs_inside_and_is_still_itself() -> None:
     assert forward.__doc__ == "Doc."
     assert list(inspect.signature(forward).parameters) == ["x", "twice"]
     assert autocast_decorator(autocast("cpu"), cpu)() == (True, BF16)
+    assert autocast_decorator(torch.autocast("cpu"), cpu)() == (True, BF16)  # type: ignore[arg-type]  # it is as good
 
 
 def test_a_decorated_function_that_calls_itself() -> None:

@@ -477,6 +477,10 @@ def test_casting_gives_what_torchs_gives(value: Any, dtype: torch.dtype) -> None
     assert listing(_cast(value, CPU, dtype)) == listing(expected)
 
 
+def test_a_function_may_take_nothing() -> None:
+    assert castwise.amp.custom_fwd(lambda: 3, device_type="cpu")() == 3
+
+
 def test_tensors_that_are_keys_are_cast_too() -> None:
     for cast in (_cast, torch.amp.autocast_mode._cast):
         ((key, value),) = cast({torch.ones(1): torch.ones(1)}, CPU, FP16).items()

@@ -136,7 +136,7 @@ def test_facts_are_on_an_optimizer_for_its_step_alone() -> None:
 @pytest.mark.parametrize("found", [0.0, 1.0])
 def test_room_for_a_momentum_that_a_skipped_step_has_made_is_not_left_as_it_is(device: str, found: float) -> None:
     first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    optimizer = torch.optim.SGD([first, second, third], momentum=0.9)
+    optimizer = torch.optim.SGD([third, first, second], momentum=0.9)
     optimizer.state[first]["momentum_buffer"] = torch.full((2,), 5.0)
     found_inf = torch.tensor(found)
     if device == "meta":  # not on the host, so nobody looks at it; it is brought to where the momentum is

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -663,8 +664,9 @@ def test_weights_that_are_given_by_name_are_cached() -> None:
     assert (cache.report().refreshes, cache.report().hits) == (1, 2)
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_weight_that_leaves_the_model_is_forgotten_once() -> None:
+def test_a_weight_that_leaves_the_model_is_forgotten_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     cache = WeightCache(model)
     gone = model[0].weight
@@ -678,6 +680,9 @@ def test_a_weight_that_leaves_the_model_is_forgotten_once() -> None:
     del model[0]
     gc.collect()
     assert cache.report().nbytes == 32
+    del gone
+    gc.collect()
+    assert raised == []
 
 
 def test_weights_that_fsdp_has_gathered_are_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:

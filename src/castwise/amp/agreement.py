@@ -251,7 +251,7 @@ class Agreement:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
-        twin = memo[id(self)] = object.__new__(Agreement)
+        twin = object.__new__(Agreement)
         twin.__dict__.update(self.__dict__, _doubt=None)  # a process group cannot be copied, and need not be
         return twin
 
