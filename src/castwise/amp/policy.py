@@ -90,6 +90,10 @@ class Policy:
     is checkpointed, rather than a module, needs `use_reentrant=False` and `BoundPolicy.checkpoint_contexts` for its own
     ops: without the latter torch raises, and a reentrant checkpoint runs them again without rules.
 
+    In a region that a module's own code begins, no rule holds. A checkpoint in there is run again as if they did, where
+    that region has the dtype of `compute` and the module a rule of another: torch raises, or does not see it if the
+    checkpoint is reentrant.
+
     A checkpoint around modules with rules breaks the graph of compiled code, unless
     `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
 
