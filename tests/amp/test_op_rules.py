@@ -153,15 +153,21 @@ def test_variants_that_write_are_left() -> None:
     assert (kept.dtype, out.dtype) == (FP32, FP32)
 
 
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [("batch_norm", nn.BatchNorm1d), ("instance_norm", lambda n: nn.InstanceNorm1d(n, track_running_stats=True))],
+)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("buffers", [FP32, BF16])
-def test_running_statistics_are_written(dtype: torch.dtype, buffers: torch.dtype) -> None:
-    norm = nn.BatchNorm1d(4).to(buffers)
-    given = x(8, 4) + 3
+def test_running_statistics_are_written(op: str, make: Any, dtype: torch.dtype, buffers: torch.dtype) -> None:
+    norm = make(4).to(buffers)
+    given = x(8, 4, 2) + 3
     if buffers is BF16 and dtype is not BF16:
         given = given.bfloat16()
-    with region(ops={"batch_norm": dtype}):
-        if buffers is BF16 and dtype is not BF16:  # torch takes no weights in bf16 beside another input
+    with region(ops={op: dtype}):
+        if (
+            buffers is BF16 and dtype is not BF16 and norm.weight is not None
+        ):  # torch takes no weights in bf16 beside another input
             with pytest.raises(RuntimeError, match="expect"):
                 norm(given)
             return
@@ -400,11 +406,14 @@ def test_names_are_those_of_ops_that_compute() -> None:
     names = op_names()
     assert torch.special.softmax in names["softmax"]
     assert torch.Tensor.__rmul__ in names["mul"]
+    assert torch.Tensor.__matmul__ in names["matmul"]
+    assert torch.unique in names["unique"]
     assert torch.Tensor.__rtruediv__ in names["div"]
     assert {F.threshold, torch.threshold} <= set(names["threshold"])
     assert torch.linalg.norm in names["linalg_norm"]
     assert torch.norm in names["norm"]
-    for name in ("view", "size", "is_floating_point", "__get__", "relu_", "_threshold", "batch_norm_stats"):
+    views_and_questions = ("view", "size", "is_floating_point", "__get__")
+    for name in (*views_and_questions, "relu_", "iadd", "_threshold", "_sparse_mask_projection", "batch_norm_stats"):
         assert name not in names
     assert all(len(functions) == len(set(functions)) for functions in names.values()), "each once"
     assert canonical("linalg") == "linalg"

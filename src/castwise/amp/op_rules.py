@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, get_overridable_functions, resolve_name
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from castwise._suggestions import nearest
 from castwise._torch_private import only_inlined, schema_of
@@ -39,7 +39,6 @@ _OPERATORS = {
     "rfloordiv": "floor_divide",
     "rmod": "remainder",
 }
-_IN_PLACE_OPERATORS = re.compile(r"__i(add|sub|mul|matmul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 # Functions that write to arguments without a name that ends in "_".
 _WRITING = re.compile(
     r"__(set|del)(item)?__|(native|cudnn|miopen|quantized)_batch_norm|batch_norm_.*|fused_moving_avg.*"
@@ -117,19 +116,15 @@ def _computes(name: str, function: _Function) -> bool:
 
 
 def _op_of(function: _Function) -> str | None:
-    full = resolve_name(function)
-    name = getattr(function, "__name__", "")
-    if full is None or not name or name == "__get__" or _WRITING.fullmatch(name) or _IN_PLACE_OPERATORS.fullmatch(name):
+    name = function.__name__
+    if _WRITING.fullmatch(name):
         return None
     if name.startswith("__"):
         bare = name.strip("_")
         return _OPERATORS.get(bare, bare)
     if name == "_threshold":  # torch.nn.functional.threshold
         return "threshold"
-    if name.startswith("_") or name.endswith("_"):
-        return None
-    namespace = full.removeprefix("torch.").partition(".")[0]
-    return f"{namespace}_{full.rpartition('.')[2]}" if namespace in _NAMESPACES else name
+    return None if name.startswith("_") else name
 
 
 def canonical(name: str) -> str:

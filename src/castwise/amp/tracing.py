@@ -28,6 +28,8 @@ from castwise.amp.policy import Policy
 from castwise.amp.trace_account import AGAIN, BACK, Cast, Op, Trace
 from castwise.amp.weight_cache import WeightCache
 
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
 
 def trace(
     model: nn.Module,
@@ -194,14 +196,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         else:
             redundant = ""
         self._cast[key] = source
-        if result.nbytes == _bytes_of_memory(result):
+        if _nbytes(result) == _bytes_of_memory(result):
             self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
         else:  # a part of something
             self._origins.pop(_memory(result), None)
         kind = (self._module_of_op.name() or "", self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
         total = self._casts.setdefault(kind, [0, 0])
         total[0] += 1
-        total[1] += source.nbytes + result.nbytes
+        total[1] += _nbytes(source) + _nbytes(result)
 
     def result(self) -> Trace:
         phases: dict[tuple[str, str, str], dict[str, int]] = {}
@@ -224,8 +226,8 @@ def _source(func: Any, args: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor lies in one piece of memory; sparse ones and DTensors hold others that do."""
-    return tensor.layout is torch.strided and type(tensor) in {torch.Tensor, nn.Parameter}
+    """Say whether a tensor lies in one piece of memory; sparse and nested ones and DTensors hold others that do."""
+    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in {torch.Tensor, nn.Parameter}
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -233,7 +235,13 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _bytes_of_memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if _has_memory(tensor) else tensor.nbytes
+    return tensor.untyped_storage().nbytes() if _has_memory(tensor) else _nbytes(tensor)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes
+    return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
