@@ -165,9 +165,7 @@ def test_running_statistics_are_written(op: str, make: Any, dtype: torch.dtype, 
     if buffers is BF16 and dtype is not BF16:
         given = given.bfloat16()
     with region(ops={op: dtype}):
-        if (
-            buffers is BF16 and dtype is not BF16 and norm.weight is not None
-        ):  # torch takes no weights in bf16 beside another input
+        if norm.weight is not None and buffers is BF16 and dtype is not BF16:  # torch takes none beside another input
             with pytest.raises(RuntimeError, match="expect"):
                 norm(given)
             return
