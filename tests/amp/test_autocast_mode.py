@@ -311,11 +311,13 @@ def test_a_region_is_copied_and_pickled() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_the_words_of_the_warnings() -> None:
-    with pytest.warns(UserWarning, match=r"^CUDA is not available .*Disabling autocast\.$"):
+    with pytest.warns(UserWarning, match=r"^CUDA is not available .*Disabling autocast\.$") as caught:
         autocast("cuda")
+    assert [warning.filename for warning in caught] == [__file__]
     message = "autocast on 'cpu' supports torch.bfloat16, torch.float16, got torch.float32. Disabling autocast."
-    with pytest.warns(UserWarning, match=re.escape(message)):
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
         autocast("cpu", dtype=FP32)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "vulkan", "meta"])

@@ -88,6 +88,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({**TORCHS, "steps_taken": -1}, ValueError, "steps_taken must be an integer in [0, 2**63), got -1"),
     ({**TORCHS, "steps_skipped": 0.5}, TypeError, "steps_skipped must be an integer, got 0.5 of type float"),
     ({**TORCHS, "growth_factor": 1.0}, ValueError, "growth_factor must be a finite number > 1, got 1.0"),
+    (
+        {**TORCHS, "schedule": {"name": ["x"], "settings": {}, "trackers": {}}},
+        TypeError,
+        "the name of a schedule must be a string, got ['x']",
+    ),
     ({**TORCHS, "schedule": 3}, ValueError, "schedule must have the entries name, settings and trackers, got 3"),
     (
         {**TORCHS, "schedule": {"name": "Static", "settings": {"x": 1}, "trackers": {}}},

@@ -166,6 +166,16 @@ def test_whatever_a_file_holds_gives_a_policy_or_an_error_that_names_it(
         ("p.json", '{"compute": "bfloat16", "compute": "float16"}', "a name is there twice: 'compute', 'compute'"),
         ("p.json", '{"compute": "bfloat16", "modules": {"a": "float32", "a": "float16"}}', "a name is there twice"),
         ("p.toml", "compute = '\xff'", "p.toml: "),
+        *(
+            ("p.toml", text, "a key without quotes has more than 32 parts")
+            for text in (
+                "a." * 50_000 + "a = 1",
+                "a\t. " * 50_000 + "a = 1",
+                f"[{'a.' * 50_000}a]",
+                '"a" . ' * 40 + "b = 1",
+            )
+        ),
+        ("p.toml", '"' + '\\"' * 50_000, "p.toml: "),
         ("p.yaml", "", "a policy's file must end in .toml or .json, got"),
     ],
 )
@@ -174,6 +184,23 @@ def test_what_is_wrong_in_a_file_is_said(name: str, text: str, error: str, tmp_p
     with pytest.raises(ValueError, match=re.escape(error)) as caught:
         Policy.from_file(tmp_path / name)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["p.toml", "p.json"])
+def test_a_file_may_begin_with_a_byte_order_mark_and_name_deep_modules(name: str, tmp_path: Path) -> None:
+    one = Policy(compute="bfloat16", modules={".".join(["part"] * 40): "float32"})
+    one.to_file(tmp_path / name)
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert Policy.from_file(tmp_path / name) == one
+
+
+def test_what_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
+    one = Policy(compute="bfloat16", modules={"\ud800": "float32"})
+    with pytest.raises(ValueError, match=r"p\.toml: TOML cannot hold '\\ud800', use \.json"):
+        one.to_file(tmp_path / "p.toml")
+    assert list(tmp_path.iterdir()) == []
+    one.to_file(tmp_path / "p.json")
+    assert Policy.from_file(tmp_path / "p.json") == one
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ def test_a_gpu_that_is_not_there(refusal: Refusal, monkeypatch: pytest.MonkeyPat
 def test_resuming_a_folder_that_is_no_run(refusal: Refusal, tmp_path: Path) -> None:
     message = f"{tmp_path} is not the folder of a run: no readable settings.json in it"
     assert refusal("--resume", tmp_path) == message
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    assert refusal("--resume", tmp_path) == message
 
 
 def test_resuming_a_run_of_another_version(refusal: Refusal, demo: Demo) -> None:

@@ -37,6 +37,14 @@ def test_a_page_is_written_into_the_run_or_where_it_is_asked_for(runs: Path, tmp
         assert 'id="timeline-3"' not in page
 
 
+def test_a_name_that_no_encoding_knows_is_printed(runs: Path, tmp_path: Path) -> None:
+    records = (runs / "bad" / "monitor.jsonl").read_text().replace('"parameters": ["', '"parameters": ["\\ud800')
+    (tmp_path / "monitor.jsonl").write_text(records)
+    code, printed = report(tmp_path, "--text")
+    assert code == 0
+    assert "\\ud800" in printed
+
+
 def test_the_essentials_are_printed(runs: Path) -> None:
     code, printed = report("--text", runs / "bad")
     assert code == 0

@@ -63,6 +63,14 @@ def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
     assert not run.ended
 
 
+def test_a_first_line_that_never_was_a_record_is_not(tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text('{"kind": "ru')
+    assert Run.read(tmp_path).steps == []
+    (tmp_path / "monitor.jsonl").write_bytes(b"\x80\x04\x95" + b"a" * 100)
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is no record of a monitor"):
+        Run.read(tmp_path)
+
+
 def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
     facts = {"skipped": False, "scale": 1.0}
     both = [{"kind": kind, "step": n, "try": 1, **facts} for n in (1, 2, 3) for kind in ("step", "sample")]

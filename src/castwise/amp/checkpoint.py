@@ -80,7 +80,9 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
 def _name(entry: object) -> str:
     if not isinstance(entry, Mapping) or set(entry) != {"name", "settings", "trackers"}:
         raise ValueError(f"schedule must have the entries name, settings and trackers, got {entry!r}")
-    return str(entry["name"])
+    if not isinstance(entry["name"], str):
+        raise TypeError(f"the name of a schedule must be a string, got {entry['name']!r}")
+    return entry["name"]
 
 
 def _schedule(entry: Mapping[str, Any], like: Schedule) -> tuple[Schedule, dict[str, float]]:

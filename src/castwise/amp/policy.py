@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from castwise import _files
 from castwise._suggestions import listed, nearest
 from castwise.amp.bound_policy import BoundPolicy, bind
 from castwise.amp.module_rules import spelled
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _COMPUTE = ("float16", "bfloat16", "float32")
 _MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
 _IN_PLACE = ("raise", "cast")
+_PARTS = 32  # of a key in a TOML file; those of a policy's have one or two, or quotes
 
 
 class FrozenRules(Mapping[str, str]):
@@ -215,8 +218,12 @@ class Policy:
         path = Path(path)
         kind, content = _kind(path), path.read_bytes()
         try:
-            text = content.decode()
-            fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
+            text = content.decode("utf-8-sig")
+            if kind == ".json":
+                fields = json.loads(text, object_pairs_hook=_without_repeats)
+            else:
+                _check_keys_of_toml(text)
+                fields = _toml().loads(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
             known = [field.name for field in dataclasses.fields(cls)]
@@ -237,16 +244,15 @@ class Policy:
 
         Raises:
             OSError: The file cannot be written.
-            ValueError: The name ends otherwise.
+            ValueError: The name ends otherwise, or a rule's key has a lone surrogate, which TOML does not know.
         """
-        path = Path(os.path.realpath(path))
+        path = Path(path)
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
-        unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         try:
-            unfinished.write_bytes(text.encode())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}: TOML cannot hold {error.object[error.start]!r}, use .json") from None
+        _files.replace(path, content)
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -301,6 +307,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         raise ValueError(f"a name is there twice: {listed(name for name, _ in pairs)}")
     return fields
+
+
+def _check_keys_of_toml(text: str) -> None:
+    """Refuse keys of very many parts: to read them takes time that grows with the square of their length."""
+    bare = re.sub(r"""\"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|#[^\n]*|[ \t]+""", "", text)
+    if any(run.count(".") > _PARTS for run in re.split(r"[^\w.-]+", bare)):
+        raise ValueError(f"a key without quotes has more than {_PARTS} parts")
 
 
 def _toml() -> Any:

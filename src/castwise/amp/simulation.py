@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 
+from castwise import _files
 from castwise.amp.checks import at_least, check_scale, count, integer
 from castwise.amp.schedules import Met, Schedule, on_device
 
+_EXPONENT = re.compile(r"0|-?[1-9][0-9]{0,3}")
 _FP16 = torch.finfo(torch.float16)
 _FP16_LARGEST = _FP16.max
 _FP16_FLUSHED = _FP16.smallest_normal * _FP16.eps / 2.0  # below half of its smallest subnormal number it rounds to zero
@@ -45,7 +48,7 @@ class GradientRange:
 
 
 def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
-    """Write a trace to a file, one line of JSON a step.
+    """Write a trace to a file, whole or not at all, one line of JSON a step.
 
     Args:
         path: A file of that name is replaced.
@@ -55,7 +58,7 @@ def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) ->
         OSError: The file cannot be written.
     """
     lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
-    Path(path).write_bytes("".join(f"{line}\n" for line in lines).encode())
+    _files.replace(Path(path), "".join(f"{line}\n" for line in lines).encode())
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
@@ -71,19 +74,25 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
     trace = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
-            trace.append(_step(*json.loads(line)))
+            trace.append(_step(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no step of a trace: {error}") from None
     return trace
 
 
-def _step(largest: Any, loss_is_finite: Any, exponents: Any) -> GradientRange:
+def _step(read: Any) -> GradientRange:
+    if not isinstance(read, list) or len(read) != 3:
+        raise TypeError("expected a list of the largest gradient, whether the loss is finite, and exponents")
+    largest, loss_is_finite, exponents = read
     if not isinstance(loss_is_finite, bool):
         raise TypeError(f"loss_is_finite must be true or false, got {loss_is_finite!r}")
     if exponents is None:
         return GradientRange(largest, None, loss_is_finite)
     if not isinstance(exponents, dict):
         raise TypeError(f"exponents must be an object or null, got {exponents!r}")
+    for exponent in exponents:
+        if not _EXPONENT.fullmatch(exponent):
+            raise ValueError(f"an exponent must be an integer, got {exponent!r}")
     counts = {int(exponent): count("a count of exponents", n, 0, bits=63) for exponent, n in exponents.items()}
     return GradientRange(largest, counts, loss_is_finite)
 

@@ -7,6 +7,8 @@ traceback.
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -36,8 +38,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Mixed-precision training for PyTorch that says what happened to the numbers."""
+    if context.invoked_subcommand == "run":  # the streams are the script's
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every path or name can be written in every encoding
+            stream.reconfigure(errors="backslashreplace")

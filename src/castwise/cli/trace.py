@@ -51,7 +51,8 @@ def trace(
 ) -> None:
     """Run one forward and backward of a model, and print its ops, their dtypes, and every cast.
 
-    Exits with 0, or with 2 if something was asked that cannot be done.
+    Exits with 0, or with 2 if something was asked that cannot be done. What the model itself raises, as for an input
+    that it does not take, is Python's traceback, with 1.
     """
     try:
         net, given = _model(model, inputs)

@@ -35,7 +35,7 @@ def install(
     already. What exists of torch's classes by now - objects, subclasses - stays as it is, and is named in a warning.
     It loads torch's compiler, which the first optimizer would load anyway, and FSDP.
 
-    Mistakes are told as warnings, each once, with file and line: see `docs/integrations/run.md` for what is found.
+    Mistakes are told as warnings, each once, with file and line: the manual's page on `castwise run` lists them.
 
     Args:
         out: A folder. Each model that an optimizer trains gets a `Monitor` after its first step, which writes a folder

@@ -22,8 +22,9 @@ class MLflow:
 
     Metrics have the names of the TensorBoard sink's curves. Of each step: `step/scale`, `step/loss`, `step/grad_norm`,
     `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each module: `flush <format>/<module>` and
-    `headroom_bits <format>/<module>` of its gradients (of its outputs with `activation ` before), and for each
-    parameter `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. The settings of the training are parameters
+    `headroom_bits <format>/<module>` of its gradients, and of its outputs `activation flush <format>/<module>` and
+    `activation headroom_bits <format>/<module>`, and for each parameter `update_to_weight/<parameter>` and
+    `lost_in_bf16/<parameter>`. The settings of the training are parameters
     of the MLflow run, `castwise/<setting>`; one that it has already stays as it is. The tag `castwise.last_skip` says
     which step was skipped last, and why. Each diagnosis is a text among the artifacts, in `castwise`.
 

@@ -41,15 +41,15 @@ class Monitor:
     was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
     since the step before. Of sampled steps, the first and every `every`-th after it: of each parameter's gradient, of
     each module's gradients together and of each module's output how large the numbers are and how they fit into fp16,
-    bf16, e4m3 and e5m2 (see `tally.Tally.record`), and of each parameter how far the step has moved it (see
-    `updates.update_record`).
+    bf16, e4m3 and e5m2, and of each parameter how far the step has moved it (the manual's page on formats says what
+    each number is).
 
     Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
-    one forward (see `activations.Activations`). Gradients are looked at before they are unscaled or clipped.
+    one forward. Gradients are looked at before they are unscaled or clipped.
 
     It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
-    (`MixedPrecisionMistake`; `docs/integrations/run.md` lists them). For that parameters have hooks in the first
-    iterations and in two of each 50 after, and the model itself has one. Between samples there are no other hooks, and
+    (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them). For that parameters have hooks in the
+    first iterations and in two of each 50 after, and the model itself has one. Between samples there are no others, and
     nothing is read.
 
     In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no

@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from castwise import _files
 from castwise._warnings import warn
 from castwise.monitor.figures import Figure, align
 from castwise.monitor.figures.histogram import ALL_MODULES, MOMENTS, histogram
@@ -170,10 +171,8 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")  # a browser that reloads sees the old page or the new
     # A path may hold what no encoding knows.
-    aside.write_text(_page(environment, plotly_js, views), encoding="utf-8", errors="backslashreplace")
-    aside.replace(target)
+    _files.replace(target, _page(environment, plotly_js, views).encode(errors="backslashreplace"))
     return target
 
 

@@ -121,7 +121,7 @@ def _records(path: Path) -> Iterator[Record]:
         try:
             record = checked(json.loads(line))
         except (ValueError, RecursionError) as error:
-            if line is unfinished:
+            if line is unfinished and (number > 1 or line.startswith(b"{")):
                 return
             raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
         yield record

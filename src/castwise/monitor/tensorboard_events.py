@@ -13,9 +13,10 @@ class TensorBoard:
     """Writes records as TensorBoard events: needs the extra `castwise[tensorboard]`.
 
     Curves of each step are `step/scale`, `step/loss`, `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). At
-    sampled steps there are, for each module, `flush <format>/<module>`, `headroom_bits <format>/<module>` of its
-    gradients (of its outputs with `activation ` before) and the histogram of `log2 gradient/<module>`, and for each
-    parameter `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. Diagnoses are texts.
+    sampled steps there are, for each module, `flush <format>/<module>`, `headroom_bits <format>/<module>` and the
+    histogram `log2 gradient/<module>` of its gradients, `activation flush <format>/<module>` and
+    `activation headroom_bits <format>/<module>` of its outputs, and for each parameter
+    `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. Diagnoses are texts.
 
     Args:
         folder: Where the event files go; made when the first record comes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import sys
 import warnings
@@ -93,9 +92,6 @@ def _say(message: str) -> None:
 
 def _console() -> Console:
     """Prints what it is given: a path may well hold what rich takes for markup."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not every path can be written in every encoding
-            stream.reconfigure(errors="backslashreplace")
     width = None if sys.stdout.isatty() else LOG_WIDTH
     return Console(markup=False, emoji=False, highlight=False, width=width, quiet=not is_first())
 

@@ -106,7 +106,7 @@ def read_settings(folder: Path) -> dict[str, object]:
     """
     try:
         settings = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder} is not the folder of a run: no readable {SETTINGS} in it") from error
     if not isinstance(settings, dict):
         raise UserError(f"{folder / SETTINGS} was not written by castwise demo")
