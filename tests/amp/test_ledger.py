@@ -179,6 +179,29 @@ def test_a_backward_may_start_where_no_forward_has_come_yet() -> None:
     assert factors(ledger, optimizer) == [0.25]
 
 
+def test_what_a_closure_changes_is_scaled_however_it_does() -> None:
+    ledger, (params, optimizer) = Ledger(), shared(4)
+    ledger.record(params)
+    with ledger.closure():
+        in_place(params[0])
+        params[1].grad = torch.ones(2)
+        params[2].sum().backward()
+    assert factors(ledger, optimizer) == [0.25, 0.25, 0.25, 1.0]
+    assert [id(param) for param in ledger.forgotten(optimizer)] == [id(param) for param in params[:3]]
+
+
+def test_what_a_closure_records_is_not() -> None:
+    ledger, (params, optimizer) = Ledger(), shared(3)
+    ledger.record(params)
+    with ledger.closure():
+        for param in params[:2]:
+            param.grad = torch.ones(2)
+        ledger.record(params[:1])
+        in_place(params[0])
+    assert factors(ledger, optimizer) == [1.0, 0.25, 1.0]
+    assert [id(param) for param in ledger.forgotten(optimizer)] == [id(params[1])]
+
+
 def test_a_gradient_that_comes_to_a_parameter_without_one_is_scaled() -> None:
     ledger, (params, optimizer) = Ledger(), shared(2)
     params[0].grad = None

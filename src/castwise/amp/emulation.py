@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -18,6 +17,7 @@ import torch
 from torch.cpu import get_capabilities
 
 from castwise._torch_private import run_while_tracing
+from castwise._warnings import warn
 
 # Instruction sets that multiply in the format, by their names in `torch.cpu.get_capabilities`.
 UNITS = {
@@ -102,7 +102,7 @@ def warn_if_emulated(dtype: torch.dtype) -> None:
     _settled.add(dtype)
     if is_native_here(dtype) is False:
         with suppress(UserWarning):  # torch's region does not fail where warnings are errors
-            warnings.warn(_message(dtype), UserWarning, stacklevel=3)
+            warn(_message(dtype), UserWarning, 3)
 
 
 def _message(dtype: torch.dtype) -> str:
