@@ -89,7 +89,7 @@ def cached(function):  # type: ignore
             return function(*args)
         return of_mutant(mutant, *args)
 
-    called.__wrapped__ = function
+    called.__wrapped__ = function  # type: ignore
     return called
 """
 CACHED = "__import__('castwise._warnings', fromlist=['cached']).cached"

@@ -354,3 +354,17 @@ def test_headroom_learns_a_margin_of_less_than_a_bit() -> None:
 def test_headroom_takes_the_largest_gradient_in_any_dtype() -> None:
     met = [Met(torch.tensor(0.0), None, torch.tensor(300.0, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     assert after_a_step(64.0, 0.0, met[0]) == after_a_step(64.0, 0.0, met[1]) == (32.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "loss", "largest"),
+    [
+        (Static(8.0), False, False),
+        (Guard(), False, False),
+        (Dynamic(), False, False),
+        (Dynamic(on_nonfinite_loss="hold"), True, False),
+        (Headroom(), True, True),
+    ],
+)
+def test_what_a_schedule_has_to_know(schedule: Schedule, loss: bool, largest: bool) -> None:
+    assert (schedule.needs_loss, schedule.needs_largest) == (loss, largest)

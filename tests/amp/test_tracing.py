@@ -368,9 +368,10 @@ def test_tensors_that_hold_others_are_told_apart(kind: str) -> None:
     def do(x: torch.Tensor) -> int:
         one, two = make(x), make(x * 2)
         kept.extend(tensor.to(torch.bfloat16) for tensor in (one, two, one))
+        kept.append(make(torch.eye(4, dtype=torch.bfloat16)).float())
         return 0
 
-    model = Calls(do)
-    first, again = castwise.trace(model, torch.eye(4)).casts
+    first, again, up = castwise.trace(Calls(do), torch.eye(4)).casts
+    assert (up.source, up.redundant) == ("bfloat16", ""), "it was never fp32"
     assert (first.redundant, first.count, first.nbytes) == ("", 2, 2 * 6 * numbers)
     assert (again.redundant, again.count, again.nbytes) == ("cast before", 1, 6 * numbers)
