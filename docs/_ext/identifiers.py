@@ -5,6 +5,8 @@ Names come from the modules themselves, places from the `auto...` directives in 
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import inspect
 import re
@@ -19,7 +21,7 @@ from sphinx.application import Sphinx
 import castwise
 
 REFERENCE = Path(__file__).parents[1] / "reference"
-_MODULE = re.compile(r"^\.\. py:module:: (castwise[\w.]*)", re.M)
+_MODULE = re.compile(r"^\.\. (?:py:|auto)module:: (castwise[\w.]*)", re.M)
 _DIRECTIVE = re.compile(r"^\.\. auto(?:class|exception|function|data):: (castwise[\w.]*)", re.M)
 _WITH_PARTS = re.compile(r"^\.\. autoclass:: (castwise[\w.]*)\n   :inherited-members:", re.M)
 
@@ -69,6 +71,17 @@ def members(found: Any) -> list[str]:
     )
 
 
+def fields(found: Any) -> list[str]:
+    """Return the names of a dataclass' or named tuple's fields, and of an enum's members; its docstring has them."""
+    if not inspect.isclass(found):
+        return []
+    if dataclasses.is_dataclass(found):
+        return [field.name for field in dataclasses.fields(found) if not field.name.startswith("_")]
+    if issubclass(found, enum.Enum):
+        return list(found.__members__)
+    return list(found._fields) if issubclass(found, tuple) and hasattr(found, "_fields") else []
+
+
 def places() -> dict[int, str]:
     """Return by the id of an object under which name the reference has it."""
     found = {}
@@ -114,6 +127,7 @@ def _of_module(name: str, where: dict[int, str]) -> dict[str, str]:
         for member in members(theirs):
             made_by = owner(member, ours, where)
             found[f"{name}.{public}.{member}"] = _place(made_by, where, member) if made_by else _place(ours, where)
+        found |= {f"{name}.{public}.{field}": _place(ours, where) for field in fields(theirs)}
     return found
 
 
@@ -134,8 +148,13 @@ def keywords() -> dict[str, str]:
     for name in where.values():  # what is documented and in none of these modules
         found.setdefault(name, name)
         module, _, last = name.rpartition(".")
-        for member in members(getattr(import_module(module), last)):
+        documented = getattr(import_module(module), last)
+        for member in members(documented):
             found.setdefault(f"{name}.{member}", f"{name}.{member}")
+        for field in fields(documented):
+            found.setdefault(f"{name}.{field}", name)
+    for name in with_page:
+        found.setdefault(name, name)
     return found
 
 

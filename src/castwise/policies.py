@@ -50,8 +50,12 @@ _MODULES = {
 _OPS = dict.fromkeys((*_NORMS, *_EXPONENTIALS, *_LOSSES), "float32")
 
 bf16 = Policy(compute="bfloat16")
+"""What `torch.autocast` does with bf16."""
 fp16 = Policy(compute="float16")
+"""What `torch.autocast` does with fp16."""
 fp16_stable = Policy(compute="float16", modules=_MODULES, ops=_OPS)
+"""`fp16`, with normalisation, softmax, losses and the last linear layer in fp32."""
 bf16_stable = Policy(
     compute="bfloat16", modules={**_MODULES, "maybe:*router": "float32", "maybe:type:*Router*": "float32"}, ops=_OPS
 )
+"""`bf16`, with what `fp16_stable` has in fp32, and routers of mixtures of experts."""

@@ -65,6 +65,13 @@ def test_torchs_names_are_complete(module: str, keywords: dict[str, str]) -> Non
         ("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler", "castwise.ShardedGradScaler"),
         ("castwise.amp.GradScaler.clip_grad_norm_", "castwise.GradScaler.clip_grad_norm_"),
         ("castwise.Policy.bind", "castwise.Policy.bind"),
+        ("castwise.Policy.compute", "castwise.Policy"),
+        ("torch.amp.grad_scaler.OptState.READY", "castwise.amp.grad_scaler.OptState"),
+        ("castwise.Cause.OVERFLOW", "castwise.Cause"),
+        ("castwise.amp.outcomes.StepFacts.cause", "castwise.amp.outcomes.StepFacts"),
+        ("castwise.schedules.Simulation.scales", "castwise.schedules.Simulation"),
+        ("castwise.monitor.formats.E4M3", "castwise.monitor.formats.E4M3"),
+        ("castwise.monitor.run", "castwise.monitor.run"),
     ],
 )
 def test_some_keywords(keyword: str, place: str, keywords: dict[str, str]) -> None:

@@ -62,10 +62,15 @@ class Format:
 
 
 FP32 = Format("fp32", torch.float32, exponent_bits=8, mantissa_bits=23)
+"""IEEE 754 binary32: the full precision of PyTorch."""
 FP16 = Format("fp16", torch.float16, exponent_bits=5, mantissa_bits=10)
+"""IEEE 754 binary16: 11 bits of precision, numbers from 6e-8 to 65,504."""
 BF16 = Format("bf16", torch.bfloat16, exponent_bits=8, mantissa_bits=7)
+"""bfloat16: the range of fp32, with 8 bits of precision."""
 E4M3 = Format("e4m3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_infinity=False)
+"""8 bits of which 3 are stored mantissa: no infinities, the largest number is 448."""
 E5M2 = Format("e5m2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2)
+"""8 bits of which 2 are stored mantissa: the range of fp16."""
 
 # Those whose fit a monitor judges, by their names in records.
 LOW_PRECISION = {each.name: each for each in (FP16, BF16, E4M3, E5M2)}
