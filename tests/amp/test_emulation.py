@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -232,3 +234,33 @@ def test_the_warning_says_why_and_what_to_do(
     monkeypatch.setattr(emulation, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(emulation, "is_native_here", lambda dtype: native.get(dtype, False))
     assert emulation._message(dtype) == told
+
+
+@pytest.mark.parametrize(("limit", "is_native"), [(None, True), ("AVX2", False), ("AVX512_CORE_BF16", True)])
+def test_what_onednn_may_use_is_asked_of_the_environment(
+    limit: str | None, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulation, "get_capabilities", lambda: {"avx512_bf16": True})
+    for name in emulation.LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(emulation.LIMITS[-1], limit)
+    assert is_native_here.__wrapped__(BF16) is is_native
+
+
+@pytest.mark.parametrize("is_native", [True, False, None])
+def test_the_callers_caller_is_warned_of_what_is_emulated_once(
+    is_native: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulation, "_settled", set())
+    monkeypatch.setattr(emulation, "is_native_here", lambda dtype: is_native)
+
+    def region() -> None:
+        emulation.warn_if_emulated(FP16)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            region()
+    told = [(str(each.message), linecache.getline(each.filename, each.lineno).strip()) for each in caught]
+    assert told == ([] if is_native is not False else [(emulation._message(FP16), "region()")])

@@ -54,7 +54,7 @@ def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:
     """Return the tables of all results in a folder as Markdown; of a file that is not one, say so in their place."""
     parts = [HEAD]
     for benchmark in benchmarks:
-        found = [path for device in ("cpu", "cuda") if (path := folder / f"{benchmark.name}-{device}.json").exists()]
+        found = sorted(folder.glob(f"{benchmark.name}-*.json"))
         if found:
             parts.append(f"## {benchmark.title}: `{benchmark.name}`\n\n{benchmark.about}\n")
         parts += [f"{_shown(path, benchmark)}\n" for path in found]
