@@ -194,6 +194,21 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_name_deep_modules(name: str
     assert Policy.from_file(tmp_path / name) == one
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_key_without_quotes_may_have_so_many_parts(fits: bool, tmp_path: Path) -> None:
+    key = ".".join(["part"] * (32 if fits else 33))
+    (tmp_path / "p.toml").write_text(f'compute = "bfloat16" # {key}.part\n{key} = "a"\n')
+    with pytest.raises(ValueError, match="unknown field 'part'" if fits else "has more than 32 parts"):
+        Policy.from_file(tmp_path / "p.toml")
+
+
+def test_many_keys_may_have_dots(tmp_path: Path) -> None:
+    modules = {f"m{number}": "float32" for number in range(100)}
+    lines = ['compute = "bfloat16"', *(f'modules.{name} = "{dtype}"' for name, dtype in modules.items())]
+    (tmp_path / "p.toml").write_text("\n".join(lines))
+    assert Policy.from_file(tmp_path / "p.toml") == Policy(compute="bfloat16", modules=modules)
+
+
 def test_what_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
     one = Policy(compute="bfloat16", modules={"\ud800": "float32"})
     with pytest.raises(ValueError, match=r"p\.toml: TOML cannot hold '\\ud800', use \.json"):

@@ -312,7 +312,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_keys_of_toml(text: str) -> None:
     """Refuse keys of very many parts: to read them takes time that grows with the square of their length."""
     bare = re.sub(r"""\"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|#[^\n]*|[ \t]+""", "", text)
-    if any(run.count(".") > _PARTS for run in re.split(r"[^\w.-]+", bare)):
+    if any(run.count(".") >= _PARTS for run in re.split(r"[^\w.-]+", bare)):
         raise ValueError(f"a key without quotes has more than {_PARTS} parts")
 
 
