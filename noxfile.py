@@ -24,7 +24,7 @@ def tests(session: nox.Session) -> None:
     """All tests, or those named after `--`."""
     _install(session, "--editable", ".[dev]")
     arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "4"]
-    # As in the Makefile: a process a core, of one thread each, which does not spin while it waits.
+    # As in the Makefile: processes of one thread each, which does not spin while it waits.
     spin = os.environ.get("GOMP_SPINCOUNT", "10000")
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": spin})
 

@@ -193,7 +193,7 @@ def tried(module: str, before: dict[str, Any]) -> dict[str, Any]:
     survivors = before.get("survivors", ())
     explained = {survivor.get("name", "") for survivor in survivors if reason(module, survivor) != "unexplained"}
     folder = workplace(module)
-    (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)  # which tests come to which functions
+    (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)  # tests may come to other functions now
     forget_survivors(folder, explained)
     mutmut(folder, "run", "--max-children", "2", check=True)
     (meta,) = (folder / "mutants" / "src" / "castwise" / "amp").glob("*.meta")

@@ -1,4 +1,4 @@
-"""Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and which tests share a process."""
+"""Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and how tests share processes."""
 
 import os
 import warnings
@@ -40,9 +40,12 @@ _TOGETHER = (
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: many tests wait for a process, and for the disk."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One more than there are cores for us: many tests wait for a process, and for the disk."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 @pytest.hookimpl(optionalhook=True)

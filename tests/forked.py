@@ -1,6 +1,8 @@
 """Processes forked from a server that has imported torch: importing it takes longer than what most of them do.
 
-How a process begins, and how Python ends one, is not seen here; tests of that start a process of their own.
+Tests of how a process begins or ends, of what it prints of an error, or of the environment that Python reads when it
+begins start a real one. Here that environment (`PYTHONHASHSEED` and `PYTHONIOENCODING` too) is that of the first call
+in a test process, `atexit` functions run before threads are joined, and tracebacks have frames of multiprocessing.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ class Python:
             file.touch()
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         where = str(folder or Path.cwd()), variables, self._files
-        self._process = SERVER.Process(target=_python, args=([*map(str, arguments)], *where))
+        # A daemon: what a test that failed has left running ends with the tests.
+        self._process = SERVER.Process(target=_python, args=([*map(str, arguments)], *where), daemon=True)
         self._process.start()
 
     @property
@@ -53,14 +56,18 @@ class Python:
     def poll(self) -> int | None:
         return self.returncode
 
+    def printed(self) -> tuple[str, str]:
+        """Return what is in stdout and stderr by now."""
+        stdout, stderr = (file.read_text() for file in self._files)
+        return stdout, stderr
+
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
         """Wait for the end; returns stdout and stderr."""
         self._process.join(timeout)
         if self.returncode is None:
             self.kill()
-            raise subprocess.TimeoutExpired("python", timeout)
-        stdout, stderr = (file.read_text() for file in self._files)
-        return stdout, stderr
+            raise subprocess.TimeoutExpired("python", timeout, *self.printed())
+        return self.printed()
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._process.pid is not None and self.returncode is None:
@@ -73,8 +80,11 @@ class Python:
 def become(run: Callable[[], Any], argv: Sequence[str], *printed: Path) -> None:
     """Do in a process that was forked what a program does that is called so and prints to these files."""
     for descriptor, file in enumerate(printed, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), descriptor)
+        opened = os.open(file, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     sys.argv = list(argv)
+    torch.seed()  # as of a new process, and not that of the server
     atexit._clear()  # of the server
     try:
         run()
@@ -91,21 +101,28 @@ def _python(arguments: list[str], folder: str, environment: dict[str, str], file
         sys.path.insert(0, folder)
         become(lambda: runpy.run_module(arguments[1], run_name="__main__", alter_sys=True), arguments[1:], *files)
     else:
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        become(lambda: runpy.run_path(arguments[0], run_name="__main__"), arguments, *files)
+        script = os.path.abspath(arguments[0])
+        sys.path.insert(0, os.path.dirname(script))
+        become(lambda: runpy.run_path(script, run_name="__main__"), arguments, *files)
 
 
-def torchrun(count: int, arguments: Sequence[object], folder: Path | None = None) -> list[str]:
-    """Run `python ARGUMENTS` on each of so many ranks; returns what they print, and raises if one fails."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free.getsockname()[1]}
+def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None, timeout: float = 120.0) -> list[str]:
+    """Run `python ARGUMENTS` on so many ranks, without torchrun; returns what each has printed.
+
+    Raises:
+        AssertionError: One has failed or takes longer, with what all have printed.
+    """
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     of_all = {**meeting, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     ranks = [Python(arguments, folder, **of_all, RANK=rank, LOCAL_RANK=rank) for rank in range(count)]
+    give_up = time.monotonic() + timeout
     try:
-        printed = [rank.communicate() for rank in ranks]
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < give_up, [rank.printed() for rank in ranks]
+            time.sleep(0.01)
+        assert not any(rank.poll() for rank in ranks), [rank.printed() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count, printed
-    return [stdout for stdout, _ in printed]
+    return [rank.printed()[0] for rank in ranks]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked import torchrun
+from tests import forked
 
 from castwise import schedules
 from castwise.monitor.run import Run
@@ -50,7 +50,9 @@ def test_the_readmes_table_of_schedules_is_the_result(example: Any) -> None:
 
 def on_ranks(count: int, example: str, *arguments: object) -> str:
     """What the first of several ranks prints."""
-    return "".join(torchrun(count, [ROOT / "examples" / example, *arguments]))
+    first, *others = forked.on_ranks(count, [ROOT / "examples" / example, *arguments])
+    assert not any(others)
+    return first
 
 
 def test_a_training_goes_on_from_a_distributed_checkpoint_bit_for_bit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,35 @@ def test_a_file_is_replaced_and_so_is_what_a_link_leads_to(tmp_path: Path) -> No
         assert path.read_bytes() == content
     assert link.is_symlink()
     assert sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    _files.replace(path, b"secret")
+    assert path.stat().st_mode & 0o777 == 0o600
+    _files.replace(tmp_path / "new", b"")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _files.replace(pipe, b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_long_name_is_a_name_and_errors_have_it(tmp_path: Path) -> None:
+    _files.replace(tmp_path / ("n" * 255), b"")
+    with pytest.raises(OSError, match="n" * 256):
+        _files.replace(tmp_path / ("n" * 256), b"")
+    with pytest.raises(FileNotFoundError) as raised:
+        _files.replace(tmp_path / "no folder" / "file", b"")
+    assert raised.value.filename == str(tmp_path / "no folder" / "file")
 
 
 @pytest.fixture(scope="module")

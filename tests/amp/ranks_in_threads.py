@@ -30,7 +30,7 @@ class Group(torch.distributed.ProcessGroup):
     def __init__(self, *ranks: int, name: str = "some") -> None:
         super().__init__(0, len(ranks))
         self.ranks, self.name, self.device_types = ranks, name, ["cpu"]
-        self.meets = threading.Barrier(len(ranks), timeout=20.0)
+        self.meets = threading.Barrier(len(ranks), timeout=10.0)
         self.given: dict[int, Any] = {}
 
     @property
@@ -80,7 +80,11 @@ class World:
             self._thread.rank = rank
             try:
                 return of_rank(rank)
+            except threading.BrokenBarrierError:  # a RuntimeError as well, and the others' fault
+                raise AssertionError(f"rank {rank} waits for others that do not come") from None
             except (RuntimeError, ValueError) as error:
+                if isinstance(error.__cause__, threading.BrokenBarrierError):
+                    raise AssertionError(f"rank {rank} waits for others that do not come") from None
                 return error
 
         with ThreadPoolExecutor(self.size) as threads:

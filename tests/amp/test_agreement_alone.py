@@ -254,7 +254,10 @@ def test_histories_are_of_what_was_done_and_in_which_order(world: Callable[[int]
 
     assert world(2).run(lambda rank: meet(rank, calls)) == [None, None]
     if many > 1:
-        assert all(isinstance(each, RuntimeError) for each in world(2).run(lambda rank: meet(rank, calls[::-1])))
+        assert all(
+            "the ranks no longer do the same" in str(each)
+            for each in world(2).run(lambda rank: meet(rank, calls[::-1]))
+        )
 
 
 @pytest.mark.parametrize("scales", [(2.0, 4.0), (None, 4.0)])
@@ -267,7 +270,7 @@ def test_an_update_that_sets_the_scale_is_part_of_the_history(
         return ranks.any_(flags(of=1), "step")
 
     assert world(2).run(lambda rank: meet(rank, True)) == [None, None]
-    assert all(isinstance(each, RuntimeError) for each in world(2).run(lambda rank: meet(rank, False)))
+    assert all("the ranks no longer do the same" in str(each) for each in world(2).run(lambda rank: meet(rank, False)))
 
 
 def test_a_start_is_part_of_the_history(world: Callable[[int], World]) -> None:
@@ -276,7 +279,7 @@ def test_a_start_is_part_of_the_history(world: Callable[[int], World]) -> None:
         ranks.start(4.0, 2.0 + rank)
         return ranks.any_(flags(of=1), "step")
 
-    assert all(isinstance(each, RuntimeError) for each in world(2).run(meet))
+    assert all("the ranks no longer do the same" in str(each) for each in world(2).run(meet))
 
 
 def test_a_new_start_ends_what_ranks_did_apart(world: Callable[[int], World]) -> None:

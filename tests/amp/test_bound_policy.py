@@ -991,7 +991,7 @@ def test_op_rules_hold_no_longer_than_a_forward_that_is_run_again() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_nor_than_a_module_of_it() -> None:
+def test_op_rules_hold_no_longer_than_a_module_that_is_run_again() -> None:
     modes = []
 
     def twice(x: torch.Tensor) -> torch.Tensor:

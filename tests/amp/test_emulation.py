@@ -134,7 +134,7 @@ def warned() -> Warned:
 
 
 @HELD_TO_AVX2
-def test_so_does_the_first_that_is_compiled() -> None:
+def test_a_region_that_is_compiled_first_warns_of_its_format() -> None:
     ((text, _, _, _),) = warned_of("compiled")["compiled"]
     assert "torch.float16: its ops are emulated" in text
 

@@ -190,7 +190,7 @@ def test_what_a_closure_changes_is_scaled_however_it_does() -> None:
     assert [id(param) for param in ledger.forgotten(optimizer)] == [id(param) for param in params[:3]]
 
 
-def test_what_a_closure_records_is_not() -> None:
+def test_what_a_closure_records_itself_is_unscaled() -> None:
     ledger, (params, optimizer) = Ledger(), shared(3)
     ledger.record(params)
     with ledger.closure():

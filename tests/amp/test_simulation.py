@@ -136,8 +136,11 @@ def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
         ('[1, true, {"1": -1}]', "a count of exponents must be an integer in [0, 2**63), got -1"),
         ('[1, true, {"1024": 1}]', "an exponent must be in [-1074, 1023], got 1024"),
         *(
-            (f'[1, true, {{"{exponent}": 1}}]', f"an exponent must be an integer, got {exponent!r}")
-            for exponent in ("a", " 1", "1_0", "01", "-0", "+1", "1" * 5000)
+            (
+                f'[1, true, {{"{exponent}": 1}}]',
+                "an exponent must be written as an integer in [-1074, 1023], got ",
+            )
+            for exponent in ("a", " 1", "1_0", "01", "-0", "+1", "10000", "1" * 5000)
         ),
         ("[1, true]", "expected a list of the largest gradient, whether the loss is finite, and exponents"),
     ],

@@ -169,7 +169,7 @@ def test_a_real_process_shows_one_line_and_no_traceback(demo: Demo) -> None:
     path = demo.prepare(1, 1) / "checkpoint.pt"
     path.write_bytes(b"")
     command = [sys.executable, "-m", "castwise", "demo", "--resume", path.parent]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (2, f"castwise demo: {damaged(path)}\n")
 
 
@@ -227,6 +227,6 @@ def test_a_path_that_the_terminal_cannot_show(demo: Demo) -> None:
     arguments = ["--data", demo.text, "--out", folder, "--steps", "1", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii:strict"}
     command = [sys.executable, "-m", "castwise", "demo", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
     assert "\\xfc\\udcff" in run.stdout

@@ -1,4 +1,4 @@
-"""`castwise demo --strategy`, on ranks as of torchrun: the same losses as in one process, however it is split."""
+"""`castwise demo --strategy`, on several ranks: the same losses as in one process, however the model is split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.forked import torchrun
+from tests import forked
 
 from castwise.cli import app
 from castwise.cli.demo.ranks import STRATEGIES
@@ -72,7 +72,7 @@ def split_by(in_one_process: tuple[Demo, list[float]]) -> Callable[[str], tuple[
     def trained(strategy: str) -> tuple[str, Path]:
         out = demo.out.parent / strategy
         arguments = ["--strategy", strategy, "--data", demo.text, "--out", out, *SHORT]
-        printed = torchrun(2, ["-m", "castwise", "demo", *arguments])
+        printed = forked.on_ranks(2, ["-m", "castwise", "demo", *arguments])
         (folder,) = out.iterdir()
         return "".join(printed), folder
 

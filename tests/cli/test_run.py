@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.forked import Python, torchrun
+from tests.forked import Python, on_ranks
 from typer.testing import CliRunner
 
 from castwise.cli import app
@@ -111,7 +111,7 @@ def test_a_resumed_script_goes_on_as_it_does_without(tmp_path: Path) -> None:
 
 
 def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
-    plain = torchrun(2, ["ddp.py"], SCRIPTS)
+    plain = on_ranks(2, ["ddp.py"], SCRIPTS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = call([*launcher, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
     assert run.returncode == 0, run.stderr

@@ -63,9 +63,14 @@ def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
     assert not run.ended
 
 
-def test_a_first_line_that_never_was_a_record_is_not(tmp_path: Path) -> None:
+def test_a_first_line_that_never_was_a_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text('{"kind": "ru')
     assert Run.read(tmp_path).steps == []
+    (tmp_path / "monitor.jsonl").write_bytes(b"\0" * 100)  # as a power cut may leave it
+    assert Run.read(tmp_path).steps == []
+    (tmp_path / "monitor.jsonl").write_bytes(b"{\n{")
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is no record of a monitor"):
+        Run.read(tmp_path)
     (tmp_path / "monitor.jsonl").write_bytes(b"\x80\x04\x95" + b"a" * 100)
     with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is no record of a monitor"):
         Run.read(tmp_path)

@@ -92,7 +92,7 @@ def _step(read: Any) -> GradientRange:
         raise TypeError(f"exponents must be an object or null, got {exponents!r}")
     for exponent in exponents:
         if not _EXPONENT.fullmatch(exponent):
-            raise ValueError(f"an exponent must be an integer, got {exponent!r}")
+            raise ValueError(f"an exponent must be written as an integer in [-1074, 1023], got {exponent!r}")
     counts = {int(exponent): count("a count of exponents", n, 0, bits=63) for exponent, n in exponents.items()}
     return GradientRange(largest, counts, loss_is_finite)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:
     """Return the tables of all results in a folder as Markdown; of a file that is not one, say so in their place."""
     parts = [HEAD]
     for benchmark in benchmarks:
-        found = sorted(folder.glob(f"{benchmark.name}-*.json"))
+        of_a_device = re.compile(rf"{benchmark.name}-[a-z]+\.json")
+        found = sorted(path for path in folder.iterdir() if of_a_device.fullmatch(path.name))
         if found:
             parts.append(f"## {benchmark.title}: `{benchmark.name}`\n\n{benchmark.about}\n")
         parts += [f"{_shown(path, benchmark)}\n" for path in found]

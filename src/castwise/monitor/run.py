@@ -57,8 +57,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is no record, or lacks or holds what one of its kind does not, or the
-                file has a format of a later castwise.
+            ValueError: A line before the last is no record, or lacks or holds what one of its kind does not; the only
+                line is not the beginning of a record; or the file has a format of a later castwise.
         """
         run = cls(file_in(path))
         for record in _records(run.path):
@@ -116,12 +116,13 @@ def _range_of(sample: Record, loss: float | None) -> GradientRange:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    *lines, unfinished = path.read_bytes().split(b"\n")
-    for number, line in enumerate([*lines, unfinished] if unfinished else lines, start=1):
+    *lines, last = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, last] if last else lines, start=1):
         try:
             record = checked(json.loads(line))
         except (ValueError, RecursionError) as error:
-            if line is unfinished and (number > 1 or line.startswith(b"{")):
+            is_unfinished = number > len(lines)
+            if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
                 return
             raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
         yield record
