@@ -32,3 +32,13 @@ def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: p
 def test_every_table_is_tied_to_a_record() -> None:
     page = (BENCHMARKS / "README.md").read_text()
     assert sorted(re.findall(r"<!-- (\S+) begins -->", page)) == sorted(TABLES.values())
+
+
+def test_every_explanation_of_a_mutant_is_of_one_that_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    modules = json.loads((BENCHMARKS / "results" / "mutants.json").read_text())["modules"]
+    for group in importlib.import_module("mutants").KNOWN["survivors"].values():
+        for each in group:
+            assert any(
+                (one["was"], one["now"]) == (each["was"], each["now"]) for one in modules[each["module"]]["survivors"]
+            )

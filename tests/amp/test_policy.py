@@ -166,8 +166,12 @@ def test_whatever_a_file_holds_gives_a_policy_or_an_error_that_names_it(
         ("p.json", '{"compute": "bfloat16", "compute": "float16"}', "a name is there twice: 'compute', 'compute'"),
         ("p.json", '{"compute": "bfloat16", "modules": {"a": "float32", "a": "float16"}}', "a name is there twice"),
         ("p.toml", "compute = '\xff'", "p.toml: "),
-        ("p.toml", "a." * 50_000 + "a = 1", "p.toml: a line has more than 4,096 characters: write a rule a line"),
-        ("p.toml", 'y = {b = """\n# """, ' + "a." * 50_000 + "a = 1}", "p.toml: a line has more than 4,096"),
+        (
+            "p.toml",
+            "a." * 50_000 + "a = 1",
+            "p.toml: a line of TOML has more than 4,096 characters: write a rule a line",
+        ),
+        ("p.toml", 'y = {b = """\n# """, ' + "a." * 50_000 + "a = 1}", "p.toml: a line of TOML has more than 4,096"),
         ("p.toml", ("a." * 2000 + "a = 1\n") * 262, "p.toml: a policy has at most 1,048,576 bytes, got 1,0"),
         ("p.json", '{"compute": "bfloat16"' + " " * 2**20, "p.json: a policy has at most 1,048,576 bytes"),
         ("p.yaml", "", "a policy's file must end in .toml or .json, got"),
@@ -195,7 +199,7 @@ def test_a_line_may_be_long_but_not_longer(tmp_path: Path) -> None:
         if length == 4096:
             assert Policy.from_file(tmp_path / "p.toml") == Policy(compute="bfloat16")
         else:
-            with pytest.raises(ValueError, match=r"p\.toml: a line has more than 4,096 characters"):
+            with pytest.raises(ValueError, match=r"p\.toml: a line of TOML has more than 4,096 characters"):
                 Policy.from_file(tmp_path / "p.toml")
 
 
@@ -213,9 +217,13 @@ def test_what_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
     one = Policy(compute="bfloat16", modules={"\ud800": "float32"})
     with pytest.raises(ValueError, match=r"p\.toml: TOML cannot hold '\\ud800', use \.json"):
         one.to_file(tmp_path / "p.toml")
+    two = Policy(compute="bfloat16", modules={"a" * 4096: "float32"})
+    with pytest.raises(ValueError, match=r"p\.toml: a line of TOML has more than 4,096 characters: .* use \.json"):
+        two.to_file(tmp_path / "p.toml")
     assert list(tmp_path.iterdir()) == []
-    one.to_file(tmp_path / "p.json")
-    assert Policy.from_file(tmp_path / "p.json") == one
+    for policy in (one, two):
+        policy.to_file(tmp_path / "p.json")
+        assert Policy.from_file(tmp_path / "p.json") == policy
 
 
 def test_threads_may_write_one_file(tmp_path: Path) -> None:

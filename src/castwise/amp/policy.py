@@ -221,8 +221,8 @@ class Policy:
             if len(content) > _LARGEST:
                 raise ValueError(f"a policy has at most {_LARGEST:,} bytes, got {len(content):,}")
             text = content.decode("utf-8-sig")
-            if kind == ".toml" and max(map(len, text.split("\n"))) > _LONGEST:
-                raise ValueError(f"a line has more than {_LONGEST:,} characters: write a rule a line, as to_file does")
+            if kind == ".toml":
+                _check_lines(text)
             fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
@@ -244,14 +244,18 @@ class Policy:
 
         Raises:
             OSError: The file cannot be written.
-            ValueError: The name ends otherwise, or a rule's key has a lone surrogate, which TOML does not know.
+            ValueError: The name ends otherwise, or a rule's key has a lone surrogate or is too long, for TOML.
         """
         path = Path(path)
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
         try:
+            if _kind(path) == ".toml":
+                _check_lines(text)
             content = text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{path}: TOML cannot hold {error.object[error.start]!r}, use .json") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         _files.replace(path, content)
 
     def _fields(self) -> dict[str, Any]:
@@ -307,6 +311,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         raise ValueError(f"a name is there twice: {listed(name for name, _ in pairs)}")
     return fields
+
+
+def _check_lines(text: str) -> None:
+    if max(map(len, text.split("\n"))) > _LONGEST:
+        raise ValueError(f"a line of TOML has more than {_LONGEST:,} characters: write a rule a line, or use .json")
 
 
 def _toml() -> Any:
