@@ -271,7 +271,7 @@ def test_scale_out() -> None:
     assert [len(verdicts(record)), len(rows)] == [4, 4]
 
 
-def test_more_layers_are_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_and_wider_layers_are_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def on_ranks(*of: int) -> list[Record]:
@@ -279,8 +279,8 @@ def test_more_layers_are_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         return [{scale_out.LATENCY: 1e-6 * of[0]}]
 
     monkeypatch.setattr(scale_out, "on_ranks", on_ranks)
-    record = scale_out.measure("cpu", scale_out.Plan(rounds=7, ranks=(2, 4), layers=(160,)))
-    assert asked == [(2, 16, 7), (4, 16, 7), (2, 160, 7)]
+    record = scale_out.measure("cpu", scale_out.Plan(rounds=7, ranks=(2, 4), layers=(160,), widths=(256,)))
+    assert asked == [(2, 16, 7), (4, 16, 7), (2, 160, 7), (2, 16, 7, 256)]
     (table,) = scale_out.tables(record)
     assert table.below == "An all-reduce of 16 bytes alone: 2 us on 2 ranks, 4 us on 4 ranks."
 

@@ -17,20 +17,21 @@ from castwise.bench.pairing import CASTWISE, TORCH
 
 WORKER = "castwise.bench.scale_out_worker"
 LATENCY = "all_reduce of 16 bytes"
-LAYERS = 16
+LAYERS, WIDTH = 16, 64
 PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, between how many processes, and on how many layers between two of them."""
+    """How often, between how many processes, and between two of them on how many layers, and how wide ones."""
 
     rounds: int
     ranks: tuple[int, ...]
     layers: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
 
-def on_ranks(ranks: int, layers: int, rounds: int, patience_s: float = PATIENCE_S) -> list[Record]:
+def on_ranks(ranks: int, layers: int, rounds: int, width: int = WIDTH, patience_s: float = PATIENCE_S) -> list[Record]:
     """Start the ranks and return what the first one has measured.
 
     Raises:
@@ -40,7 +41,7 @@ def on_ranks(ranks: int, layers: int, rounds: int, patience_s: float = PATIENCE_
     workers: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        asked = module(WORKER, str(folder / "store"), str(ranks), str(layers), str(rounds))
+        asked = module(WORKER, str(folder / "store"), str(ranks), str(layers), str(width), str(rounds))
         try:
             for rank in range(ranks):
                 with (folder / f"out{rank}").open("wb") as out, (folder / f"errors{rank}").open("wb") as errors:
@@ -65,10 +66,16 @@ def on_ranks(ranks: int, layers: int, rounds: int, patience_s: float = PATIENCE_
 def measure(device: str, plan: Plan) -> Record:
     """Measure each number of ranks."""
     if not dist.is_available() or not dist.is_gloo_available():
-        return {"ranks": {}, "layers": {}, "skipped": "left out: this torch has no torch.distributed with gloo"}
+        return {
+            "ranks": {},
+            "layers": {},
+            "widths": {},
+            "skipped": "left out: this torch has no torch.distributed with gloo",
+        }
     return {
         "ranks": {str(ranks): on_ranks(ranks, LAYERS, plan.rounds) for ranks in plan.ranks},
         "layers": {str(layers): on_ranks(2, layers, plan.rounds) for layers in plan.layers},
+        "widths": {str(width): on_ranks(2, LAYERS, plan.rounds, width) for width in plan.widths},
     }
 
 
@@ -76,16 +83,28 @@ def tables(record: Record) -> list[Table]:
     """Show one row for each way of splitting and clipping."""
     table = Table(
         [
-            *("ranks", "layers", "split", "", "torch", "castwise", "castwise / torch (quartiles)", "verdict"),
+            *(
+                "ranks",
+                "layers",
+                "of width",
+                "split",
+                "",
+                "torch",
+                "castwise",
+                "castwise / torch (quartiles)",
+                "verdict",
+            ),
             *("collectives: torch", "castwise"),
         ],
         below=record.get("skipped", ""),
     )
-    cases = [(ranks, str(LAYERS), found) for ranks, found in record["ranks"].items()]
-    for ranks, layers, (*rows, _) in cases + [("2", layers, found) for layers, found in record["layers"].items()]:
+    cases = [(ranks, str(LAYERS), str(WIDTH), found) for ranks, found in record["ranks"].items()]
+    cases += [("2", layers, str(WIDTH), found) for layers, found in record["layers"].items()]
+    cases += [("2", str(LAYERS), width, found) for width, found in record["widths"].items()]
+    for ranks, layers, width, (*rows, _) in cases:
         for row in rows:
             found = row["castwise / torch"]
-            cells = [ranks, layers, row["split"], "scaled + clipped" if row["clip"] else "scaled"]
+            cells = [ranks, layers, width, row["split"], "scaled + clipped" if row["clip"] else "scaled"]
             cells += [f"{row['seconds'][library] * 1e6:,.0f} us" for library in (TORCH, CASTWISE)]
             cells += [shown(found), found["verdict"]]
             table.rows.append([*cells, *(str(row["collectives"][library]) for library in (TORCH, CASTWISE))])
@@ -100,11 +119,12 @@ BENCHMARK = Benchmark(
     name="scale_out",
     title="Ranks that agree",
     about=(
-        "Some small layers on processes of this machine, over gloo, so that a step is little more than its overhead. "
+        "Some layers on processes of this machine, over gloo; in small ones a step is little more than its overhead, and "
+        "wide ones have 1, 17 and 67 million parameters. "
         "Medians of the first rank's times, every step after a barrier."
     ),
     quick=Plan(rounds=25, ranks=(2,)),
-    full=Plan(rounds=100, ranks=(2, 4), layers=(4, 160)),
+    full=Plan(rounds=100, ranks=(2, 4), layers=(4, 160), widths=(256, 1024, 2048)),
     measure=measure,
     tables=tables,
     on_cpu_alone=True,

@@ -1,4 +1,4 @@
-"""One rank of `scale_out`: python -m castwise.bench.scale_out_worker STORE RANKS LAYERS ROUNDS RANK."""
+"""One rank of `scale_out`: python -m castwise.bench.scale_out_worker STORE RANKS LAYERS WIDTH ROUNDS RANK."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from castwise.bench.pairing import AGAIN, CASTWISE, TORCH, Rounds, compare, race
 from castwise.bench.scale_out import LATENCY
 
 SCALERS: dict[str, Any] = {TORCH: ShardedGradScaler, AGAIN: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
-WIDTH = 64
 
 
 class Case:
     """A split model with gradients, and one library's way to step it."""
 
-    def __init__(self, library: str, split: str, clip: bool, layers: int) -> None:
+    def __init__(self, library: str, split: str, clip: bool, layers: int, width: int) -> None:
         torch.manual_seed(0)
-        self.model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.given = torch.ones(4, width)
+        self.model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
         if split == "FSDP2":
             fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         else:
@@ -48,7 +48,7 @@ class Case:
     def backward(self) -> None:
         """Do what comes before a step."""
         self.optimizer.zero_grad()
-        self.scaler.scale(self.model(torch.ones(4, WIDTH)).sum()).backward()
+        self.scaler.scale(self.model(self.given).sum()).backward()
 
     def step(self) -> None:
         """Clip, if asked to, step and update."""
@@ -79,12 +79,12 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(layers: int, rounds: int) -> list[Record]:
+def measure(layers: int, width: int, rounds: int) -> list[Record]:
     """Let this rank time every case; the order is the same on all ranks."""
     rows: list[Record] = []
     for split in ("DDP", "FSDP2"):
         for clip in (False, True):
-            cases = {library: Case(library, split, clip, layers) for library in SCALERS}
+            cases = {library: Case(library, split, clip, layers, width) for library in SCALERS}
             counts = {}
             for library, case in cases.items():
                 case.seconds()
@@ -105,12 +105,12 @@ def measure(layers: int, rounds: int) -> list[Record]:
     return [*rows, {LATENCY: latency}]
 
 
-def main(store: str, ranks: str, layers: str, rounds: str, rank: str) -> None:
+def main(store: str, ranks: str, layers: str, width: str, rounds: str, rank: str) -> None:
     """Join the others, measure, and print what was measured."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's class warns of what it does itself
     dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(ranks))
-    print(json.dumps(measure(int(layers), int(rounds))), flush=True)
+    print(json.dumps(measure(int(layers), int(width), int(rounds))), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

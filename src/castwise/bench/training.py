@@ -20,6 +20,7 @@ from castwise.cli.demo.training import Trainer
 
 FP32 = "fp32"
 WIDE = Size(layers=2, heads=8, width=768, context=128, batch=2)  # 14 million parameters
+LARGE = Size(layers=8, heads=16, width=1024, context=128, batch=1)  # 100 million
 LIBRARIES = {TORCH: settings.TORCH, AGAIN: settings.TORCH, CASTWISE: settings.CASTWISE}
 
 
@@ -112,7 +113,7 @@ BENCHMARK = Benchmark(
     title="Training from end to end",
     about="The demo's GPT on the text of the standard library: whole steps with clipping, on batches at hand.",
     quick=Plan(rounds=Rounds(9, QUICK_S)),
-    full=Plan(rounds=Rounds(40), sizes={"tiny": SIZES["tiny"], "wide": WIDE}),
+    full=Plan(rounds=Rounds(40, 240.0), sizes={"tiny": SIZES["tiny"], "wide": WIDE, "large": LARGE}),
     measure=measure,
     tables=tables,
 )
