@@ -18,6 +18,7 @@ from castwise._torch_private import (
     TO_COPY,
     TorchDispatchMode,
     schema_of,
+    stored_values,
     tree_leaves,
     version,
 )
@@ -240,7 +241,7 @@ def _bytes_of_memory(tensor: torch.Tensor) -> int:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
-        return tensor._values().nbytes
+        return stored_values(tensor).nbytes
     return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes
 
 
