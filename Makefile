@@ -7,7 +7,7 @@ export GOMP_SPINCOUNT ?= 10000
 # What is imported is compiled once, at its first import; where this is set each of hundreds of processes would do it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint docs bench coverage mutants clean
+.PHONY: demo test lint docs bench foreign coverage clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -28,10 +28,6 @@ docs: .venv/.ready
 coverage: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/core_coverage.py
 
-# Faults planted in amp/, one at a time: the tests must notice. What was run before, and is as it was, is not run again.
-mutants: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
-
 # About half an hour on two cores, best with nothing else running.
 bench: .venv/.ready
 	$(BIN)/castwise bench --full --out benchmarks/results
@@ -43,11 +39,25 @@ bench: .venv/.ready
 	$(BIN)/python examples/compare_schedules.py --write
 	for each in loss_scaling number_formats ranks step_traffic; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
+# Other people's code under torch.amp and under castwise; ONLY=peft runs the rows with that in their names, and writes nothing.
+foreign: .venv-foreign/.ready
+	.venv-foreign/bin/python benchmarks/foreign/compare.py --only "$(ONLY)"
+
+FOREIGN := benchmarks/foreign
+.venv-foreign/.ready: pyproject.toml $(FOREIGN)/requirements.txt $(FOREIGN)/constraints.txt
+	$(PYTHON) -m venv .venv-foreign
+	.venv-foreign/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(FOREIGN)/constraints.txt \
+		-r $(FOREIGN)/requirements.txt -e '.[report,lightning,transformers]'
+	.venv-foreign/bin/python -m pip download --quiet --disable-pip-version-check -c $(FOREIGN)/constraints.txt \
+		--no-deps --no-binary :all: --dest .venv-foreign/sdists accelerate timm
+	for each in .venv-foreign/sdists/*.tar.gz; do tar -xzf $$each -C .venv-foreign/sdists || exit 1; done
+	touch $@
+
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf .venv .nox build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* mutants
+	rm -rf .venv .venv-foreign .nox build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -12,7 +12,6 @@ import castwise
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=1000, derandomize=True, **_COMMON)
-settings.register_profile("quick", max_examples=25, derandomize=True, **_COMMON)  # once for each mutant
 settings.register_profile("long", max_examples=30_000, **_COMMON)
 settings.load_profile("ci")
 

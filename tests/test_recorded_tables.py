@@ -15,13 +15,15 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TABLES = {
     "fidelity": "fidelity-cpu",
     "fault_finding": "fault_finding-cpu",
-    "mutants": "mutants",
     "core_coverage": "coverage",
+    "foreign.report": "foreign-cpu",
 }
 
 
 @pytest.mark.parametrize(("script", "name"), TABLES.items())
 def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "foreign-cpu" and not (BENCHMARKS / "results" / f"{name}.json").exists():
+        pytest.skip("recorded for a release: make foreign")
     monkeypatch.syspath_prepend(BENCHMARKS)
     record = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     page = (BENCHMARKS / "README.md").read_text()
@@ -32,13 +34,3 @@ def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: p
 def test_every_table_is_tied_to_a_record() -> None:
     page = (BENCHMARKS / "README.md").read_text()
     assert sorted(re.findall(r"<!-- (\S+) begins -->", page)) == sorted(TABLES.values())
-
-
-def test_every_explanation_of_a_mutant_is_of_one_that_survives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    modules = json.loads((BENCHMARKS / "results" / "mutants.json").read_text())["modules"]
-    for group in importlib.import_module("mutants").KNOWN["survivors"].values():
-        for each in group:
-            assert any(
-                (one["was"], one["now"]) == (each["was"], each["now"]) for one in modules[each["module"]]["survivors"]
-            )

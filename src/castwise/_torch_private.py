@@ -7,21 +7,21 @@ used where they are needed and not repeated here.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-from torch import _jit_internal as jit_internal
 from torch._C import DisableTorchFunctionSubclass as PlainFunctions
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
 from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
 from torch._C import _is_tracing as is_jit_tracing
 from torch._C._dynamo import eval_frame
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -32,27 +32,29 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
     "backward_running",
-    "compile_anew",
-    "compile_backwards_as",
-    "compile_backwards_without_autocast",
+    "backwards_without_autocast",
+    "counted_version",
     "device_types_of",
+    "dispatch_modes",
     "fsdp_mixed_precision",
+    "function_modes",
     "graph_node_running",
     "graph_nodes_made",
-    "holders_of",
-    "is_autocast_available",
     "is_backward_running",
     "is_compiled",
+    "is_default_device",
+    "is_dynamo_active",
     "is_fsdp_flattened",
     "is_gathered_by_fsdp",
     "is_jit_tracing",
     "is_torch_function_mode_enabled",
-    "jit_internal",
     "leaf_running",
+    "lines_traced",
     "load_compiler",
     "never_traced",
     "no_post_accumulate_hooks",
     "number_of_node",
+    "on_collective",
     "only_inlined",
     "privateuse1_backend_name",
     "record_enter_autocast",
@@ -61,11 +63,18 @@ __all__ = [
     "scaled_mm",
     "schema_of",
     "stored_values",
+    "tell_of_compilations",
+    "tell_of_no_more_compilations",
     "tree_leaves",
     "tree_map",
     "version",
+    "without_dispatch_modes",
+    "writes_to",
 ]
 
+
+# How often a tensor was written to; a RuntimeError for one of inference mode. In C, as it is asked of each gradient.
+counted_version = operator.attrgetter("_version")
 
 TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` comes down to
 
@@ -79,12 +88,6 @@ def run_while_tracing(function: _Run) -> _Run:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark for torch
     return function
-
-
-@run_while_tracing
-def is_autocast_available(device_type: str) -> bool:
-    """Say whether torch can autocast on a type of device. Before torch 2.13 Dynamo cannot trace what it asks."""
-    return torch._C._is_autocast_available(device_type)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -114,17 +117,45 @@ def _skip(function: Callable[..., Any], callees: eval_frame._FrameAction) -> Non
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
-def compile_anew(function: Callable[..., Any]) -> None:
-    """Have Dynamo forget what it has compiled of a function."""
-    if "torch._dynamo" in sys.modules and hasattr(function, "__code__"):
-        eval_frame.reset_code(function.__code__)
-
-
 def after_tracing(function: Callable[[], None]) -> None:
     """Let Dynamo, which is tracing, call a function when it ends or gives up; the last one comes first."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     InstructionTranslator.current_tx().output.add_cleanup_hook(function)
+
+
+def lines_traced() -> list[tuple[str, int]]:
+    """Return file and line of what Dynamo, which is tracing, is about to call, the innermost last. As of 2.13.0."""
+    from torch._guards import TracingContext
+
+    return [(frame.filename, frame.lineno or 0) for frame in TracingContext.extract_stack()]
+
+
+@only_inlined
+def is_dynamo_active() -> bool:
+    """Return True if Dynamo looks at each function that this thread calls, to compile it. As of 2.13.0."""
+    asked = getattr(eval_frame, "get_eval_frame_callback", None)
+    return asked is not None and asked() is not None
+
+
+def _compile_callbacks() -> tuple[list[Any], list[Any]]:
+    """Return what Dynamo calls when it begins to compile and when it ends; without it, empty lists."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    return getattr(handler, "start_callbacks", []), getattr(handler, "end_callbacks", [])
+
+
+def tell_of_compilations(*functions: Callable[..., None]) -> None:
+    """Have Dynamo, if it is loaded, call one function before it compiles anything, and one after. As of 2.13.0."""
+    for callbacks, function in zip(_compile_callbacks(), functions, strict=True):
+        if function not in callbacks:
+            callbacks.append(function)
+
+
+def tell_of_no_more_compilations(*functions: Callable[..., None]) -> None:
+    """Undo `tell_of_compilations`."""
+    for callbacks, function in zip(_compile_callbacks(), functions, strict=True):
+        if function in callbacks:
+            callbacks.remove(function)
 
 
 def load_compiler() -> None:
@@ -134,56 +165,18 @@ def load_compiler() -> None:
     trace_rules.get_torch_obj_rule_map()
 
 
-class _BackwardsSetting:
-    """How this thread compiles backwards: a setting of `torch._functorch.config`."""
-
-    NAME = "backward_pass_autocast"
-
-    def __init__(self) -> None:
-        from torch._functorch import config
-        from torch.utils._config_module import _UNSET_SENTINEL
-
-        self.settings: Any = config
-        self.defaults = (_UNSET_SENTINEL, "same_as_forward")
-        self.value: Any = getattr(self.settings._config.get(self.NAME), "user_override", None)
-        # Before torch 2.13 a setting is not of a thread, and none is changed.
-        self.is_of_thread = isinstance(self.value, ContextVar)
-        if self.is_of_thread:
-            self.is_hash_outdated: Any = self.settings._hash_dirty_var
-            self.outdated: Any = self.settings._get_dict_dirty_keys_var
-
-
-_backwards: Any = None  # found by the first region: whoever enters none shall not wait for it
-
-
 @only_inlined
-def compile_backwards_without_autocast() -> object:
-    """Have what this thread compiles run its backwards outside of autocast; return what undoes it, or None.
+def backwards_without_autocast() -> Any:
+    """Return a context manager in which this thread compiles backwards to run outside of autocast; None to leave it.
 
-    The default, "same_as_forward", traces them in the state in which the forward is called; it cannot be told from the
-    same set by the user. What else the user has set is left.
+    torch's default is not told from the same value set by the user. Any other setting of the user's is kept.
     """
-    global _backwards
-    if _backwards is None:
-        _backwards = _BackwardsSetting()
-    if not _backwards.is_of_thread:
-        return None
-    before: object = _backwards.value.get()
-    if before not in _backwards.defaults:
-        return None
-    compile_backwards_as("off")
-    return before
+    from torch._functorch import config
 
-
-@only_inlined
-def compile_backwards_as(setting: object) -> None:
-    """Undo `compile_backwards_without_autocast`, which has returned the setting."""
-    known = _backwards
-    known.value.set(setting)  # this and what follows is setattr on the module, which takes five times as long
-    if not known.is_hash_outdated.get():
-        known.is_hash_outdated.set(True)
-    if known.outdated.get() is not None:
-        known.settings._mark_get_dict_dirty(known.NAME)
+    # Before torch 2.13 a setting is one for all threads. As of 2.13.0 the name exists in both.
+    if torch.__version__ < "2.13" or config.backward_pass_autocast != "same_as_forward":
+        return None
+    return config.patch(backward_pass_autocast="off")
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
@@ -224,15 +217,14 @@ def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
     return None if state is None else state()._mp_policy
 
 
-def holders_of(tensor: torch.Tensor) -> int:
-    """Return how many tensors share a tensor's memory, plus a constant."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
 @only_inlined
 def version(tensor: torch.Tensor) -> int:
     """Return a tensor's count of writes; tensors of inference mode keep none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+# As `version`, for the hot path: a tensor of inference mode raises.
+writes_to: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def schema_of(op: Any, overload: str | None = None) -> Any:
@@ -272,14 +264,25 @@ def is_gathered_by_fsdp(param: torch.Tensor) -> bool:
 
 
 @only_inlined
+def function_modes() -> list[Any]:
+    """Return the `TorchFunctionMode`s that are active in this thread, the innermost last. As of 2.13.0."""
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
+    return modes
+
+
+def is_default_device(mode: Any) -> bool:
+    """Return True for the `TorchFunctionMode` of `torch.device(...)` and `torch.set_default_device`. As of 2.13.0."""
+    return type(mode).__module__ == "torch.utils._device"  # which is loaded by whoever uses it
+
+
+@only_inlined
 def _exporting_mode() -> Any:
     """Return the mode with which `torch.export` records what is not an op, or None outside of an export."""
     # The module is loaded by whoever exports; importing it here would slow down everybody else.
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxy_tensor is None:
         return None
-    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
-    for mode in modes:
+    for mode in function_modes():
         if isinstance(mode, proxy_tensor.PreDispatchTorchFunctionMode):
             return mode
     return None
@@ -326,9 +329,43 @@ def is_compiled(module: Any) -> bool:
     """Say whether `torch.compile` wraps a module, or compiles its call or its forward (checked with torch 2.13.0)."""
     if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    forward = vars(module).get("forward")
+    return hasattr(getattr(forward, "before", forward), "_torchdynamo_orig_callable")  # a policy may have wrapped it
 
 
 def scaled_mm(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
     """Multiply matrices in an 8-bit float format, the second one column by column, into bf16. As of 2.13.0."""
     return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the `TorchDispatchMode`s that see the ops of this thread. As of 2.13.0."""
+    return _get_current_dispatch_mode_stack()
+
+
+# Collectives that write to their first argument without bumping versions, which torch 2.13 does in all others.
+_WRITING_COLLECTIVES = (
+    *("broadcast_", "allreduce_", "reduce_", "recv_", "recv_any_source_", "scatter_", "alltoall_", "alltoall_base_"),
+)
+_kernels: list[Any] = []  # which take what is registered away when they die
+
+
+def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
+    """Have a function called with the tensors that a collective is about to write to without bumping their versions.
+
+    Without the private names, or torch.distributed, nothing is called. As of 2.13.0.
+    """
+    below = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
+    ops = torch.ops.c10d
+    if below is None or not all(hasattr(ops, name) for name in _WRITING_COLLECTIVES):
+        return
+
+    def kernel(op: Any, keys: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
+        function([written] if isinstance(written, torch.Tensor) else written)
+        return op.redispatch(keys & below, written, *args, **kwargs)
+
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch's
+    for name in _WRITING_COLLECTIVES:
+        op = getattr(ops, name).default
+        library.impl(name, functools.partial(kernel, op), "ADInplaceOrView", with_keyset=True)
+    _kernels.append(library)

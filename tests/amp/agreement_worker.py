@@ -232,7 +232,6 @@ DIFFERENCES: dict[str, Callable[[castwise.GradScaler], Any]] = {
     "a load": lambda scaler: scaler.load_state_dict(scaler.state_dict()),
     "a setting": lambda scaler: scaler.set_growth_interval(4),
     "an update": lambda scaler: scaler.update(4.0),
-    "a bit of memory": lambda scaler: scaler._scale.mul_(2.0),
 }
 
 

@@ -60,12 +60,14 @@ class Rank(Agreement):
     def any_(self, flags: Sequence[torch.Tensor], call: str) -> None:
         self.collectives.append(call)
 
-    def norm(
-        self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float, call: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm(self, norm: torch.Tensor, norm_type: float, call: str, share: float = 1.0) -> torch.Tensor:
         self.collectives.append(call)
-        self.norms.append(norm)
-        return found_inf, norm
+        return norm
+
+    def maxima(self, numbers: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
+        self.collectives.append(call)
+        self.norms.append(numbers[1])
+        return list(numbers)
 
 
 def agreeing(scaler: GradScaler) -> Rank:

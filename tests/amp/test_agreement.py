@@ -20,7 +20,7 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 KINDS = ["foreach", "fused"]
 
 
-NAMES = ["a load", "a setting", "an update", "a bit of memory"]
+NAMES = ["a load", "a setting", "an update"]
 CALLS = ["unscale_", "2", "step", "skip"]
 CLIPS = ["no", "2", "inf"]
 SCHEDULES = ["headroom", "hold", "hysteresis", "guard"]
@@ -58,7 +58,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("optimizers", "collectives"), [(2, [16]), (4, [16]), (40, [16, 16])])
+@pytest.mark.parametrize(("optimizers", "collectives"), [(2, [64]), (4, [64]), (40, [64] * 7)])
 def test_optimizers_that_are_stepped_together_share_a_collective(
     ranks: Any, kind: str, optimizers: int, collectives: list[int]
 ) -> None:
@@ -71,7 +71,7 @@ def test_optimizers_that_are_stepped_together_share_a_collective(
 
 def test_flags_of_four_ranks_are_told_apart(ranks: Any) -> None:
     for rank in ranks("several|foreach|9", 4):
-        assert rank["collectives"] == [16]
+        assert rank["collectives"] == [64, 64]
         assert rank["weights"] == [0.5] + [1.0] * 8
 
 
@@ -79,7 +79,7 @@ def test_flags_of_four_ranks_are_told_apart(ranks: Any) -> None:
 def test_an_iteration_takes_one_collective_whatever_is_done_before_the_step(ranks: Any, kind: str) -> None:
     for rank in ranks(f"orders|{kind}"):
         assert {name: len(collectives) for name, collectives in rank.items()} == dict.fromkeys(rank, 1)
-        assert max(nbytes for collectives in rank.values() for nbytes in collectives) <= 16
+        assert max(nbytes for collectives in rank.values() for nbytes in collectives) <= 64
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_a_batch_after_clipping_is_looked_at_by_all_ranks(ranks: Any, kind: str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_that_one_rank_alone_scales_changes_nothing(ranks: Any, kind: str) -> None:
     for rank in ranks(f"lonely_loss|{kind}"):
-        assert rank == {"weights": [0.5], "collectives": [16]}
+        assert rank == {"weights": [0.5], "collectives": [64]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +118,7 @@ def test_every_schedule_holds_the_same_scale_on_all_ranks(ranks: Any, kind: str,
     assert first["state"] == second["state"]
     assert first["state"]["steps_taken"] == first["scheduled"] == second["scheduled"] == 8
     # What a schedule wants to know besides takes a collective of its own.
-    assert first["collectives"] == [[16, 16] if name in {"headroom", "hold"} else [16]] * 12
+    assert first["collectives"] == [[64, 64] if name in {"headroom", "hold"} else [64]] * 12
     causes = {3: ("non-finite loss", "another rank"), 5: ("another rank", "overflow")}
     causes |= {6: ("overflow", "another rank"), 7: ("another rank", "non-finite loss")}
     assert [first["causes"], second["causes"]] == [
@@ -227,15 +227,10 @@ def test_a_scaler_with_a_group_can_be_copied_and_says_why_it_cannot_be_pickled(a
     assert whole.process_group is alone
 
 
-@pytest.mark.parametrize("found_inf", [0.0, 1.0])
 @pytest.mark.parametrize("norm", [0.0, 1e-300, 3.0, 1.7e308, math.inf, math.nan])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_a_norm_of_one_rank_comes_back(alone: Any, found_inf: float, norm: float, norm_type: float) -> None:
-    if norm_type == 2.0 and norm in (1e-300, 1.7e308):
-        return  # its square is not in fp64
-    given = torch.tensor(norm, dtype=torch.float64)
-    found, total = Agreement(alone, "cpu").norm(torch.tensor(found_inf), given, norm_type, "test")
-    assert (found.item(), found.dtype, found.shape) == (found_inf, torch.float32, ())
+def test_a_norm_of_one_rank_comes_back(alone: Any, norm: float, norm_type: float) -> None:
+    total = Agreement(alone, "cpu").norm(torch.tensor(norm, dtype=torch.float64), norm_type, "test")
     assert total.item() == pytest.approx(norm, rel=1e-10, abs=0.0, nan_ok=True)
 
 

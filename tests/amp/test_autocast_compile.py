@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -130,6 +131,56 @@ def test_a_region_compiled_by_inductor() -> None:
     expected = results(theirs, torch.compile(theirs, fullgraph=True))
     torch.compiler.reset()
     assert results(ours, torch.compile(ours, fullgraph=True)) == expected
+
+
+class Block(torch.nn.Module):
+    """A block of a GPT. Dropout in the attention keeps torch from its fused kernel, whose backward casts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(16), torch.nn.LayerNorm(16)
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm1(x)).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.2)
+        x = x + self.out(attended.transpose(1, 2).reshape(4, 8, 16))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.block = torch.nn.Embedding(17, 16), torch.nn.Embedding(8, 16), Block()
+        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 17, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.block(self.tokens(tokens) + self.positions(torch.arange(8)))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def trained(library: Any, backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = GPT()
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        tokens = torch.randint(17, (4, 9))
+        with library.autocast("cpu", dtype=BF16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_gpt_ends_with_the_weights_it_has_under_torch(backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    assert all(map(torch.equal, trained(castwise, backend), trained(torch, backend)))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
+import os
 import pickle
 import re
+import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,7 +131,7 @@ def test_one_region_shared_by_threads_gives_each_its_own_state_back() -> None:
     for thread in threads:
         thread.join()
     assert seen == [True] * 160
-    assert region._outer == {}
+    assert region._entries == {}
 
 
 def test_a_new_thread_starts_outside() -> None:
@@ -340,15 +344,6 @@ def test_an_unknown_backend_has_to_say_what_it_supports(monkeypatch: pytest.Monk
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_happens_while_torchscript_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = state()
-    monkeypatch.setattr("torch._jit_internal.is_scripting", lambda: True)
-    region = autocast("cpu", dtype=FP16)
-    assert region(cpu) is cpu
-    with region:
-        assert state() == before
-
-
 def test_a_scripted_region_fails_rather_than_run_in_fp32() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         with castwise.autocast("cpu", dtype=torch.bfloat16):
@@ -428,13 +423,76 @@ def test_a_weight_cache_serves_regions_that_cast() -> None:
         assert cache.report().refreshes == expected
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="the setting is one of all threads there, and left alone")
-def test_backwards_that_are_made_in_a_region_run_outside_of_it_and_the_setting_comes_back() -> None:
-    config: Any = torch._functorch.config
-    before = config.backward_pass_autocast
-    with castwise.autocast("cpu", dtype=BF16):
-        assert config.backward_pass_autocast == "off"
-    assert config.backward_pass_autocast == before
+class Extension:
+    """One that says what it sees, and may fail."""
+
+    def __init__(self, seen: list[Any], error: type[BaseException] | None = None) -> None:
+        self.seen, self.error = seen, error
+
+    def enter(self, region: Any) -> int:
+        self.seen.append((cpu(), region._cache_enabled))
+        if self.error is not None:
+            raise self.error
+        return len(self.seen)
+
+    def leave(self, token: int) -> None:
+        self.seen.append((token, cpu()))
+
+
+def test_extensions_hold_where_the_switches_are_set_and_end_in_reverse_order() -> None:
+    seen: list[Any] = []
+    region = autocast("cpu", dtype=FP16, cache_enabled=False)
+    region._extensions = (Extension(seen), Extension(seen))
+    with pytest.raises(KeyboardInterrupt), region:
+        raise KeyboardInterrupt
+    assert seen == [((True, FP16), False)] * 2 + [(2, (True, FP16)), (1, (True, FP16))]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_extension_that_fails_leaves_nothing_entered(error: type[BaseException]) -> None:
+    seen: list[Any] = []
+    region = autocast("cpu", dtype=FP16)
+    region._extensions = (Extension(seen), Extension(seen, error))
+    before = state()
+    with pytest.raises(error), region:
+        pass
+    assert (state(), region._entries) == (before, {})
+    assert seen[2:] == [(1, (True, FP16))]
+
+
+def test_a_region_knows_neither_policies_nor_weight_caches() -> None:
+    tree = ast.parse(inspect.getsource(castwise.amp.autocast_mode))
+    imported = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert "castwise.amp.observers" in imported
+    assert not any(word in str(imported) for word in ("policy", "weight", "cast_floats"))
+
+
+def entered_by(run: Any) -> list[tuple[str, str]]:
+    """Return file and name of the functions of castwise that a call enters when it is warm."""
+    run()
+    root, entered = os.path.dirname(castwise.__file__), []
+
+    def event(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_a_plain_region_enters_eight_functions_in_two_files_at_most() -> None:
+    def run() -> None:
+        with autocast("cpu", dtype=BF16):
+            pass
+
+    entered = entered_by(run)
+    assert len(entered) <= 8
+    assert len({file for file, _ in entered}) <= 2
+    assert ("__enter__", 1) in Counter(name for _, name in entered).items(), "what is counted is entered"
 
 
 def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:

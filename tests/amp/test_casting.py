@@ -27,26 +27,6 @@ def test_named_tuples_and_dataclasses_with_slots_are_looked_into() -> None:
     assert pair.second == 3
     assert slots.tensor is pair.first, "what is there twice is cast once"
     assert not hasattr(slots, "later")
-    slots.tensor.fill_(2.0)
-    casts.give_back()
-    assert x.tolist() == [2.0, 2.0]
-
-
-def test_what_was_not_written_to_is_not_written_back() -> None:
-    casts, x = Casts("cpu", torch.bfloat16), torch.full((2,), 1.0 + 2.0**-20)
-    casts.cast(x)
-    casts.give_back()
-    assert x.tolist() == [1.0 + 2.0**-20] * 2, "bf16 would have rounded it"
-
-
-def test_in_inference_mode_too() -> None:
-    with torch.inference_mode():
-        casts, x = Casts("cpu", torch.bfloat16), torch.ones(2)
-        cast = casts.cast(x)
-        cast.add_(1.0)
-        casts.give_back()
-        assert cast.dtype is torch.bfloat16
-        assert x.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("cache_enabled", [True, False])

@@ -83,7 +83,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (dict.fromkeys(list(TORCHS)[:4], 1.0), ValueError, f"{ENTRIES}missing ['_growth_tracker'], unknown []"),
     ({**TORCHS, 2: 1}, ValueError, f"{ENTRIES}missing [], unknown ['2']"),
-    ({**TORCHS, "scale": 0.0}, ValueError, "scale must be a finite number > 0, within [2**-126, 2**126], got 0.0"),
+    (
+        {**TORCHS, "scale": 0.0},
+        ValueError,
+        "scale must be a finite number > 0, within [2**-126, 3.4e38], got 0.0",
+    ),
     ({**TORCHS, "_growth_tracker": -1}, ValueError, "_growth_tracker must be an integer in [0, 2**31), got -1"),
     ({**TORCHS, "steps_taken": -1}, ValueError, "steps_taken must be an integer in [0, 2**63), got -1"),
     ({**TORCHS, "steps_skipped": 0.5}, TypeError, "steps_skipped must be an integer, got 0.5 of type float"),

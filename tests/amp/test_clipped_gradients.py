@@ -51,7 +51,8 @@ def test_a_norm_that_is_finite_of_gradients_that_are_not_once_they_are_unscaled_
     [
         (2.0**100, [1e-5], False, True),
         (2.0**100, [1e-5, 1e-10], False, False),  # 1 / scale * 1e-5 * 1e-5 is no normal number
-        (2.0**126, [0.75], False, False),  # 1 / scale is the smallest one
+        (2.0**126, [0.75], False, True),
+        (2.0**126, [1e-3], False, False),  # scale * norm / max_norm is infinite
         (2.0**126, [0.75], True, True),  # nothing is left to multiply with 1 / scale
     ],
 )

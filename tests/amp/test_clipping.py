@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from castwise.amp import clipping
+from castwise.amp import measure
 from castwise.amp.grad_scaler import GradScaler, OptState
 
 KINDS: dict[str, dict[str, bool]] = {
@@ -314,13 +314,13 @@ def test_the_norm_is_torchs(norm_type: float, fused: bool) -> None:
     got = scaler.clip_grad_norm_(optimizer, 1.5, norm_type)
     assert got.dtype is torch.float64
     expected = torch.linalg.vector_norm(flat, float(norm_type))
-    close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0.0)  # torch's own norm of bf16 gradients is in bf16
     scaler.step(optimizer)
     for param, grad in zip(params, exact, strict=True):
         assert param.grad is not None
         wide = param.grad.to(grad.dtype)
         torch.testing.assert_close(
-            wide, grad * 1.5 / (expected + 1e-6), rtol=1e-2 if param.dtype is torch.bfloat16 else 2e-6, atol=0.0
+            wide, grad * 1.5 / (expected + 1e-6), rtol=1e-2 if param.dtype is torch.bfloat16 else 1e-5, atol=0.0
         )
 
 
@@ -600,18 +600,6 @@ def test_a_disabled_scaler_clips() -> None:
     world.scaler.skip(world.optimizer)
 
 
-def test_the_coefficient_is_torchs() -> None:
-    for norm, max_norm in [(13.0, 6.5), (13.0, 13.0), (13.0, 1e9), (0.0, 1.0), (0.0, 0.0), (1e-9, 1e-9)]:
-        param = torch.nn.Parameter(torch.zeros(1))
-        param.grad = torch.ones(1)
-        torch.nn.utils.clip_grads_with_norm_([param], max_norm, torch.tensor(norm))
-        zero, one = torch.tensor(0.0), torch.tensor(1.0)
-        got, found = clipping.coefficient(torch.tensor(norm, dtype=torch.float64), max_norm, zero, one)
-        close(got, param.grad[0])
-        assert found == 0.0
-        assert clipping.coefficient(torch.tensor(norm), max_norm, one, one) == (1.0, 1.0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [1e-6, 0.0])
 def test_a_scale_too_large_for_the_coefficient_is_an_overflow(kind: str, max_norm: float) -> None:
@@ -720,20 +708,6 @@ def test_the_counter_sees_torchs_traffic() -> None:
     assert (traffic.read, traffic.written) == (3000, 2000)
 
 
-def test_which_parameters_were_finite_is_kept_at_no_extra_read() -> None:
-    for clip in (False, True):
-        scaler = GradScaler("cpu")
-        params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        optimizer = torch.optim.SGD(params, lr=1.0, fused=True)
-        scaler.scale(params[0].sum() + params[1].sum() * math.nan + params[2].sum()).backward()
-        if clip:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        (facts,) = scaler._per_optimizer_states[id(optimizer)]["finite"]
-        assert facts.are_finite.tolist() == [True, False, True]
-        assert [id(param) for param in facts.params] == [id(param) for param in params]
-
-
 def test_gradients_in_another_order_of_memory_have_norms() -> None:
     scaler, conv = GradScaler("cpu", init_scale=4.0), torch.nn.Conv2d(8, 1, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
@@ -763,8 +737,19 @@ def test_a_bound_beyond_the_numbers_of_a_dtype_clips_nothing(dtype: torch.dtype,
     assert param.grad.tolist() == [100.0, 100.0, 100.0]
 
 
-def test_a_factor_counts_as_finite_down_to_the_smallest_normal_number() -> None:
-    norm, tiny = torch.ones((), dtype=torch.float64), torch.finfo(torch.float32).tiny
-    for factor, found_inf in ((tiny, 0.0), (tiny / 2, 1.0)):
-        ratio, found = clipping.coefficient(norm, math.inf, torch.zeros(()), torch.tensor(factor))
-        assert (ratio.item(), found.item()) == (1.0, found_inf)
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1024.0])
+def test_the_coefficient_is_torchs(scale: float) -> None:
+    for norm, max_norm in [(13.0, 6.5), (13.0, 13.0), (13.0, 1e9), (0.0, 1.0), (0.0, 0.0), (1e-9, 1e-9), (13.0, 0.0)]:
+        param = torch.nn.Parameter(torch.zeros(1))
+        param.grad = torch.ones(1)
+        torch.nn.utils.clip_grads_with_norm_([param], max_norm, torch.tensor(norm))
+        got, divisor, found_inf = measure.clip(torch.tensor(norm * scale), torch.tensor(scale), max_norm)
+        close(got, torch.tensor(norm))
+        close(scale / divisor, param.grad[0])
+        assert found_inf == 0.0
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
+def test_a_norm_that_is_not_finite_is_an_overflow(norm: float, max_norm: float) -> None:
+    assert measure.clip(torch.tensor(norm), torch.tensor(4.0), max_norm)[2] == 1.0

@@ -236,3 +236,62 @@ def test_only_the_closure_is_replaced_among_the_arguments_of_a_step() -> None:
 
     assert closures.with_closure((theirs, 1, 2), {"x": 3}, ours) == ((ours, 1, 2), {"x": 3})
     assert closures.with_closure((1,), {"closure": theirs, "x": 3}, ours) == ((1,), {"closure": ours, "x": 3})
+
+
+# -- what an optimizer is given for its step -------------------------------------------------------------------------
+
+
+def test_facts_are_on_an_optimizer_for_its_step_alone() -> None:
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    optimizer.grad_scale = "mine"
+    with closures.given(optimizer, grad_scale="ours", found_inf="found"):  # type: ignore[arg-type]  # anything is a fact
+        assert (optimizer.grad_scale, optimizer.found_inf) == ("ours", "found")
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+    optimizer.grad_scale = "mine"
+    error = KeyError("in the step")
+    with (
+        pytest.raises(KeyError, match="in the step") as caught,
+        closures.given(optimizer, grad_scale=None, found_inf=None),
+    ):
+        raise error
+    assert caught.value is error
+    assert optimizer.grad_scale == "mine"
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_room_for_a_momentum_that_a_skipped_step_has_made_is_not_left_as_it_is(device: str, found: float) -> None:
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.SGD([third, first, second], momentum=0.9)
+    optimizer.state[first]["momentum_buffer"] = torch.full((2,), 5.0)
+    found_inf = torch.tensor(found)
+    if device == "meta":  # not on the host, so nobody looks at it; it is brought to where the momentum is
+        found_inf = OnAnAccelerator(found_inf)
+    with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
+        optimizer.state[second]["momentum_buffer"] = torch.full((2,), torch.nan)
+    assert optimizer.state[first]["momentum_buffer"].tolist() == [5.0, 5.0]
+    assert "momentum_buffer" not in optimizer.state.get(third, {})
+    made = optimizer.state.get(second, {}).get("momentum_buffer")
+    if device == "cpu":  # where it is called for skipped steps alone
+        assert made is None
+    elif not found:
+        assert made.isnan().all()
+    else:
+        assert made.tolist() == [0.0, 0.0]
+
+
+class OnAnAccelerator(torch.Tensor):
+    """A tensor of the host that says it is elsewhere, and cannot be read until it is brought back."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's is an attribute
+        return torch.device("meta")
+
+    def item(self) -> Any:
+        raise AssertionError("the host waits for it")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert args == (torch.device("cpu"),)
+        return self.as_subclass(torch.Tensor)

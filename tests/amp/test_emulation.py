@@ -105,7 +105,7 @@ def compiled():
 found = {}
 for name in sys.argv[1:]:
     case = globals()[name]
-    emulation._settled.clear()
+    emulation.SETTLED.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         case()
@@ -252,7 +252,7 @@ def test_what_onednn_may_use_is_asked_of_the_environment(
 def test_the_callers_caller_is_warned_of_what_is_emulated_once(
     is_native: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(emulation, "_settled", set())
+    monkeypatch.setattr(emulation, "SETTLED", set())
     monkeypatch.setattr(emulation, "is_native_here", lambda dtype: is_native)
 
     def region() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
 import torch
 
 from castwise.amp import gradients
-from castwise.amp.gradients import Collector, Contents, Gradients, are_contiguous, present
+from castwise.amp.gradients import Gradients
 
 CPU = torch.device("cpu")
 
@@ -26,39 +25,47 @@ def optimizer_of(*grads: torch.Tensor | None) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def collect(*grads: torch.Tensor | None) -> Gradients:
-    return Collector()(optimizer_of(*grads))
+def found_in(optimizer: torch.optim.Optimizer, **options: bool) -> Gradients:
+    return gradients.collect(optimizer, **{"allow_fp16": True, **options})
+
+
+def collect(*grads: torch.Tensor | None, **options: bool) -> Gradients:
+    return found_in(optimizer_of(*grads), **options)
 
 
 def multiply(grads: Gradients, factor: float) -> None:
-    for values in grads.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(values.tensors, torch.zeros(()), torch.tensor(factor))
+    for group in grads.groups:
+        torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, torch.zeros(()), torch.tensor(factor))
 
 
 def test_every_gradient_is_listed_once_in_the_order_of_parameters() -> None:
     first, second = torch.ones(2), torch.ones(3)
     optimizer = optimizer_of(first, None, second)
     optimizer.param_groups.append(optimizer.param_groups[0])
-    grads = Collector()(optimizer)
-    assert [id(grad) for grad in grads.tensors] == [id(first), id(second)]
+    grads = found_in(optimizer)
+    (group,) = grads.groups
+    assert [id(grad) for grad in group.tensors] == [id(first), id(second)]
     params = optimizer.param_groups[0]["params"]
     assert [id(param) for param in grads.params] == [id(params[0]), id(params[2])]
 
 
 def test_values_are_grouped_by_what_one_call_can_take() -> None:
     grads = collect(torch.ones(2), torch.ones(3).double(), torch.ones(4), torch.ones(2, dtype=torch.complex64))
-    assert [[tuple(t.shape) for t in values.tensors] for values in grads.values()] == [[(2,), (4,)], [(3,)], [(2, 2)]]
-    assert [values.device for values in grads.values()] == [CPU] * 3
-    for values in grads.values():
-        assert [param.grad is not None for param in values.params] == [True] * len(values.tensors)
+    assert [[tuple(t.shape) for t in group.tensors] for group in grads.groups] == [[(2,), (4,)], [(3,)], [(2, 2)]]
+    assert [group.device for group in grads.groups] == [CPU] * 3
+    assert [group.dtype for group in grads.groups] == [torch.float32, torch.float64, torch.float32]
+    assert [group.is_complex for group in grads.groups] == [False, False, True]
+    assert grads.is_double()
+    for group in grads.groups:
+        assert [param.grad is not None for param in group.params] == [True] * len(group.tensors)
 
 
 def test_what_changes_between_steps_is_noticed() -> None:
-    optimizer, collector = optimizer_of(torch.ones(2), torch.ones(3)), Collector()
+    optimizer = optimizer_of(torch.ones(2), torch.ones(3))
     params = optimizer.param_groups[0]["params"]
 
     def seen() -> list[list[list[float]]]:
-        return [[tensor.flatten().tolist() for tensor in values.tensors] for values in collector(optimizer).values()]
+        return [[tensor.flatten().tolist() for tensor in group.tensors] for group in found_in(optimizer).groups]
 
     both = [[[1.0, 1.0], [1.0, 1.0, 1.0]]]
     assert seen() == both
@@ -89,21 +96,21 @@ def test_fp16_gradients_are_refused_by_name_or_by_place() -> None:
         "fp16 gradients: weight, bias"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-        Collector()(by_name).refuse_fp16()
+        found_in(by_name, allow_fp16=False)
     by_place = torch.optim.SGD(module.parameters(), lr=0.1)
     place = re.escape("param_groups[0]['params'][0] of shape (1, 2), param_groups[0]['params'][1] of shape (1,)")
     with pytest.raises(ValueError, match=place):
-        Collector()(by_place).refuse_fp16()
-    collect(torch.ones(2)).refuse_fp16()
+        found_in(by_place, allow_fp16=False)
+    collect(torch.ones(2), allow_fp16=False)
 
 
 def test_what_is_not_an_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="expected an optimizer with param_groups, got Linear"):
-        Collector()(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        found_in(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     optimizer = optimizer_of(torch.ones(1))
     optimizer.param_groups[0]["params"].append(1.0)
     with pytest.raises(TypeError, match="an optimizer's parameters are tensors, got float"):
-        Collector()(optimizer)
+        found_in(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +135,16 @@ def test_gradients_of_other_kinds_are_refused_by_name_every_time(grad: torch.Ten
     optimizer = torch.optim.SGD([param], lr=0.1)
     optimizer.param_groups[0]["params"].append(holder)
     param.grad = torch.ones(2, 2)
-    collector = Collector()
     for _ in range(2):
         with pytest.raises(TypeError, match=re.escape(f"param_groups[0]['params'][1] of shape (2, 2) has {what}")):
-            collector(optimizer)
+            found_in(optimizer)
 
 
 def test_complex_gradients_are_refused_by_name_where_order_matters() -> None:
     told = "param_groups[0]['params'][1] of shape (2,) is torch.complex64; use clip_grad_norm_"
     with pytest.raises(TypeError, match=f"{re.escape(told)}$"):
-        collect(torch.ones(2), torch.ones(2, dtype=torch.complex64)).refuse_complex()
-    collect(torch.ones(2)).refuse_complex()
+        collect(torch.ones(2), torch.ones(2, dtype=torch.complex64), allow_complex=False)
+    collect(torch.ones(2), allow_complex=False)
 
 
 def test_duplicates_of_a_sparse_gradient_are_summed_in_place_of_it() -> None:
@@ -148,11 +154,10 @@ def test_duplicates_of_a_sparse_gradient_are_summed_in_place_of_it() -> None:
 
     optimizer = optimizer_of(sparse(torch.float16), sparse(torch.float32))
     params = optimizer.param_groups[0]["params"]
-    only_fp16 = Collector()(optimizer).sum_duplicates(of_fp16_only=True)
+    found = found_in(optimizer)
     assert [param.grad.is_coalesced() for param in params] == [True, False]
-    assert [tensor is param.grad for tensor, param in zip(only_fp16.tensors, params, strict=True)] == [True, True]
-    assert params[0].grad.to_dense().isinf().any(), "the sum overflows, which has to be seen"
-    Collector()(optimizer).sum_duplicates()
+    assert found.groups[0].tensors[0].isinf().any(), "the sum overflows, which has to be seen"
+    found_in(optimizer, sum_duplicates=True)
     assert params[1].grad.is_coalesced()
 
 
@@ -180,7 +185,7 @@ def test_gradients_that_cannot_be_written_to_are_replaced_by_copies() -> None:
     assert negated.is_neg()
     optimizer = optimizer_of(torch.tensor([4.0]).expand(3), overlapping, negated, torch.ones(4, 2)[:, 0])
     gap = optimizer.param_groups[0]["params"][3].grad
-    multiply(Collector()(optimizer), 0.5)
+    multiply(found_in(optimizer), 0.5)
     expanded, overlapped, positive, strided = (param.grad for param in optimizer.param_groups[0]["params"])
     assert expanded.tolist() == [2.0, 2.0, 2.0]
     assert overlapped.tolist() == [[0.0, 0.5, 1.0], [1.0, 1.5, 2.0]]
@@ -189,52 +194,13 @@ def test_gradients_that_cannot_be_written_to_are_replaced_by_copies() -> None:
     assert strided is gap, "a gap between elements is no reason to copy"
 
 
-def test_a_part_keeps_the_kinds_apart() -> None:
-    grads = collect(torch.ones(2), torch.ones(3).double(), torch.ones(4))
-    part = grads.part([1, 2])
-    assert [[tuple(t.shape) for t in values.tensors] for values in part.values()] == [[(4,)], [(3,)]]
-    assert [tuple(param.shape) for param in part.params] == [(3,), (4,)]
-    assert part.name(1) == "param_groups[0]['params'][2] of shape (4,)"
-
-
-def test_contents_change_when_a_gradient_is_written_to_or_replaced() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-
-    def now() -> list[torch.Tensor]:
-        return present(optimizer)[1]
-
-    param.grad = torch.ones(2)
-    before = Contents(now())
-    assert before.are(now())
-    param.grad.mul_(1.0)
-    assert not before.are(now())
-    written = Contents(now())
-    for _ in range(50):  # the memory of the old one must not come to be that of the new one
-        param.grad = None
-        param.grad = torch.ones(2)
-        assert not written.are(now())
-    param.grad = None
-    assert not written.are(now())
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_sparse_gradients_count_as_if_they_were_not_contiguous() -> None:
-    dense = torch.ones(2)
-    assert are_contiguous([dense])
-    assert not are_contiguous([dense, torch.ones(2, 3).t()])
-    assert not are_contiguous([dense, torch.eye(2).to_sparse()])
-    assert not are_contiguous([dense, torch.eye(2).to_sparse_csr()])  # of which torch cannot say
-
-
 def test_a_parameter_is_named_by_its_group_or_its_shape_where_nobody_knows_more() -> None:
     first, second = torch.ones(1, requires_grad=True), torch.ones(2, 3, requires_grad=True)
     second.grad = torch.ones(2, 3)
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [first.detach(), second]}])
-    found = Collector()(optimizer)
-    assert found.name(0) == "param_groups[1]['params'][1] of shape (2, 3)"
+    assert gradients._name(optimizer, second) == "param_groups[1]['params'][1] of shape (2, 3)"
     optimizer.param_groups.pop()
-    assert found.name(0) == "a parameter of shape (2, 3)"
+    assert gradients._name(optimizer, second) == "a parameter of shape (2, 3)"
 
 
 @pytest.mark.parametrize(
@@ -252,29 +218,11 @@ def test_elements_that_share_memory_are_found(shape: tuple[int, ...], stride: tu
     assert gradients._overlaps(torch.zeros(20).as_strided(shape, stride)) is overlaps
 
 
-def test_shares_stay_with_their_gradients() -> None:
-    found = collect(torch.ones(2), torch.ones(3).half(), torch.ones(4))
-    whole = dataclasses.replace(found, shares=[0.5, 0.25, 0.125])
-    assert [values.shares for values in whole.values()] == [[0.5, 0.125], [0.25]]
-    assert [values.shares for values in whole.part([1, 2]).values()] == [[0.125], [0.25]]
-    assert [values.shares for values in found.part([1]).values()] == [None]
-    assert [values.are_complex for values in collect(torch.ones(1), torch.ones(1) * 1j).values()] == [False, True]
-
-
-def test_a_gradient_is_held_whether_it_was_written_to_or_not() -> None:
-    one, other = torch.ones(1), torch.ones(1)
-    contents = Contents([one])
-    one.zero_()
-    assert contents.hold(one)
-    assert not contents.hold(other)
-    assert not contents.hold(None)
-
-
 def test_a_name_that_the_optimizer_lacks_is_its_place() -> None:
     optimizer = optimizer_of(torch.ones(1), torch.ones(2))
     optimizer.param_groups[0]["param_names"] = ["first"]
-    found = Collector()(optimizer)
-    assert [found.name(index) for index in (0, 1)] == ["first", "param_groups[0]['params'][1] of shape (2,)"]
+    names = [gradients._name(optimizer, param) for param in optimizer.param_groups[0]["params"]]
+    assert names == ["first", "param_groups[0]['params'][1] of shape (2,)"]
 
 
 def test_whether_a_gradient_is_there_twice_is_told() -> None:
@@ -282,36 +230,7 @@ def test_whether_a_gradient_is_there_twice_is_told() -> None:
     shared = torch.ones(1)
     found = collect(shared, torch.ones(1), shared)
     assert found.repeat
-    assert len(found.tensors) == 2
-
-
-class Sub(torch.Tensor):
-    """Of which torch's ops may mean anything."""
-
-
-@pytest.mark.parametrize(
-    ("tensor", "plain", "real"),
-    [
-        (torch.ones(1), True, True),
-        (torch.nn.Parameter(torch.ones(1)), True, True),
-        (torch.ones(1).bfloat16(), True, True),
-        (torch.ones(1).as_subclass(Sub), False, False),
-        (torch.ones(1, device="meta"), True, False),
-        (torch.ones(1, dtype=torch.complex64), True, False),
-        (torch.ones(1).to_sparse(), True, False),
-    ],
-)
-def test_plain_tensors_and_real_ones_on_a_cpu(tensor: torch.Tensor, plain: bool, real: bool) -> None:
-    assert gradients.is_plain(tensor) is plain
-    assert gradients.are_real_on_cpu([torch.ones(1), tensor]) is real
-    assert gradients.are_real_on_cpu([])
-
-
-def test_tensors_are_grouped_by_kind_in_their_order() -> None:
-    tensors = [torch.ones(1), torch.ones(1).double(), torch.ones(2), torch.ones(1, device="meta")]
-    groups = gradients.regroup(tensors)
-    assert list(groups.values()) == [[0, 2], [1], [3]]
-    assert next(iter(groups)) == (torch.float32, torch.strided, CPU, torch.Tensor)
+    assert [len(group.tensors) for group in found.groups] == [2]
 
 
 def test_what_can_be_unscaled_is_listed() -> None:
@@ -323,7 +242,7 @@ def test_what_can_be_unscaled_is_listed() -> None:
         "torch.strided, torch.sparse_coo"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
-        Collector()(optimizer)
+        found_in(optimizer)
 
 
 def test_the_second_gradient_that_cannot_be_written_to_is_replaced_as_well() -> None:
@@ -331,7 +250,7 @@ def test_the_second_gradient_that_cannot_be_written_to_is_replaced_as_well() -> 
     assert negated.is_contiguous()
     sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True)
     optimizer = optimizer_of(sparse, torch.ones(2), negated, torch.ones(1).expand(4))
-    multiply(Collector()(optimizer), 0.5)
+    multiply(found_in(optimizer), 0.5)
     assert [param.grad.is_neg() for param in optimizer.param_groups[0]["params"][1:]] == [False] * 3
     assert negated.tolist() == [-1.0, -1.0, -1.0]
     assert [param.grad.tolist() for param in optimizer.param_groups[0]["params"][1:]] == [
@@ -339,3 +258,34 @@ def test_the_second_gradient_that_cannot_be_written_to_is_replaced_as_well() -> 
         [-0.5, -0.5, -0.5],
         [0.5, 0.5, 0.5, 0.5],
     ]
+
+
+def test_gradients_can_be_parted_by_parameter() -> None:
+    found = collect(torch.ones(2), torch.ones(3).double(), torch.ones(4))
+    first, second, third = found.params
+    for part, shapes in ((found.without({first}), [[(4,)], [(3,)]]), (found.only({second}), [[(3,)]])):
+        assert [[tuple(t.shape) for t in group.tensors] for group in part.groups] == shapes
+    assert found.without({first}).params == [second, third]
+    shared = found.groups[0]._replace(shares=[0.5, 0.25])
+    assert Gradients(found.params, [shared], False).without({first}).groups[0].shares == [0.25]
+
+
+def test_writes_are_counted_except_in_inference_mode() -> None:
+    one, other = torch.ones(1), torch.ones(1)
+    one.zero_()
+    with torch.inference_mode():
+        free = torch.ones(1)
+    assert gradients.versions_of([one, other]) == [1, 0]
+    assert gradients.versions_of([one, free]) == [1, 0]
+
+
+class Sub(torch.Tensor):
+    """Of which torch's ops may mean anything."""
+
+
+def test_a_subclass_is_not_plain_and_has_a_group_of_its_own() -> None:
+    sub = torch.ones(1).as_subclass(Sub)
+    assert not gradients.is_plain(sub)
+    assert gradients.is_plain(torch.ones(1))
+    assert gradients.is_plain(torch.nn.Parameter(torch.ones(1)))
+    assert [len(group.tensors) for group in collect(torch.ones(1), sub, torch.ones(1)).groups] == [2, 1]

@@ -1,9 +1,7 @@
-"""Policies and nested regions under torch.compile: forward and backward are those of eager code."""
+"""Policies under torch.compile: forward and backward are those of eager code. Plain regions: those of torch."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,37 +208,27 @@ def test_rules_hold_wherever_the_model_is_compiled(
         torch.testing.assert_close(mine, other, rtol=0.0, atol=0.0)
 
 
-class Writes(nn.Module):
-    """Has a module in fp32 that writes to what it is given, or not."""
+class Keeps(nn.Module):
+    """Adds to a dict that it is given."""
 
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(16, 16)
-        self.block = nn.Sequential(nn.ReLU(inplace=writes), nn.LayerNorm(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        y = self.block(h)
-        return h.float() + y  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+        kept["new"] = x * 2
+        return x
 
 
-@pytest.mark.parametrize(
-    ("backend", "writes"),
-    [("eager", True), ("eager", False), ("aot_eager", True), ("aot_eager", False), ("inductor", True)],
-)
-def test_what_a_module_writes_reaches_its_caller_in_compiled_code(backend: str, writes: bool) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_a_module_puts_into_a_dict_reaches_its_caller_in_compiled_code(backend: str) -> None:
+    model = nn.Sequential(Keeps())
+    bound = Policy(compute="bfloat16", modules={"0": "float32"}).bind(model)
+    old = torch.ones(2, dtype=BF16)
     results = []
-    for compiled in (True, False):
-        model, given = Writes(writes), x()
-        bound = Policy(compute="bfloat16", modules={"block": "float32"}).bind(model)
-        run = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+    for run in (torch.compile(lambda x, kept: model[0](x, kept), backend=backend, fullgraph=True), model[0]):
+        kept = {"old": old}
         with castwise.autocast("cpu", policy=bound):
-            out = run(given)
-        out.sum().backward()
-        results.append([out, given.grad, *(param.grad for param in model.parameters())])
-    for mine, other in zip(*results, strict=True):
-        torch.testing.assert_close(mine, other, **TOLERANCE[backend])
+            run(x(), kept)
+        assert kept["old"] is old
+        results.append(kept["new"])
+    assert torch.equal(*results)
 
 
 def test_code_is_compiled_again_for_another_policy_and_for_none() -> None:
@@ -281,6 +269,83 @@ def test_code_is_compiled_again_for_another_policy_and_for_none() -> None:
         thread.start()
         thread.join()
     assert seen == [True, True]
+
+
+TWO_LAYERS = [{"0": "float32"}, {"1": "float32"}, {"0": "float32", "1": "float16"}]
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2, 1, 0)])
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [("model", "aot_eager"), ("model", "inductor"), ("method", "aot_eager"), ("layers", "aot_eager")],
+)
+def test_each_of_several_policies_of_one_compiled_model_has_its_own_graph(
+    how: str, backend: str, order: tuple[int, ...]
+) -> None:
+    model, compiled = two_layers(), two_layers()
+    bound, bound_compiled = (
+        [Policy(compute="bfloat16", modules=rules).bind(net) for rules in TWO_LAYERS] for net in (model, compiled)
+    )
+    run: Any = torch.compile(compiled, backend=backend) if how == "model" else compiled
+    for part in [compiled] if how == "method" else compiled if how == "layers" else []:
+        part.compile(backend=backend)
+    outputs = []
+    for number in order:
+        results = []
+        for net, policy in ((model, bound[number]), (run, bound_compiled[number])):
+            given = x()
+            with castwise.autocast("cpu", policy=policy):
+                out = net(given)
+            out.float().square().sum().backward()
+            results.append((out.detach(), given.grad))
+        for mine, other in zip(*results, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert mine.dtype is other.dtype
+            torch.testing.assert_close(mine, other, **TOLERANCE[backend])
+        outputs.append(results[0][0])
+    assert not torch.equal(outputs[0].float(), outputs[1].float())
+
+
+def test_threads_run_one_compiled_model_under_policies_of_their_own() -> None:
+    model = two_layers().requires_grad_(False)
+    compiled = torch.compile(model, backend="aot_eager")
+    bound = [Policy(compute="bfloat16", modules=rules).bind(model) for rules in TWO_LAYERS]
+    given, wrong = x().detach(), []
+    expected = []
+    for policy in bound:
+        with castwise.autocast("cpu", policy=policy):
+            expected.append(model(given))
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            with castwise.autocast("cpu", policy=bound[number]):
+                if not torch.equal(compiled(given), expected[number]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1, 2, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_function_that_was_compiled_before_its_model_was_bound_follows_the_policy() -> None:
+    model = two_layers().requires_grad_(False)
+    compiled = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+    with castwise.autocast("cpu", dtype=BF16):
+        plain = compiled(x())
+    bound = Policy(compute="bfloat16", modules={"1": "float32"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        assert compiled(x()).dtype is torch.float32
+    with castwise.autocast("cpu", dtype=BF16):
+        assert torch.equal(compiled(x()), plain)
 
 
 def test_a_compiled_function_refuses_a_region_with_a_policy_made_outside() -> None:
@@ -340,22 +405,30 @@ def gradients(library: Any, inside: bool, backend: str | None, break_graph: bool
     return [y.detach(), given.grad, *(param.grad for param in model.parameters() if param.grad is not None)]
 
 
-@pytest.mark.parametrize("break_graph", [False, True], ids=["", "graph breaks"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "inside", [True, pytest.param(False, marks=not_in_their_region)], ids=["region inside", "region outside"]
-)
-def test_a_backward_runs_outside_of_autocast(inside: bool, backend: str, break_graph: bool) -> None:
+@pytest.mark.parametrize("inside", [True, False], ids=["region inside", "region outside"])
+def test_the_backward_of_compiled_code_is_torchs_to_the_bit(inside: bool, backend: str) -> None:
+    ours = gradients(castwise, inside, backend, False)
+    for got, expected in zip(ours, gradients(torch, inside, backend, False), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inside", [True, False], ids=["region inside", "region outside"])
+def test_a_region_with_graph_breaks_in_it_runs_as_eager_code(inside: bool, backend: str) -> None:
     exact = {**TOLERANCE, "inductor": {"rtol": 1e-5, "atol": 1e-6}}
-    for got, expected in zip(
-        gradients(castwise, inside, backend, break_graph), gradients(castwise, inside, None, break_graph), strict=True
-    ):
+    ours = gradients(castwise, inside, backend, True)
+    for got, expected in zip(ours, gradients(castwise, inside, None, True), strict=True):
         torch.testing.assert_close(got, expected, **exact[backend])
 
 
-def test_torch_itself_differs() -> None:
-    compiled, eager = gradients(torch, False, "aot_eager", False), gradients(torch, False, None, False)
-    assert not all(map(torch.equal, compiled, eager))
+@pytest.mark.parametrize("library", [torch, castwise])
+def test_a_backward_is_that_of_eager_code_only_with_torchs_setting(library: Any) -> None:
+    config: Any = torch._functorch.config
+    eager = gradients(library, False, None, False)
+    assert not all(map(torch.equal, gradients(library, False, "aot_eager", False), eager))
+    with config.patch(backward_pass_autocast="off"):
+        assert all(map(torch.equal, gradients(library, False, "aot_eager", False), eager))
 
 
 class Overflows(nn.Module):
@@ -371,52 +444,45 @@ class Overflows(nn.Module):
             return self.linear2(y.float())  # type: ignore[no-any-return]
 
 
-@not_in_their_region
-@pytest.mark.parametrize(("library", "finite"), [(castwise, True), (torch, False)])
-def test_a_gradient_that_fits_fp32_does_not_overflow_when_compiled(library: Any, finite: bool) -> None:
+@pytest.mark.parametrize("setting", ["same_as_forward", "off"])
+@pytest.mark.parametrize("library", [torch, castwise])
+def test_a_gradient_overflows_when_compiled_unless_torchs_setting_is_off(library: Any, setting: str) -> None:
     model = Overflows(library)
     compiled = torch.compile(model, backend="aot_eager")
-    with library.autocast("cpu", dtype=FP16):
+    config: Any = torch._functorch.config
+    with config.patch(backward_pass_autocast=setting), library.autocast("cpu", dtype=FP16):
         y = compiled(torch.ones(1, 4))
     (y * 16384).sum().backward()
     assert model.linear2.weight.grad is not None
-    assert model.linear2.weight.grad.isfinite().all().item() is finite
+    assert model.linear2.weight.grad.isfinite().all().item() is (setting == "off")
 
 
 @not_in_their_region
-def test_the_first_compilation_of_a_process_may_be_inside_a_region() -> None:
-    """Dynamo is not loaded yet when the region is entered."""
-    code = """
-import sys, torch, castwise
-w, h = torch.nn.Linear(64, 64), torch.randn(4, 64).bfloat16()
-def inner(x):
-    with castwise.autocast("cpu", enabled=False):
-        return x.float() @ w.weight.T
-grads = []
-for compiled in (False, True):
-    assert compiled or "torch._dynamo" not in sys.modules
-    with castwise.autocast("cpu", dtype=torch.bfloat16):
-        out = (torch.compile(inner, backend="aot_eager") if compiled else inner)(h)
-    out.square().sum().backward()
-    grads.append(w.weight.grad)
-    w.weight.grad = None
-assert torch.equal(*grads)
-import torch._functorch.config as config
-assert config.backward_pass_autocast == "same_as_forward"
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_a_gradient_of_a_module_in_fp32_does_not_overflow_when_compiled() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 1))
+    compiled = torch.compile(model, backend="aot_eager")
+    bound = Policy(compute="float16", modules={"1": "float32"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        y = compiled(torch.ones(1, 4) @ torch.ones(4, 4))
+    (y * 16384).sum().backward()
+    assert model[1].weight.grad is not None
+    assert model[1].weight.grad.isfinite().all()
 
 
 @not_in_their_region
-def test_what_the_user_has_set_for_backwards_is_left() -> None:
+def test_a_policy_with_rules_sets_how_backwards_are_compiled_unless_the_user_has() -> None:
     config: Any = torch._functorch.config
-    for setting in ("off", [{"device_type": "cpu", "dtype": BF16}]):
-        with config.patch(backward_pass_autocast=setting), castwise.autocast("cpu", dtype=BF16):
-            assert config.backward_pass_autocast == setting
-    before = config.backward_pass_autocast
-    with castwise.autocast("cpu", dtype=BF16):
+    model = nn.Linear(1, 1)
+    plain, ruled = Policy("bfloat16").bind(model), Policy("bfloat16", modules={"": "float32"}).bind(model)
+    for region in (castwise.autocast("cpu", dtype=BF16), castwise.autocast("cpu", policy=plain)):
+        with region:
+            assert config.backward_pass_autocast == "same_as_forward"
+    with castwise.autocast("cpu", policy=ruled):
         assert config.backward_pass_autocast == "off"
-        with castwise.autocast("cpu", enabled=False):
+        with castwise.autocast("cpu", enabled=False), castwise.autocast("cpu", policy=ruled):
             assert config.backward_pass_autocast == "off"
         assert config.backward_pass_autocast == "off"
-    assert config.backward_pass_autocast == before
+    assert config.backward_pass_autocast == "same_as_forward"
+    for setting in ("off", [{"device_type": "cpu", "dtype": BF16}]):
+        with config.patch(backward_pass_autocast=setting), castwise.autocast("cpu", policy=ruled):
+            assert config.backward_pass_autocast == setting

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from castwise.amp import shards
-from castwise.amp.gradients import Collector, Gradients, regroup
 
 RANKS = 6
 
@@ -24,8 +23,8 @@ def mesh() -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
-def gradients(*params: torch.Tensor) -> Gradients:
-    return Collector()(torch.optim.SGD(params))
+def local(copies: int, *params: torch.Tensor) -> tuple[list[torch.Tensor], list[float]]:
+    return shards.local(list(params), [param.grad for param in params], RANKS, copies)
 
 
 def of_ones(
@@ -49,32 +48,31 @@ def test_a_rank_counts_its_share_of_what_several_hold(
     mesh: DeviceMesh, placements: list[Placement], share: float
 ) -> None:
     param = of_ones(mesh, placements)
-    found = shards.local(gradients(param), RANKS, 1)
-    assert found.shares == [share]
-    (tensor,) = found.tensors
+    tensors, shares = local(1, param)
+    assert shares == [share]
+    (tensor,) = tensors
     assert type(tensor) is torch.Tensor
     assert isinstance(param.grad, DTensor)
     assert tensor.data_ptr() == param.grad.to_local().data_ptr()
-    assert found.groups == regroup([tensor])
 
 
 def test_a_partial_sum_is_summed_first_also_in_grad(mesh: DeviceMesh) -> None:
     param = of_ones(mesh, [Replicate(), Shard(0)], [Partial(), Shard(0)])
-    found = shards.local(gradients(param), RANKS, 1)
+    tensors, shares = local(1, param)
     assert isinstance(param.grad, DTensor)
     assert param.grad.placements == (Replicate(), Shard(0))
-    assert found.shares == [3 / 6]
-    assert found.tensors[0].data_ptr() == param.grad.to_local().data_ptr()
+    assert shares == [3 / 6]
+    assert tensors[0].data_ptr() == param.grad.to_local().data_ptr()
 
 
 def test_plain_gradients_are_the_same_on_all_ranks_beside_distributed_ones_and_alone(mesh: DeviceMesh) -> None:
     plain = torch.nn.Parameter(torch.ones(3))
     plain.grad = torch.ones(3)
-    alone = shards.local(gradients(plain), RANKS, 2)
-    beside = shards.local(gradients(plain, of_ones(mesh, [Shard(0), Shard(1)])), RANKS, 2)
-    assert alone.shares == [1 / 6]
-    assert beside.shares == [1 / 6, 1.0]
-    assert beside.tensors[0] is alone.tensors[0] is plain.grad
+    alone, share = local(2, plain)
+    beside, shares = local(2, plain, of_ones(mesh, [Shard(0), Shard(1)]))
+    assert share == [1 / 6]
+    assert shares == [1 / 6, 1.0]
+    assert beside[0] is alone[0] is plain.grad
 
 
 def test_what_fsdp_has_flattened_is_held_by_as_many_as_hold_copies(
@@ -83,5 +81,5 @@ def test_what_fsdp_has_flattened_is_held_by_as_many_as_hold_copies(
     flattened = torch.nn.Parameter(torch.ones(3))
     flattened.grad = torch.ones(3)
     monkeypatch.setattr(shards, "is_fsdp_flattened", lambda param: param is flattened)
-    assert shards.local(gradients(flattened), RANKS, 2).shares == [1 / 2]
-    assert shards.local(gradients(flattened, of_ones(mesh, [Shard(0), Shard(1)])), RANKS, 2).shares == [1 / 2, 1.0]
+    assert local(2, flattened)[1] == [1 / 2]
+    assert local(2, flattened, of_ones(mesh, [Shard(0), Shard(1)]))[1] == [1 / 2, 1.0]

@@ -74,22 +74,13 @@ def test_casts_are_forgotten_at_the_outermost_end(
     assert len(forgotten) == (levels == 0 and options != (False,))
 
 
-def test_only_what_was_written_to_is_taken_back() -> None:
-    weight, cast = torch.ones(2), torch.full((2,), 3.0)
-    _traced_region.take_back(weight, cast)
-    assert weight.tolist() == [1.0, 1.0]
-    cast.add_(1.0)
-    _traced_region.take_back(weight, cast)
-    assert weight.tolist() == [4.0, 4.0]
-
-
 def test_what_to_put_back_is_the_state_before_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[Callable[[], None]] = []
     allowed: list[Any] = []
     monkeypatch.setattr(_torch_private, "after_tracing", stopped.append)
     monkeypatch.setattr(torch.compiler, "allow_in_graph", allowed.append)
     _traced_region.prepare("cpu")
-    assert allowed == [_traced_region.enter, _traced_region.leave, _traced_region.take_back]
+    assert allowed == [_traced_region.enter, _traced_region.leave]
     assert torch.fx.node._side_effectful_functions.issuperset(allowed)
     before = state()
     _traced_region.enter("cpu", not before[0], torch.float16, not before[2])

@@ -51,7 +51,10 @@ def test_without_a_policy_the_region_around_holds() -> None:
     assert around.of_weights() == castwise.trace(mlp(), torch.ones(3, 4), policy=policies.bf16).of_weights()
 
 
-def test_what_a_weight_cache_removes_is_shown_on_the_gpt_of_the_demo() -> None:
+def test_what_a_weight_cache_removes_is_shown_on_the_gpt_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "castwise.amp.weight_cache._MIN_TRAINED", 0
+    )  # else small weights are left to autocast in training
     model, tokens = example()
     cache = WeightCache(model)
     plain = castwise.trace(model, tokens, policy=policies.bf16)
@@ -188,14 +191,14 @@ def test_outputs_of_any_kind_and_none_that_need_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: castwise.trace(3), TypeError, "model must be a torch.nn.Module, got int"),
+        (lambda: castwise.trace(3, torch.ones(1)), TypeError, "model must be a torch.nn.Module, got int"),
         (
-            lambda: castwise.trace(mlp(), weight_cache=WeightCache(mlp())),
+            lambda: castwise.trace(mlp(), torch.ones(3, 4), weight_cache=WeightCache(mlp())),
             TypeError,
             "weight_cache needs a policy: it holds in the region that the policy makes",
         ),
         (
-            lambda: castwise.trace(mlp(), policy="bf16"),
+            lambda: castwise.trace(mlp(), torch.ones(3, 4), policy="bf16"),
             TypeError,
             "policy must be a bound castwise.Policy or None, got str",
         ),
@@ -271,21 +274,31 @@ class Calls(nn.Module):
         self.forward = do
 
 
-def seen_of(do: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tuple[Any, ...]]:
+def seen_of(do: Callable[..., Any], batch: Any, **settings: Any) -> list[tuple[Any, ...]]:
     """Of each cast what was cast to what, and whether it was redundant."""
-    trace = castwise.trace(Calls(do), *inputs, **settings)
+    trace = castwise.trace(Calls(do), batch, **settings)
     return [(cast.of, cast.source, cast.target, cast.redundant, cast.count) for cast in trace.casts]
 
 
 DOWN, UP = ("activation", "float32", "bfloat16"), ("activation", "bfloat16", "float32")
 
 
-def test_arguments_of_all_kinds_reach_the_model() -> None:
-    def do(x: torch.Tensor, times: int, *, low: bool) -> Any:
-        return x.bfloat16() * times if low else x
+def test_a_batch_of_any_kind_reaches_the_model_as_it_does_in_diagnose() -> None:
+    def do(x: torch.Tensor, times: int = 2, *, low: bool = True) -> Any:
+        return x.bfloat16() * times if low else x / 0
 
-    assert seen_of(do, torch.ones(3), 2, kwargs={"low": True}) == [(*DOWN, "", 1)]
-    assert seen_of(do, torch.ones(3), 2, kwargs={"low": False}) == []
+    x = torch.ones(3, requires_grad=True)
+    for batch in (x, (x,), (x, 3), {"x": x}, {"x": x, "times": 3}):
+        assert seen_of(do, batch)[0] == (*DOWN, "", 1)
+        assert not castwise.diagnose(Calls(do), lambda y: y.float().sum(), batch)
+    assert seen_of(do, {"x": x, "low": False}) == []
+    assert castwise.diagnose(Calls(do), lambda y: y.sum(), {"x": x, "low": False}).op == "aten.div"
+    for call in (lambda: castwise.trace(Calls(do), [x]), lambda: castwise.diagnose(Calls(do), torch.sum, [x])):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == (
+            "batch must be a tensor, a tuple of positional or a dict of keyword arguments of the model, got list"
+        )
 
 
 def test_a_policy_that_was_bound_stays_so() -> None:
@@ -303,7 +316,7 @@ def test_all_outputs_have_a_backward_and_none_may() -> None:
         return {"outputs": [leaf.exp() for leaf in leaves]}
 
     def muls(count: int) -> int:
-        trace = castwise.trace(Calls(do), *(torch.ones(2, requires_grad=True) for _ in range(count)))
+        trace = castwise.trace(Calls(do), tuple(torch.ones(2, requires_grad=True) for _ in range(count)))
         return sum(op.backward for op in trace.ops if op.op == "aten.mul")
 
     assert [muls(count) for count in (1, 2, 3)] == [1, 2, 3]

@@ -19,7 +19,9 @@ import torch
 from tests.forked import Python, on_ranks
 from typer.testing import CliRunner
 
+from castwise import schedules
 from castwise.cli import app
+from castwise.cli.policies import read_schedule
 from castwise.cli.script import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -31,6 +33,7 @@ IDIOMS = {
     "a-fused-and-a-plain-optimizer": ["two_optimizers.py"],
     "gan": ["gan.py"],
     "lbfgs-without-scaler": ["lbfgs.py"],
+    "evaluation-of-an-encoder": ["encoder.py"],
     "gradient-penalty": ["gradient_penalty.py"],
     "custom-functions": ["custom_function.py"],
     "threads": ["threads.py"],
@@ -203,6 +206,65 @@ def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trai
     assert run.stderr == "castwise: nothing was recorded: no optimizer of a module has stepped\n"
 
 
+BY_HAND = """
+import torch, warnings
+warnings.simplefilter("ignore")
+model, scaler = torch.nn.Linear(4, 1), torch.amp.GradScaler("cpu")
+for _ in range(3):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.ones(2, 4)).float().mean()
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad / scaler.get_scale()
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    model(torch.ones(2, 4))
+"""
+HOGWILD = """
+import torch, torch.multiprocessing as mp
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1).share_memory()
+    workers = [mp.get_context("spawn").Process(target=train, args=(model,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print(sum(worker.exitcode for worker in workers))
+"""
+NO_MODULE = """
+import torch, warnings
+warnings.simplefilter("ignore")
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16"),
+        (HOGWILD, "2 processes that were started"),
+        (NO_MODULE, "1 optimizer of parameters of no module"),
+    ],
+    ids=["weights updated by hand", "hogwild", "no module"],
+)
+def test_a_run_without_a_modules_optimizer_says_what_was_seen(source: str, seen: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.splitlines()[-1].startswith(
+        f"castwise: nothing was recorded: no optimizer of a module has stepped in this process, which has seen {seen}"
+    )
+
+
 def test_a_package_is_not_imported_before_castwise_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +304,17 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spelled", "schedule"),
+    [
+        ("Static(2.0**10)", schedules.Static(1024.0)),
+        ("Dynamic(init_scale=2.0**-2, growth_interval=2**(3**2))", schedules.Dynamic(0.25, growth_interval=512)),
+    ],
+)
+def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.Schedule) -> None:
+    assert read_schedule(spelled) == schedule
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "cannot read missing.py: No such file or directory"),
@@ -251,6 +324,12 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
         (["broken.py"], "broken.py is no Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
         (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
+        (["--schedule", "Static(9**9**9**9)", "broken.py"], "base and exponent of a power must be <= 1024"),
+        (["--schedule", "Static(1024.0**1024)", "broken.py"], "finite real number, got 1024.0 ** 1024"),
+        (["--schedule", "Static(0.0**-1)", "broken.py"], "finite real number, got 0.0 ** "),
+        (["--schedule", "Static((-2)**0.5)", "broken.py"], "finite real number, got (-2) ** 0.5"),
+        (["--schedule", "Static(2**'a')", "broken.py"], "a power must be one of numbers, got 2 ** 'a'"),
+        (["--schedule", "Static(2.0**abs(3))", "broken.py"], "malformed node or string"),
         (["--out", "broken.py", "broken.py"], "--out must be a folder, and broken.py is a file"),
         (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
     ],

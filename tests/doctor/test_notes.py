@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from castwise._torch_private import backwards_without_autocast
 from castwise.doctor.notes import notes_on
 
 
@@ -50,9 +51,4 @@ def test_a_forward_under_no_grad_takes_no_gradients_from_later_ones() -> None:
 
 
 def test_before_2_13_a_setting_is_of_all_threads() -> None:
-    from castwise._torch_private import compile_backwards_as, compile_backwards_without_autocast
-
-    before = compile_backwards_without_autocast()
-    assert (before is None) is ("What" in about(torch.__version__))
-    if before is not None:
-        compile_backwards_as(before)
+    assert (backwards_without_autocast() is None) is ("What" in about(torch.__version__))

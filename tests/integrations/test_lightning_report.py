@@ -11,8 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import lightning.pytorch.plugins.precision as of_trainer
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tests.integrations.lightning_training import PRECISIONS, QUIET, STEPS, Regression, batches, fit, ours, same, theirs
+from tests.integrations.lightning_training import (
+    PRECISIONS,
+    QUIET,
+    SILENT,
+    STEPS,
+    Regression,
+    batches,
+    fit,
+    ours,
+    same,
+    theirs,
+)
 from tests.integrations.test_lightning_optimizers import Pair
 
 from castwise.integrations.lightning import ReportCallback
@@ -125,3 +137,42 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 def test_torchs_scaler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"got torch\.amp\.grad_scaler\.GradScaler: use castwise\.GradScaler"):
         fit(theirs("16-mixed"), callbacks=[ReportCallback(tmp_path)])
+
+
+@pytest.mark.parametrize("on_skip", [None, "diagnose"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_validation_within_the_training_returns_what_it_returns_without(
+    precision: Any, on_skip: Any, tmp_path: Path
+) -> None:
+    class Encoder(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 1), torch.nn.Linear(8, 1))
+            self.seen: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return 100.0 * (self.net(batch[0][None])[0] - batch[1]).pow(2).mean()  # not by way of forward
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.seen.append(self.net[0](batch[0][None]))  # of a dtype that tells of the fused kernel
+
+    seen = []
+    for callbacks in ([], [ReportCallback(tmp_path, every=1, on_skip=on_skip)]):
+        torch.manual_seed(0)
+        module = Encoder()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            plugins=ours(precision),
+            max_epochs=1,
+            enable_checkpointing=False,
+            callbacks=callbacks,
+            val_check_interval=2,
+            **SILENT,
+        )
+        trainer.fit(module, batches(), batches(1))
+        seen.append(module.seen)
+    assert len(seen[0]) > STEPS // 2
+    assert [each.dtype for each in seen[1]] == [each.dtype for each in seen[0]]
+    assert all(map(torch.equal, *seen))

@@ -20,6 +20,7 @@ from tests.integrations.regions import region_of_forward
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    IntervalStrategy,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -329,3 +330,35 @@ def test_what_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{module} needs .*: pip install 'castwise\[{extra}\]'"):
         importlib.import_module(module)
+
+
+def test_an_evaluation_within_the_training_returns_what_it_returns_without(tmp_path: Path) -> None:
+    class Encoder(PreTrainedModel):
+        config_class = GPT2Config
+
+        def __init__(self, config: GPT2Config) -> None:
+            super().__init__(config)
+            self.embedding = torch.nn.Embedding(config.vocab_size, 16)
+            layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.encoder, self.head = torch.nn.TransformerEncoder(layer, 1), torch.nn.Linear(16, config.vocab_size)
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+            features = self.encoder(self.embedding(input_ids))
+            if not self.training:
+                self.seen.append(features)
+            logits = self.head(features)
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    seen = []
+    for callbacks in ([], [ReportCallback(tmp_path / "run", every=1)]):
+        run = trainer(tmp_path, gpt2, bf16=True, callbacks=callbacks)
+        run.args.eval_strategy, run.args.eval_steps = IntervalStrategy.STEPS, 1
+        torch.manual_seed(0)
+        run.model = run.model_wrapped = Encoder(GPT2Config(vocab_size=32, attn_implementation="eager"))
+        run.eval_dataset = Rows(gpt2)
+        run.train()
+        seen.append(run.model.seen)
+    assert len(seen[0]) >= STEPS
+    assert [each.dtype for each in seen[1]] == [each.dtype for each in seen[0]]
+    assert are_equal(*seen)

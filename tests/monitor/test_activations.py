@@ -199,20 +199,29 @@ def test_compiled_modules_are_left_alone(compiled: Callable[[nn.Module], nn.Modu
             assert numels(watch) == ({"1": 5, "": 5} if is_watched else {})
 
 
-def test_what_is_compiled_behind_the_watchers_back_is_compiled_once_more_at_most() -> None:
+def test_what_is_compiled_behind_the_watchers_back_is_compiled_once() -> None:
+    torch.compiler.reset()
     model = mlp()
     watch = Activations(model)
     forward = torch.compile(model, backend="eager", fullgraph=True)
     watch.watch()
     forward(torch.randn(5, 4))
     assert numels(watch) == {}
-    forward(torch.randn(5, 4))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
+            forward(torch.randn(5, 4))
             watch.watch()
             forward(torch.randn(5, 4))
             assert numels(watch) == {}
-            forward(torch.randn(5, 4))
+
+
+def test_a_trace_of_torch_jit_has_no_ops_of_the_watcher() -> None:
+    model, x = mlp(), torch.randn(5, 4)
+    ops = [node.kind() for node in torch.jit.trace(model, x).inlined_graph.nodes()]
+    watch = Activations(model)
+    watch.watch()
+    assert [node.kind() for node in torch.jit.trace(model, x).inlined_graph.nodes()] == ops
+    assert numels(watch) == {}
 
 
 def test_nothing_changes_what_a_forward_computes() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import castwise
 from castwise import GradScaler, Policy
 from castwise.monitor.diagnosis import Diagnosis, diagnose
+from castwise.monitor.recording import Recording
 
 INF, NAN = float("inf"), float("nan")
 ONES = torch.ones(2, 4)
@@ -339,7 +342,8 @@ def test_nothing_is_blamed_where_infinities_reach_nothing(function: Any) -> None
     found = of(function)
     assert not found
     assert str(found).startswith("clean: the loss and all gradients are finite (loss")
-    assert found == Diagnosis(False, loss=found.loss)
+    assert replace(found, harmless=()) == Diagnosis(False, loss=found.loss)
+    assert {each.op for each in found.harmless} <= {"aten.log", "aten.div_"}  # ops that have made some in full view
 
 
 def test_a_mask_may_be_a_trained_parameter() -> None:
@@ -518,3 +522,122 @@ def test_a_model_without_gradients_is_replayed_forward() -> None:
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call(Calls(lambda x: x))
+
+
+# -- what is harmless -------------------------------------------------------------------------------------------------
+
+
+class SqueezeAndExcitation(nn.Module):
+    """An EfficientNet in small: its gate overflows in fp16, and the sigmoid makes 0 or 1 of that."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.end = nn.Conv2d(3, 4, 1), end
+        self.gate = nn.Sequential(nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1))
+        for conv, weight in ((self.stem, 0.5), (self.gate[0], 50.0), (self.gate[2], 6e4)):
+            nn.init.constant_(conv.weight, weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid()
+        return self.end(x.mean((2, 3)))
+
+
+def diagnosed_in_fp16(end: Callable[[Tensor], Tensor]) -> Diagnosis:
+    with castwise.autocast("cpu", dtype=torch.float16):
+        return diagnose(SqueezeAndExcitation(end), mean, torch.ones(2, 3, 4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:this CPU has no units for torch.float16:UserWarning")
+def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_no_fault() -> None:
+    found = diagnosed_in_fp16(lambda x: x)
+    assert not found
+    (harmless,) = found.harmless
+    assert (harmless.module, harmless.op, harmless.value) == ("gate.2", "aten.convolution", "inf")
+    assert harmless.is_finite_in_float32
+    assert "  seen and harmless: gate.2: aten.convolution gives inf (finite in fp32)" in str(found).splitlines()
+
+
+@pytest.mark.filterwarnings("ignore:this CPU has no units for torch.float16:UserWarning")
+def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_the_fault() -> None:
+    found = diagnosed_in_fp16(lambda x: (x - x).log())
+    assert (found.module, found.op, found.in_loss) == ("", "aten.log", False)
+    assert [(each.module, each.op) for each in found.harmless] == [("gate.2", "aten.convolution")]
+    assert "  seen and harmless: gate.2: aten.convolution gives inf (finite in fp32)" in str(found).splitlines()
+
+
+def test_what_has_led_to_the_fault_and_what_is_meant_is_not_called_harmless() -> None:
+    assert of(lambda x: (x / 0).sigmoid() + (x - 9).sqrt()).harmless != ()
+    assert of(lambda x: (x / 0) * 0).harmless == ()
+    assert of(lambda x: x.masked_fill(x > 0.5, -INF).softmax(-1)).harmless == ()
+    assert of(lambda x: (x + (x > 9).float().log()).exp()).harmless == ()  # -inf of a mask that is a logarithm
+    found = of(lambda x: x, loss_fn=lambda y: y.sum() + (y / 0).sigmoid().sum().detach())
+    assert [str(each) for each in found.harmless] == ["the loss function: aten.div gives inf"]
+
+
+def test_a_replayed_step_without_a_fault_tells_what_was_harmless() -> None:
+    model = Calls(lambda x: x + (1e9 * x.detach()).exp().reciprocal())
+    recording = Recording(model)
+    recording.attach()
+    model(ONES).sum().backward()
+    recorded = recording.take().diagnose(1.0)
+    recording.detach()
+    assert recorded is not None
+    assert not recorded
+    assert [(each.module, each.op) for each in recorded.harmless] == [("inner", "aten.exp")]
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """A state-space mixer in small: what overflows is computed in its own forward, among its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a_log = nn.Parameter(torch.full((4,), 100.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.in_proj(x)
+        decay = -torch.exp(self.a_log)  # here
+        return self.out_proj(x + decay)  # type: ignore[no-any-return]
+
+
+def line_with(comment: str) -> tuple[int, str]:
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    return next((number, line.strip()) for number, line in lines if line.endswith(comment))
+
+
+def test_the_line_is_named_of_an_op_in_a_modules_own_forward() -> None:
+    found = diagnose(nn.Sequential(nn.Linear(4, 4), Mixer()), mean, ONES)
+    number, source = line_with("# here")
+    assert (found.module, found.op) == ("1", "aten.exp")
+    assert (found.line, found.source) == (f"{__file__}:{number}", source)
+    assert f"  at {__file__}:{number}: {source}" in str(found).splitlines()
+
+
+def test_the_line_is_named_of_an_op_of_the_loss_and_of_a_layer() -> None:
+    assert of(lambda x: x, loss_fn=lambda y: y.sum() / 0).source.startswith("assert of(lambda x: x, loss_fn=")
+    model = Mixer()
+    nn.init.zeros_(model.a_log)
+    nn.init.constant_(model.out_proj.weight, 1e38)
+    found = diagnose(model, mean, 1e9 * ONES)
+    assert (found.module, found.source.startswith("return self.out_proj")) == ("out_proj", True)
+
+
+def test_no_line_is_named_where_autograd_has_called_the_op() -> None:
+    found = of(lambda x: (x - x).sqrt())
+    assert (found.phase, found.line, found.source) == ("backward", "", "")
+
+
+def test_the_line_of_a_mamba_of_transformers_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(vocab_size=16, hidden_size=8, state_size=4, num_hidden_layers=2)
+    model = transformers.MambaForCausalLM(config)
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.A_log.fill_(100.0)
+    found = diagnose(model, lambda output: output.logits.mean(), {"input_ids": torch.arange(6)[None]})
+    assert (found.module, found.op) == ("backbone.layers.1.mixer", "aten.exp")
+    assert "modeling_mamba.py:" in found.line
+    assert "torch.exp(self.A_log" in found.source

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from castwise import _torch_private
+from castwise.amp.observers import OBSERVERS
 
 
 @_torch_private.only_inlined
@@ -40,10 +41,11 @@ def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
     torch.set_autocast_cache_enabled(cache_enabled)
 
 
-def take_back(tensor: torch.Tensor, cast: torch.Tensor) -> None:
-    """Write to a tensor what has been written to its cast; a new cast has been written to by nobody."""
-    if _torch_private.version(cast):
-        tensor.copy_(cast)
+@_torch_private.run_while_tracing
+def tell_observers(device_type: str, enabled: bool) -> None:
+    """Tell of a region that is about to be compiled."""
+    for observer in OBSERVERS:
+        observer.compiled(device_type, enabled)
 
 
 @_torch_private.run_while_tracing
@@ -52,7 +54,7 @@ def prepare(device_type: str) -> None:
 
     The first cannot be done earlier: somebody has to have imported Dynamo.
     """
-    for function in (enter, leave, take_back):
+    for function in (enter, leave):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch's
         torch.fx.node.has_side_effect(function)
     outer = (

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from castwise.amp import unscaling
+from castwise.amp import measure
 from castwise.amp.outcomes import DELAY
 from castwise.amp.readback import Flag
 
 
+@dataclass(slots=True, eq=False)
 class LastStep:
-    """The last step of an optimizer: what was found, and who has gone on because of it.
+    """The last step of an optimizer: what was found, and which schedules were advanced because of it."""
 
-    Args:
-        iteration: In which it was, as `GradScaler.iteration`.
-        found_infs: One element each, non-zero if a gradient was not finite; empty if nobody has looked.
-        flag: The same on its way to the host.
-    """
+    iteration: int
+    """In which it was, as `GradScaler.iteration`."""
+    found_infs: Sequence[torch.Tensor] = ()
+    """One element each, not 0 if a gradient was not finite; empty if the scaler is disabled."""
+    _flag: Flag | None = None
+    _followers: list[object] = field(default_factory=list)
 
-    def __init__(self, iteration: int, found_infs: Sequence[torch.Tensor] = (), flag: Flag | None = None) -> None:
-        self.iteration, self.found_infs = iteration, found_infs
-        self._flag = flag
-        self._followers: list[object] = []
-
-    def is_new_to(self, follower: object) -> bool:
-        """Say whether somebody asks for the first time, and remember it."""
+    def follow(self, follower: object) -> bool:
+        """Note a schedule that advances because of this step; return False if it has done so before."""
         if any(follower is other for other in self._followers):
             return False
         self._followers.append(follower)
         return True
 
     def is_skipped(self) -> Flag | None:
-        """Return whether it was skipped, perhaps on its way to the host; None if nobody has looked."""
+        """Return whether it was skipped, perhaps not known on the host yet; None if the scaler is disabled."""
         if self._flag is None and self.found_infs:
-            self._flag = Flag(self.found_infs, unscaling.combine(self.found_infs, self.found_infs[0]))
+            self._flag = Flag(self.found_infs, measure.combine(self.found_infs, self.found_infs[0]))
         return self._flag
 
 
@@ -52,23 +50,23 @@ class AfterSteps:
     """Calls in the order in which they were asked for, each made if its step was taken."""
 
     def __init__(self) -> None:
-        self._calls: deque[_Call] = deque()
+        self.calls: deque[_Call] = deque()
 
     def add(self, step: LastStep, call: Callable[[], object]) -> None:
         """Ask for a call if a step was taken."""
-        self._calls.append(_Call(step.iteration, step.is_skipped(), call))
+        self.calls.append(_Call(step.iteration, step.is_skipped(), call))
 
     def run(self, updates: int | None = None) -> None:
         """Make the calls that are due after so many updates: of steps that the host knows of, or `DELAY` updates ago.
 
         Without a number all of them are due, which waits for the device.
         """
-        while self._calls:
-            first = self._calls[0]
+        while self.calls:
+            first = self.calls[0]
             is_known = first.flag is None or first.flag.is_on_host
             if not (updates is None or is_known or updates - first.iteration >= DELAY):
                 return
-            self._calls.popleft()
+            self.calls.popleft()
             if not first.flag:
                 first.call()
 

@@ -1,10 +1,10 @@
 """Ranks that decide alike: what each has found, reduced to what all of them know, in one small collective.
 
-A collective is two numbers of 64 bits. Beside what was found it carries a digest of what the rank has done so far and
-is doing now: its settings, its calls, its updates. Ranks that do not do the same (a checkpoint that one of them alone
-has loaded, a step that one of them left out) are found out by the very next collective in which they meet, before any
-has stepped there, at no further cost. So all collectives have one size, and all but those of maxima one operation; and
-whether there is one must not depend on what a rank alone knows, such as its gradients.
+A collective is a vector of eight fp64 numbers. Two of them are a digest of what the rank has done so far and is doing
+now (its settings, its calls, its updates) and the square of that: ranks that do not do the same (a checkpoint that one
+of them alone has loaded, a step that one of them left out) are found out by the very next collective in which they
+meet, before any has stepped there, at no further cost. Whether there is a collective must not depend on what a rank
+alone knows, such as its gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 Ranks: TypeAlias = "ProcessGroup | DeviceMesh"
 
+_SIZE = 8
+_FACTS = _SIZE - 2
 # Integers up to 2 to this are exact in fp64, whatever order they are added up in.
 _BITS = 53
-# A norm that is not negative sorts as its 63 bits do; its lowest 16 give way to a flag and a digest.
-_DIGEST_BITS = 15
-_CUT_BITS = _DIGEST_BITS + 1
-_NORM_BITS = 63 - _CUT_BITS
 # Powers up to this of norms of fp32 numbers are in the range of fp64.
 _LARGEST_POWER = 4.0
 
@@ -42,7 +40,8 @@ class Agreement:
     """A process group or a device mesh whose ranks must take and skip the same steps.
 
     Args:
-        ranks: The group, the mesh, or None for all ranks there are when it is used first.
+        ranks: The group, the mesh, or None for all ranks there are when it is used first. Anything with a `rank()` and
+            a `size()` of 1 is a group of this rank alone.
         device_type: Where collectives take place, if the group can do so; the same on all ranks, wherever their
             scales are (some may keep their parameters on the CPU).
         stages: How many parts of the model there are, each on as many of the ranks and on no others.
@@ -57,14 +56,13 @@ class Agreement:
         if not torch.distributed.is_available():
             raise RuntimeError("this build of torch has no torch.distributed, so there are no ranks to agree with")
         # What new_group() returns to ranks that are not in the group; they may make a scaler, and not use it.
-        is_outside = _is_outside(ranks)
-        is_mesh = hasattr(ranks, "get_all_groups")
-        if not (ranks is None or is_outside or is_mesh or isinstance(ranks, torch.distributed.ProcessGroup)):
+        is_group = hasattr(ranks, "size") and (hasattr(ranks, "rank") or hasattr(ranks, "get_all_groups"))
+        if not (ranks is None or _is_outside(ranks) or is_group):
             raise TypeError(f"process_group must be a ProcessGroup or a DeviceMesh, got {type(ranks).__name__}")
         if not integer("pipeline_stages", stages) >= 1:
             raise ValueError(f"pipeline_stages must be an integer >= 1, got {stages!r}")
         self.ranks, self._device_type, self._stages = ranks, device_type, int(stages)
-        self._doubt: tuple[Readback, str] | None = None
+        self._mismatch: tuple[Readback, str] | None = None
         self.start()
 
     def start(self, *state: float) -> None:
@@ -86,21 +84,21 @@ class Agreement:
             if not torch.distributed.is_initialized():
                 raise RuntimeError("ranks cannot agree yet: call torch.distributed.init_process_group() first")
             return [torch.distributed.group.WORLD]
-        if isinstance(self.ranks, torch.distributed.ProcessGroup):
-            return [self.ranks]
         if _is_outside(self.ranks):
             raise RuntimeError(f"rank {torch.distributed.get_rank()} is not in the process group of its scaler")
+        if not hasattr(self.ranks, "get_all_groups"):
+            return [self.ranks]
         if self.ranks.size() == torch.distributed.get_world_size():
             return [torch.distributed.group.WORLD]  # at once, so that none can fail between two dimensions
-        groups: list[Any] = self.ranks.get_all_groups()
-        return groups
+        mesh: Any = self.ranks
+        return list(mesh.get_all_groups())
 
     def size(self) -> int:
         """Return the number of ranks."""
-        return math.prod(torch.distributed.get_world_size(group) for group in self._groups())
+        return math.prod(group.size() for group in self._groups())
 
     def is_of_all_ranks(self) -> bool:
-        """Say whether no rank is outside of the group."""
+        """Return True if no rank is outside of the group."""
         if not torch.distributed.is_initialized() or _is_outside(self.ranks):
             return False
         return self.size() == torch.distributed.get_world_size()
@@ -122,88 +120,111 @@ class Agreement:
         return math.prod(size for name, size in zip(names, shape, strict=False) if "replicate" in name)
 
     def any_(self, flags: Sequence[torch.Tensor], call: str) -> None:
-        """Set each flag to 1 on all ranks if it is 1 on one.
+        """Set each flag to 1 on all ranks if it is not 0 on one.
 
         Args:
-            flags: fp32, one element each, on one device; as many on all ranks.
+            flags: fp32, one element each, on one device; as many on all ranks. Six of them take a collective.
             call: What the ranks are doing, with what; the same on all of them.
 
         Raises:
             RuntimeError: The ranks are not doing the same, or one of them cannot be reached. The flags are as before.
         """
-        size = self.size()
-        base = size + 1
-        per_number = int(_BITS / math.log2(base))  # flags that fit into a number, as digits
-        while flags:
-            now, flags = flags[: 1 + per_number], flags[1 + per_number :]
-            said, digest, shift = self._says(f"{call} for {len(now)}", size)
-            first, *others = ((flag.reshape(1) != 0).double() for flag in now)
-            digits = torch.cat(
-                [flag.mul_(base**digit) for digit, flag in enumerate(others)] or [torch.zeros_like(first)]
-            )
-            packed = torch.cat([first.mul_(shift).add_(digest), digits.sum(0, keepdim=True)])
-            reduced = self._reduce_(packed, torch.distributed.ReduceOp.SUM)
-            found, is_other = _unpacked(reduced[0], shift, size * digest)
-            self._object_if(is_other, said)
-            now[0].copy_(found.logical_or_(is_other))
-            for digit, flag in enumerate(now[1:]):
-                flag.copy_((reduced[1].div(base**digit).floor_() % base > 0).logical_or_(is_other))
+        while flags and self.size() > 1:
+            now, flags = flags[:_FACTS], flags[_FACTS:]
+            for flag, count in zip(now, self._sum(now, f"{call} for {len(now)}"), strict=True):
+                flag.copy_(count > 0) if isinstance(count, torch.Tensor) else flag.fill_(float(count > 0))
 
-    def norm(
-        self, found_inf: torch.Tensor, norm: torch.Tensor, norm_type: float, call: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the found_inf (fp32, shape ()) and the p-norm (fp64, shape ()) of all ranks' gradients together.
+    def norm(self, norm: torch.Tensor, norm_type: float, call: str, share: float = 1.0) -> torch.Tensor:
+        """Return the p-norm (shape ()) of all ranks' numbers together: not finite if that of one rank is not.
 
-        The norm is right to 1e-10 for p = inf. For p > 4 it takes two collectives.
+        For p > 4 it takes two collectives.
 
         Args:
-            found_inf: Of this rank, fp32, shape ().
-            norm: Of this rank, fp64, shape (), on the same device.
+            norm: Of this rank, >= 0, shape ().
             norm_type: p > 0, or inf.
+            call: As in `any_`.
+            share: How much of its power is this rank's own to count: 1 / n if n ranks hold the same numbers.
+
+        Raises:
+            RuntimeError: As in `any_`.
+        """
+        if self.size() == 1:
+            return norm
+        if norm_type == math.inf:
+            return self.maxima([norm], call)[0]
+        if norm_type <= _LARGEST_POWER:
+            return _root(self._sum([norm], call, norm_type, share)[0], norm_type, like=norm)
+        # Powers that no dtype can hold: the largest norm is taken out of the sum.
+        (peak,) = self.maxima([norm], call)
+        unit = torch.where(peak.isfinite() & (peak > 0), peak, torch.ones_like(peak))
+        return unit * _root(self._sum([norm / unit], call, norm_type, share)[0], norm_type, like=norm)
+
+    def maxima(self, numbers: Sequence[torch.Tensor], call: str) -> list[torch.Tensor]:
+        """Return the largest of each number over the ranks: inf if that of one rank is not finite.
+
+        Args:
+            numbers: At most six, one element each, >= 0, on one device.
             call: As in `any_`.
 
         Raises:
             RuntimeError: As in `any_`.
         """
-        size = self.size()
-        said, digest, shift = self._says(call, size)
-        if norm_type == math.inf:
-            return self._largest(found_inf, norm, said, digest % 2**_DIGEST_BITS)
-        if norm_type > _LARGEST_POWER:
-            # A second collective, for powers that no dtype can hold: the largest norm is taken out of the sum.
-            found_inf, peak = self._largest(found_inf, norm, said, digest % 2**_DIGEST_BITS)
-            unit = torch.where(peak.isfinite() & (peak > 0), peak, torch.ones_like(peak))
-            ratios = (norm / unit).pow(norm_type).reshape(1)
-            total = self._reduce_(torch.cat([ratios, torch.zeros_like(ratios)]), torch.distributed.ReduceOp.SUM)[0]
-            return found_inf, unit * total ** (1.0 / norm_type)
-        facts = torch.stack([found_inf.double() * shift + digest, norm.double() ** norm_type])
-        packed, total = self._reduce_(facts, torch.distributed.ReduceOp.SUM)
-        found, is_other = _unpacked(packed, shift, size * digest)
-        self._object_if(is_other, said)
-        return (found | is_other).float(), total ** (1.0 / norm_type)
+        if self.size() == 1:
+            return list(numbers)
+        said, digest, _ = self._say(call)
+        head = _fp64([digest, -digest]).to(numbers[0].device, non_blocking=True)  # two maxima: all digests are the same
+        facts = torch.cat([number.reshape(1).double() for number in numbers]).nan_to_num(nan=math.inf, posinf=math.inf)
+        vector = torch.cat([head, facts, facts.new_zeros(_FACTS - len(numbers))])  # a maximum might lose a NaN
+        reduced = self._reduce(vector, torch.distributed.ReduceOp.MAX)
+        return self._checked(reduced, head, said)[: len(numbers)]
 
-    def _largest(
-        self, found_inf: torch.Tensor, norm: torch.Tensor, said: str, digest: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take maxima of (digest, found, norm), and of its like with the digest's complement: are both as mine?"""
-        ours = digest, 2**_DIGEST_BITS - 1 - digest
-        rest = (norm.double().view(torch.int64) >> _CUT_BITS) + (found_inf != 0).long() * 2**_NORM_BITS
-        facts = torch.stack([rest + (digest << (_NORM_BITS + 1)) for digest in ours])
-        first, second = self._reduce_(facts, torch.distributed.ReduceOp.MAX)
-        is_other = (first >> (_NORM_BITS + 1) != ours[0]) | (second >> (_NORM_BITS + 1) != ours[1])
-        self._object_if(is_other, said)
-        found = (first >> _NORM_BITS) % 2 == 1
-        return (found | is_other).float(), ((first % 2**_NORM_BITS) << _CUT_BITS).view(torch.float64)
+    def _sum(self, facts: Sequence[torch.Tensor], call: str, power: float = 1.0, share: float = 1.0) -> list[Any]:
+        """Add up powers of numbers over the ranks; raise on all of them if they differ in what they do.
 
-    def _says(self, call: str, size: int) -> tuple[str, int, int]:
-        """Return what this rank is doing, a digest of it, and what to multiply flags with so that both fit in a sum."""
-        self.settle_doubt()
-        said = f"{call}, call {self._calls} after {self._updates} updates"
-        bits = size.bit_length()
-        digest = zlib.crc32(said.encode(), self._history) % 2 ** (_BITS - 2 * bits)
-        return said, digest, 2 ** (_BITS - bits)
+        Args:
+            facts: At most six, one element each, >= 0.
+            call: As in `any_`.
+            power: Of which to take the sum.
+            share: What to multiply each with.
 
-    def _reduce_(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        Returns:
+            The sums: floats of numbers on a CPU, otherwise tensors (fp64, shape ()).
+        """
+        said, digest, size = self._say(call)
+        # Of integers whose sum is n * d and whose sum of squares is n * d**2, all are d.
+        mine, padding = [float(digest), float(digest**2)], [0.0] * (_FACTS - len(facts))
+        if facts[0].device.type == "cpu":  # a few numbers are handled faster by the host, which has to know them anyway
+            known = [_power(fact.item(), power) * share for fact in facts]
+            reduced = self._reduce(_fp64([*mine, *known, *padding]), torch.distributed.ReduceOp.SUM).tolist()
+            if reduced[:2] != [size * number for number in mine]:
+                self._raise(said)
+            return reduced[2 : 2 + len(facts)]
+        device = facts[0].device
+        head, powers = (
+            _fp64(mine).to(device, non_blocking=True),
+            torch.cat([fact.reshape(1) for fact in facts]).double(),
+        )
+        vector = torch.cat([head, powers**power * share, powers.new_zeros(len(padding))])
+        sums = self._checked(self._reduce(vector, torch.distributed.ReduceOp.SUM), head * size, said)
+        return sums[: len(facts)]
+
+    def _checked(self, reduced: torch.Tensor, expected: torch.Tensor, said: str) -> list[torch.Tensor]:
+        """Return a vector's facts; if its head is not as expected raise, on an accelerator later, and spoil them."""
+        differs = (reduced[:2] != expected).any()
+        if differs.device.type == "cpu":
+            if differs:
+                self._raise(said)
+        elif not is_capturing(differs):
+            self._mismatch = Readback(differs), said
+        return list(reduced[2:].masked_fill(differs, math.inf).unbind())  # so that no rank steps
+
+    def _say(self, call: str) -> tuple[str, int, int]:
+        """Return what this rank is doing, a digest of it whose sum of squares is exact, and the number of ranks."""
+        self.check_pending_mismatch()
+        said, size = f"{call}, call {self._calls} after {self._updates} updates", self.size()
+        return said, zlib.crc32(said.encode(), self._history) % 2 ** ((_BITS - size.bit_length()) // 2), size
+
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         # Along the dimensions of a mesh one after the other. On an accelerator the stream waits, and the host does not.
         for group in self._groups():
             device_types = device_types_of(group)
@@ -221,21 +242,13 @@ class Agreement:
             tensor = there.to(tensor.device)
         return tensor
 
-    def _object_if(self, is_other: torch.Tensor, said: str) -> None:
-        """Raise on all ranks if they do not do the same: on a CPU at once, else when the next one looks."""
-        if is_other.device.type == "cpu":
-            if is_other:
-                self._object(said)
-        elif not is_capturing(is_other):
-            self._doubt = Readback(is_other), said
-
-    def settle_doubt(self) -> None:
+    def check_pending_mismatch(self) -> None:
         """Raise if the last collective found that the ranks do not do the same; waits for the device."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None and doubt[0].wait():
-            self._object(doubt[1])
+        pending, self._mismatch = self._mismatch, None
+        if pending is not None and pending[0].wait():
+            self._raise(pending[1])
 
-    def _object(self, said: str) -> NoReturn:
+    def _raise(self, said: str) -> NoReturn:
         of_ranks: list[Any] = [(torch.distributed.get_rank(), said, self._history)]
         for group in self._groups():
             gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -252,7 +265,7 @@ class Agreement:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         twin = object.__new__(Agreement)
-        twin.__dict__.update(self.__dict__, _doubt=None)  # a process group cannot be copied, and need not be
+        twin.__dict__.update(self.__dict__, _mismatch=None)  # a process group cannot be copied, and need not be
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,13 +273,24 @@ class Agreement:
             raise RuntimeError(
                 "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
             )
-        return self.__dict__ | {"_doubt": None}
+        return self.__dict__ | {"_mismatch": None}
 
 
 def _is_outside(ranks: object) -> bool:
     return ranks is torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
-def _unpacked(packed: torch.Tensor, shift: int, expected: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a sum of flags * shift + digest: is any flag set, and are the digests not what is expected?"""
-    return packed >= shift, packed % shift != expected
+def _fp64(numbers: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _power(number: float, power: float) -> float:
+    try:
+        return float(number**power)
+    except OverflowError:
+        return math.inf
+
+
+def _root(total: Any, power: float, like: torch.Tensor) -> torch.Tensor:
+    root = total ** (1.0 / power)
+    return root if isinstance(root, torch.Tensor) else like.new_tensor(root)

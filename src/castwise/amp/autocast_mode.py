@@ -7,15 +7,17 @@ switches (enabled, dtype, cache, nesting) on entry and puts them back on exit. T
   just that), so what has to be put back is kept per thread and per entry, never as a plain attribute.
 * `torch.compile` traces a region made inside the compiled function line by line, and takes one that was made
   outside by its attributes `device`, `fast_dtype`, `_enabled` and `_cache_enabled`: these names are its interface.
+
+Policies and weight caches are extensions of a region: it enters and leaves them, and knows no more of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
 from torch import (
@@ -30,48 +32,62 @@ from torch import (
     set_autocast_enabled,
 )
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from castwise._torch_private import (
-    compile_backwards_as,
-    compile_backwards_without_autocast,
     is_torch_function_mode_enabled,
-    jit_internal,
     only_inlined,
     record_enter_autocast,
     record_exit_autocast,
     run_while_tracing,
 )
-from castwise.amp import _traced_region
-from castwise.amp.bound_policy import BoundPolicy
-from castwise.amp.casting import cast_floats
+from castwise.amp import _traced_region, emulation
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
-from castwise.amp.emulation import warn_if_emulated
-from castwise.amp.in_force import THREAD, resume, suspend
+from castwise.amp.in_force import THREAD
 from castwise.amp.observers import OBSERVERS
-from castwise.amp.policy import Policy
-from castwise.amp.weight_cache import WeightCache
+
+if TYPE_CHECKING:
+    from castwise.amp.bound_policy import BoundPolicy
+    from castwise.amp.weight_cache import WeightCache
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class Extension(Protocol):
+    """What a region can do beyond torch's: a bound policy, a weight cache."""
+
+    def enter(self, region: autocast) -> Any:
+        """Begin, in the thread that enters the region, where its switches are set; return what `leave` takes."""
+
+    def leave(self, token: Any) -> None:
+        """End, before the switches are put back. This never raises."""
+
+
+class _Entry:
+    """What one entry of a region has to put back in its thread."""
+
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+    before: _Entry | None = None  # of the same region, still active
+    policy_state: Any = None  # of the region around
+    extensions: tuple[tuple[Extension, Any], ...] = ()  # with what each has returned
+
+
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     """Wrap `func` so that each of its calls runs inside the region `autocast_instance`."""
 
-    device = autocast_instance.device
-    policy = getattr(autocast_instance, "_policy", None)
-    output = None if policy is None else policy.output
+    policy: BoundPolicy | None = getattr(autocast_instance, "_policy", None)
 
     @functools.wraps(func)
     def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
         with autocast_instance:
             result = func(*args, **kwargs)
-            return result if output is None else cast_floats(result, device, output)
+            return result if policy is None else policy.cast_output(result, autocast_instance.device)
 
     # TorchScript looks for this attribute and raises its value.
     decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
@@ -83,9 +99,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     Matrix products and convolutions run in `dtype`, ops that need range or precision in fp32, the rest in the
     dtype of their inputs: the lists are torch's own. The region should hold the forward and the loss; the
-    backward runs outside, in the dtypes that the forward chose, also of what `torch.compile` compiles in the region
-    (unless `torch._functorch.config.backward_pass_autocast` says else). Entering and leaving does not sync with the
-    device.
+    backward runs outside, in the dtypes that the forward chose. Entering and leaving does not sync with the device.
 
     The state is thread-local: a new thread starts outside of any region. Regions nest, in any mixture of devices,
     dtypes, `enabled=False`, and with themselves.
@@ -116,6 +130,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         torch.bfloat16
     """
 
+    _policy: BoundPolicy | None = None
+    _extensions: tuple[Extension, ...] = ()
+
     @only_inlined
     def __init__(
         self,
@@ -127,11 +144,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         weight_cache: WeightCache | None = None,
         policy: BoundPolicy | None = None,
     ) -> None:
-        if jit_internal.is_scripting():
-            self.device, self._enabled = device_type, enabled
-            self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
-            return
-        _check_device_type(device_type)
+        if not isinstance(device_type, str):
+            raise _no_device_type(device_type)
         if not has_autocast(device_type):
             raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
         self.device = device_type
@@ -149,28 +163,31 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self._caches = cache_enabled
         self._enabled = enabled and can_autocast_to(device_type, self.fast_dtype)
-        self._policy = None
+        low_precisions: Sequence[torch.dtype] = (self.fast_dtype,) if self._enabled else ()
         if policy is not None and self._enabled:
-            can_autocast = all(can_autocast_to(device_type, low) for low in policy.low_precisions)
-            self._policy = policy if can_autocast else None
-            self._enabled = can_autocast and policy.dtype is not None
-        if device_type == "cpu" and (self._enabled or self._policy is not None):
-            for low in (self.fast_dtype,) if policy is None else policy.low_precisions:
-                warn_if_emulated(low)
-        if weight_cache is not None and not isinstance(weight_cache, WeightCache):
+            if all(can_autocast_to(device_type, low) for low in policy.low_precisions):
+                self._policy, low_precisions = policy, policy.low_precisions
+            self._enabled = self._policy is not None and policy.dtype is not None
+        if device_type == "cpu":
+            for low in low_precisions:
+                # Dynamo would guard on what has been warned of, and compile again after the warning.
+                if is_dynamo_compiling() or low not in emulation.SETTLED:
+                    emulation.warn_if_emulated(low)
+        if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
-        self._weight_cache = weight_cache
-        # By thread: enabled, dtype and cache outside of the region, what substitutes weights inside, what the policy
-        # undoes, how backwards are compiled outside, and the same of an earlier entry still active.
-        self._outer: dict[int, tuple[bool, torch.dtype, bool, TorchFunctionMode | None, Any, Any, Any]] = {}
+        if weight_cache is not None and low_precisions:
+            self._extensions = (weight_cache,)
+        if self._policy is not None:
+            self._extensions += (self._policy,)
+        self._entries: dict[int, _Entry] = {}  # by thread
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # torch's is an attribute
         """What Dynamo asks for when it enters a region that was made outside of the function it compiles.
 
-        It would go by this and three more attributes, and leave out the policy.
+        It would go by this and three more attributes, and leave out the policy. Extensions ask during the region.
         """
-        if self._policy is not None:
+        if self._policy is not None and not self._entries:
             raise RuntimeError(
                 "a compiled function enters a region with a policy that was made outside of it: "
                 "make the region inside of the function, or enter it outside"
@@ -179,30 +196,16 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     @only_inlined
     def __enter__(self) -> Self:
-        if jit_internal.is_scripting():
-            return self
-        device = self.device
-        thread = 0 if is_dynamo_compiling() else get_ident()
-        policy = self._policy
-        if policy is not None:
-            policy.check_is_bound()
-        substitution = None
-        if self._weight_cache is not None and (self._enabled or policy is not None) and thread != 0:
-            substitution = self._weight_cache.mode(device)
-            substitution.__enter__()  # type: ignore[no-untyped-call]  # before the policy's mode, which casts first
-        self._outer[thread] = (
-            is_autocast_enabled(device),
-            get_autocast_dtype(device),
-            is_autocast_cache_enabled(),
-            substitution,
-            None if policy is None and THREAD.state is None else self._put_in_force(),
-            compile_backwards_without_autocast() if thread != 0 else None,
-            self._outer.get(thread),
-        )
-        if thread == 0:
-            _traced_region.prepare(device)
-            _traced_region.enter(device, self._enabled, self.fast_dtype, self._caches)
-            return self
+        if is_dynamo_compiling():
+            return self._enter_compiled()
+        device, thread = self.device, get_ident()
+        entry = _Entry()
+        entry.enabled = is_autocast_enabled(device)
+        entry.dtype = get_autocast_dtype(device)
+        entry.cache_enabled = is_autocast_cache_enabled()
+        if thread in self._entries:
+            entry.before = self._entries[thread]
+        self._entries[thread] = entry
         set_autocast_enabled(device, self._enabled)
         set_autocast_dtype(device, self.fast_dtype)
         autocast_increment_nesting()
@@ -211,36 +214,39 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             record_enter_autocast((device, self.fast_dtype, self._enabled, self._caches))
         for observer in OBSERVERS:
             observer.entered(self)
+        if THREAD.state is not None:  # a region suspends the policy of the one around
+            entry.policy_state, THREAD.state = THREAD.state, None
+        if self._extensions:
+            try:
+                for extension in self._extensions:
+                    entry.extensions += ((extension, extension.enter(self)),)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
         return self
 
     @only_inlined
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
-        if jit_internal.is_scripting():
-            return None
-        device = self.device
-        thread = 0 if is_dynamo_compiling() else get_ident()
-        outer = self._outer.pop(thread, None)
-        if outer is None:
-            return self._leave_elsewhere()
-        enabled, dtype, cache_enabled, substitution, in_force, backwards, before = outer
-        if self._policy is not None:
-            self._policy.leave(in_force)
-        elif in_force is not None:
-            resume(in_force)
-        if substitution is not None:
-            substitution.__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]  # torch's
-        if before is not None:
-            self._outer[thread] = before
-        if thread == 0:
-            _traced_region.leave(device, enabled, dtype, cache_enabled)
+        if is_dynamo_compiling():
+            return self._leave_compiled()
+        device, thread = self.device, get_ident()
+        entry = self._entries.pop(thread, None)
+        if entry is None:
+            # A generator that another thread has closed: there is nothing to put back in this one.
+            if not self._entries:
+                raise RuntimeError("this autocast region is left, but was not entered")
             return False
+        for extension, token in reversed(entry.extensions):
+            extension.leave(token)
+        if entry.policy_state is not None:
+            THREAD.state = entry.policy_state
+        if entry.before is not None:
+            self._entries[thread] = entry.before
         if autocast_decrement_nesting() == 0:
             clear_autocast_cache()
-        set_autocast_enabled(device, enabled)
-        set_autocast_dtype(device, dtype)
-        set_autocast_cache_enabled(cache_enabled)
-        if backwards is not None:
-            compile_backwards_as(backwards)
+        set_autocast_enabled(device, entry.enabled)
+        set_autocast_dtype(device, entry.dtype)
+        set_autocast_cache_enabled(entry.cache_enabled)
         if is_torch_function_mode_enabled():
             record_exit_autocast(())
         for observer in OBSERVERS:
@@ -248,22 +254,39 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         return False
 
     @only_inlined
-    def _put_in_force(self) -> Any:
-        """Put the region's policy in force in this thread, or none; return what undoes it."""
+    def _enter_compiled(self) -> Self:
+        """Enter where Dynamo traces: the switches are nodes of the graph, and a weight cache is left out."""
+        device = self.device
+        entry = _Entry()
+        entry.enabled = is_autocast_enabled(device)
+        entry.dtype = get_autocast_dtype(device)
+        entry.cache_enabled = is_autocast_cache_enabled()
+        if _TRACING in self._entries:
+            entry.before = self._entries[_TRACING]
+        self._entries[_TRACING] = entry
+        _traced_region.tell_observers(device, self._enabled)
+        _traced_region.prepare(device)
+        _traced_region.enter(device, self._enabled, self.fast_dtype, self._caches)
+        if THREAD.state is not None:
+            entry.policy_state, THREAD.state = THREAD.state, None
         if self._policy is not None:
-            return self._policy.enter(self.device, self._enabled, self.fast_dtype, self._caches)
-        return suspend()
+            entry.extensions = ((self._policy, self._policy.enter(self)),)
+        return self
 
-    def _leave_elsewhere(self) -> bool:
-        """Leave in a thread that did not enter, as a generator does that is closed there: nothing to put back."""
-        if not self._outer:
-            raise RuntimeError("this autocast region is left, but was not entered")
+    @only_inlined
+    def _leave_compiled(self) -> bool:
+        entry = self._entries.pop(_TRACING)
+        for extension, token in entry.extensions:
+            extension.leave(token)
+        if entry.policy_state is not None:
+            THREAD.state = entry.policy_state
+        if entry.before is not None:
+            self._entries[_TRACING] = entry.before
+        _traced_region.leave(self.device, entry.enabled, entry.dtype, entry.cache_enabled)
         return False
 
     def __call__(self, func: _F) -> _F:
         """Decorate a function: each of its calls runs inside this region."""
-        if jit_internal.is_scripting():
-            return func
         if not callable(func):
             raise TypeError(
                 f"autocast(...) decorates a function, got {type(func).__name__}; "
@@ -272,10 +295,13 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         return autocast_decorator(self, func)
 
 
+_TRACING = 0  # no thread's number: while Dynamo traces, threads do not matter
+
+
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that a policy's region casts to; None if autocast is off in it but for rules."""
-    if not isinstance(policy, BoundPolicy):
-        hint = ": write policy=policy.bind(model)" if isinstance(policy, Policy) else ""
+    if not hasattr(policy, "low_precisions"):
+        hint = ": write policy=policy.bind(model)" if hasattr(policy, "bind") else ""
         raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")
     if dtype is not None:
         raise ValueError(f"a policy says the dtype ({policy.policy.compute}): leave out dtype={dtype}")
@@ -283,9 +309,8 @@ def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | N
     return policy.dtype
 
 
-def _check_device_type(device_type: object) -> None:
-    if not isinstance(device_type, str):
-        raise ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
+def _no_device_type(device_type: object) -> ValueError:
+    return ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
 
 
 @overload
@@ -327,7 +352,8 @@ def custom_fwd(
         ...     Product.apply(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.float32
     """
-    _check_device_type(device_type)
+    if not isinstance(device_type, str):
+        raise _no_device_type(device_type)
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     separate = SeparateContexts(device_type, cast_inputs)
@@ -362,7 +388,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         ValueError: `device_type` is not a string.
         RuntimeError: In the backward, when `forward` was not decorated by `custom_fwd`.
     """
-    _check_device_type(device_type)
+    if not isinstance(device_type, str):
+        raise _no_device_type(device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 

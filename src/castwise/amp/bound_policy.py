@@ -1,7 +1,9 @@
 """`BoundPolicy`: a policy with its names looked up in a model, and what holds while the modules of the model run.
 
-Rules of modules are forward hooks. They do nothing unless the thread is in a region of their policy, and autocast's
-native state is as the policy has set it: a region within, ours or torch's, that sets another state suspends the policy.
+A module that a rule changes gets a `forward` of its own, `_RuledForward`. It does nothing unless the thread is in a
+region of the policy, and autocast's native state is as the policy has set it: a region within, ours or torch's, that
+sets another state suspends the policy. Hooks would not do: torch calls none after a `KeyboardInterrupt`, and runs
+`nn.TransformerEncoderLayer` by another algorithm where a module has some.
 
 Activation checkpointing runs a forward again, within a backward and outside of any region. Torch puts back the native
 state; in which state of the policy the forward ran first is found by the number that autograd has given to the node
@@ -10,17 +12,21 @@ of the graph whose turn it is: regions and rules note which numbers were given w
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 
 from castwise._torch_private import (
-    compile_anew,
+    backwards_without_autocast,
     fsdp_mixed_precision,
     graph_node_running,
     graph_nodes_made,
@@ -35,7 +41,7 @@ from castwise.amp.casting import (
     restore_native_state,
     set_native_state,
 )
-from castwise.amp.in_force import THREAD, State, resume
+from castwise.amp.in_force import THREAD
 from castwise.amp.module_rules import Decision, decide
 
 if TYPE_CHECKING:
@@ -43,10 +49,46 @@ if TYPE_CHECKING:
 
 _LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _REMEMBERED = 16384  # regions and modules whose forwards may still be run again
+# Modules that in inference may compute what is in them by one op, unless a TorchFunctionMode is there.
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_numbers = itertools.count()
+
+
+class State(NamedTuple):
+    """A policy in force.
+
+    Args:
+        key: The policy's. torch.compile guards on the value of a string, but not on which object another one is.
+        bound: The policy.
+        device: Type of device of the region.
+        enabled: Whether autocast's native lists are on.
+        dtype: The low precision they cast to.
+        cache: Whether the region keeps casts of weights.
+        ops: Whether op rules hold.
+        writes: Whether the rule for writes in place holds.
+        again: Whether checkpointing runs a forward again, within a backward.
+    """
+
+    key: str
+    bound: BoundPolicy
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+    ops: bool = True
+    writes: bool = True
+    again: bool = False
+
+    @only_inlined
+    def is_native(self) -> bool:
+        """Return True if torch's own state is as the policy has set it: else a region inside has changed it."""
+        return torch.is_autocast_enabled(self.device) is self.enabled and (
+            not self.enabled or torch.get_autocast_dtype(self.device) is self.dtype
+        )
 
 
 class _Forward(NamedTuple):
-    """The graph nodes made while a state held: in a region, or in the forward of a module that has hooks."""
+    """The graph nodes made while a state held: in a region, or in the forward of a module with a rule."""
 
     start: int
     stop: int
@@ -73,30 +115,52 @@ class BoundPolicy:
         self.output = None if policy.output is None else getattr(torch, policy.output)
         decisions = decide(policy, model)
         _check_what_fsdp_gathers(decisions)
+        self.key = f"policy {next(_numbers)}"
         self.is_bound = True
+        self._has_rules = bool(policy.modules or self.op_rules)
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
-        to_hook: dict[nn.Module, _ModuleHook] = {}
+        self._ruled: list[_RuledForward] = []
+        for decision, rule in self._rules(decisions):
+            if not isinstance(decision.module, torch.jit.ScriptModule):
+                forward = vars(decision.module).get("forward")
+                if not isinstance(forward, _RuledForward):
+                    forward = vars(decision.module)["forward"] = _RuledForward(decision.module, forward)
+                forward.rules[self.key] = rule
+                self._ruled.append(forward)
+            elif rule.precision or rule.output:
+                self.unbind()
+                raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
+
+    def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
+        """Yield the modules for which the policy changes anything, each once."""
+        of_names = {decision.name: decision.in_force for decision in decisions}
+        # Rules that say what the region does anyway are needed only within a module of another one.
+        needed = set(of_names.values()) - {None, "inherit", self.policy.compute if self.dtype else None}
+        seen: set[nn.Module] = set()
+        unfused: list[str] = []
         for decision in decisions:
-            module = decision.module
-            rule = None if decision.in_force in {None, "inherit"} else decision.in_force
-            output = self.output if decision.name == "" else None
-            # Where checkpointing runs a forward again, hooks are what puts op rules in force.
-            may_call = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
-            if module in to_hook or not (rule or output or may_call):
+            name, module, _, in_force, compute, _, _ = decision
+            if module in seen:
                 continue
-            if not isinstance(module, torch.jit.ScriptModule):
-                to_hook[module] = _ModuleHook(self, rule, output)
-            elif rule or output:
-                raise ValueError(f"{decision.name!r} is a ScriptModule, which takes no hooks: give it no rule")
-        self._hooks: list[Any] = []
-        for module, hook in to_hook.items():
-            compile_anew(type(module).forward)  # the guards of what is compiled do not look at whether there are hooks
-            self._hooks += [
-                module.register_forward_pre_hook(hook.enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(hook.leave, always_call=True),
-            ]
-        if self._hooks:
-            compile_anew(type(model).forward)
+            seen.add(module)
+            precision = None if in_force == "inherit" or not needed else in_force
+            output = self.output if name == "" else None
+            # Where checkpointing runs a forward again, its module puts op rules in force.
+            calls_ops = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
+            fast_path = None
+            if isinstance(module, _WITH_FAST_PATH):
+                prefix = f"{name}." if name else ""
+                inside = [
+                    each for each in decisions if each.name.startswith(prefix) and not _is_never_called(each.module)
+                ]
+                if any(each.compute != compute for each in inside):
+                    fast_path = False
+                elif self.op_rules and not name.startswith(tuple(unfused)):
+                    fast_path = all(op_rules.calls_no_rule(each, self.op_rules) for each in module.modules())
+                if fast_path is False:
+                    unfused.append(prefix)
+            if precision or output or calls_ops or fast_path is not None:
+                yield decision, _Rule(self, precision, output, fast_path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -107,22 +171,18 @@ class BoundPolicy:
         )
 
     def unbind(self) -> None:
-        """Take the hooks off the model, so that it can be pickled for where castwise is not installed.
+        """Take the rules off the model; modules get back the `forward` of their class.
 
         No region can be entered with it any more, by whoever has bound an equal policy to the model and got this.
         """
         self.is_bound = False
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for forward in self._ruled:
+            forward.take_off(self.key)
+        self._ruled.clear()
 
     @only_inlined
     def check_is_bound(self) -> None:
-        """Say so if its hooks are not on the model any more.
-
-        Raises:
-            RuntimeError: They are not.
-        """
+        """Raise a RuntimeError if its rules are not on the model any more."""
         if not self.is_bound:
             raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
 
@@ -151,36 +211,51 @@ class BoundPolicy:
         return op_rules.OpRuleMode(self) if self.op_rules else None
 
     @only_inlined
-    def enter(self, device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> Any:
-        """Put the policy in force in this thread, and return what `leave` takes; a region does that.
+    def cast_output(self, value: Any, device: str) -> Any:
+        """Cast what a function returns that a region with the policy decorates.
 
         Args:
+            value: What it returns.
             device: The `type` of the region's device.
-            enabled: Whether autocast is.
-            dtype: That of the region.
-            cache: Whether autocast keeps casts of weights.
         """
-        _drop_what_an_interrupted_backward_left()
-        outer = THREAD.state, THREAD.modules
-        THREAD.state = state = State(self, device, enabled, dtype, cache)
-        THREAD.modules = None
+        return value if self.output is None else cast_floats(value, device, self.output)
+
+    @only_inlined
+    def enter(self, region: Any) -> Any:
+        """Put the policy in force in this thread while a region lasts; return what `leave` takes.
+
+        Args:
+            region: The `castwise.autocast` that is entered, whose switches are set.
+        """
+        self.check_is_bound()
+        state = State(self.key, self, region.device, region._enabled, region.fast_dtype, region._caches)
+        THREAD.state = state
         mode = self.mode()
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return outer, mode, state, None if is_dynamo_compiling() else graph_nodes_made()
+        if is_dynamo_compiling():
+            return state, mode, None, None
+        # Rules hold in compiled code as in eager code: torch would run the backward of a module that a rule runs in
+        # fp32 in the dtype of the region around (pytorch#179804).
+        backwards = backwards_without_autocast() if self._has_rules else None
+        if backwards is not None:
+            backwards.__enter__()
+        return state, mode, backwards, graph_nodes_made()
 
     @only_inlined
-    def leave(self, entered: Any) -> None:
-        """Put in force what was before.
+    def leave(self, token: Any) -> None:
+        """Put no policy in force.
 
         Args:
-            entered: What `enter` has returned.
+            token: What `enter` has returned.
         """
-        outer, mode, state, start = entered
+        state, mode, backwards, start = token
+        if backwards is not None:
+            backwards.__exit__(None, None, None)
         if mode is not None:
             mode.__exit__(None, None, None)
         self.remember(start, state.device, (state.enabled, state.dtype), state)
-        resume(outer)
+        THREAD.state = None
 
     @only_inlined
     def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
@@ -196,8 +271,8 @@ class BoundPolicy:
             self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
-    def state_of_forward(self) -> State | None:
-        """Return in which state the forward ran first that a backward runs again, if any."""
+    def forward_again(self) -> _Forward | None:
+        """Return the forward that a backward runs again, if any."""
         node = graph_node_running()
         if node is None:
             return None
@@ -212,7 +287,7 @@ class BoundPolicy:
             is_inner = forward.start <= node and (found is None or forward.start >= found.start)
             if is_inner and forward.native == _compared(native_state_of(forward.device)[:2]):
                 found = forward
-        return None if found is None or found.state is None else found.state._replace(again=True)
+        return found
 
 
 @only_inlined
@@ -229,10 +304,9 @@ class _Again:
 
     @only_inlined
     def __enter__(self) -> None:
-        self._outer = THREAD.state, THREAD.modules
-        self._mode = None
+        self._outer, self._mode = THREAD.state, None
         if self._state is not None:
-            THREAD.state, THREAD.modules = self._state._replace(again=True), None
+            THREAD.state = self._state._replace(again=True)
             self._mode = self._state.bound.mode()
             if self._mode is not None:
                 self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -241,110 +315,146 @@ class _Again:
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
-        resume(self._outer)
+        THREAD.state = self._outer
 
 
-@only_inlined
-def _drop_what_an_interrupted_backward_left() -> None:
-    """Hooks are not called after a KeyboardInterrupt; a region cleans up after them, but a backward has none."""
-    state = THREAD.state
-    if state is not None and state.again and not is_dynamo_compiling() and not is_backward_running():
-        THREAD.state = THREAD.modules = None
+def _is_never_called(module: nn.Module) -> bool:
+    """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-class _Entered(NamedTuple):
-    """What a hook has to put back when its module's forward ends."""
+class _Rule(NamedTuple):
+    """What one policy says of one module.
 
-    hook: _ModuleHook
-    before: State | None
-    outer: State  # the same, or what was found for a forward that is run again
-    native: tuple[bool, torch.dtype, bool]
-    start: int | None
-    state: State | None  # None where the policy is suspended, and nothing is done
-    mode: Any
-    casts: Casts | None
-    link: Any
+    Args:
+        bound: The policy.
+        precision: A dtype by name or "exclude"; None leaves the precision of the code around.
+        output: To what its results are cast.
+        fast_path: Of a module that may compute all that is in it by one op: whether it still may, although there are op
+            rules (none of which concern it), or no longer, because a rule changes something in it. None leaves it.
+    """
 
-
-class _ModuleHook:
-    """The forward hooks of one module."""
-
-    def __init__(self, bound: BoundPolicy | None, rule: str | None, output: torch.dtype | None) -> None:
-        self._bound, self._rule, self._output = bound, rule, output
-
-    def __deepcopy__(self, memo: Any) -> _ModuleHook:
-        return self  # a copy of the model follows the policy as well
-
-    def __reduce__(self) -> Any:
-        return _ModuleHook, (None, None, None)  # one that never does anything
+    bound: BoundPolicy
+    precision: str | None
+    output: torch.dtype | None
+    fast_path: bool | None
 
     @only_inlined
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward: set the native state that the rule says, and cast the arguments if it says so."""
-        bound, rule, mode, casts = self._bound, self._rule, None, None
-        compiling = is_dynamo_compiling()
-        if bound is None:
-            return None
-        _drop_what_an_interrupted_backward_left()
+    def state_inside(self, outer: State) -> State:
+        """Return the state in which the module runs."""
+        name = self.precision
+        if name is None:
+            return outer
+        if name in _LOW_PRECISION:
+            return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
+        return outer._replace(enabled=False, ops=False, writes=name != "exclude")
+
+
+class _Seen(TorchFunctionMode):
+    """Does nothing, but is there: modules that have a fast path do not take it."""
+
+    @only_inlined
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _RuledForward:
+    """The `forward` of a module that policies have rules for.
+
+    Args:
+        module: The module, of which this becomes an attribute; it is not referenced.
+        before: The `forward` that it had as an attribute, if any.
+    """
+
+    def __init__(self, module: Any, before: Any) -> None:
+        self._module, self.before = weakref.ref(module), before
+        self.rules: dict[str, _Rule] = {}
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without rules: `inspect.signature` asks for it."""
+        module: Any = self._module()
+        return self.before or type(module).forward.__get__(module)
+
+    def take_off(self, key: str) -> None:
+        """Forget the rule of a policy, and give the module back its own forward if it was the last."""
+        self.rules.pop(key, None)
+        module = self._module()
+        if not self.rules and module is not None and vars(module).get("forward") is self:
+            if self.before is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RuledForward:
+        module = self._module()
+        twin = _RuledForward(memo.get(id(module), module), copy.deepcopy(self.before, memo))
+        twin.rules.update(self.rules)  # a copy of the model follows the policies as well
+        return twin
+
+    def __reduce__(self) -> Any:
+        """A model from a file is not bound to any policy, and needs no castwise."""
+        return (getattr, (self._module(), "forward")) if self.before is None else self.before.__reduce_ex__(4)
+
+    @only_inlined
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = outer = THREAD.state
+        mode: TorchFunctionMode | None = None
+        compiling = is_dynamo_compiling()
         if not compiling and (outer is None or not outer.again) and is_backward_running():
-            again = bound.state_of_forward()
+            forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forward_again())]
+            again = max(forwards, key=lambda forward: forward.start).state if forwards else None
             if again is not None:
-                outer, mode = again, bound.mode()
-        if outer is None or outer.bound is not bound:
-            return None
-        device = outer.device
-        native = native_state_of(device)
+                outer, mode = again._replace(again=True), again.bound.mode()
+        rule = None if outer is None else self.rules.get(outer.key)
+        if rule is None:
+            return self.__wrapped__(*args, **kwargs)
         start = None if compiling else graph_nodes_made()
+        native = native_state_of(outer.device)
         if not outer.is_native():
-            THREAD.modules = _Entered(self, before, outer, native, start, None, None, None, THREAD.modules)
-            return None
-        state = outer if rule is None else self._state_inside(outer)
-        if not state.enabled and rule is not None:
-            casts = Casts(device, torch.float32)
+            try:
+                return self.__wrapped__(*args, **kwargs)
+            finally:
+                outer.bound.remember(start, outer.device, native[:2], None)
+        state, casts = rule.state_inside(outer), None
+        if rule.precision is not None and not state.enabled:
+            casts = Casts(outer.device, torch.float32)
             args = tuple([casts.cast(arg) for arg in args])
             kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
-        THREAD.modules = _Entered(self, before, outer, native, start, state, mode, casts, THREAD.modules)
+        cuda = hidden = None
+        if rule.fast_path is False and compiling and outer.device != "cuda":
+            # Dynamo overlooks modes where torch asks for them, but not autocast of CUDA, for which torch asks anywhere.
+            cuda = native_state_of("cuda")
+        elif rule.fast_path is False and not outer.bound.op_rules:
+            mode = _Seen()
+        elif rule.fast_path and mode is None and not compiling:
+            hidden = op_rules.hide(outer.bound)
         THREAD.state = state
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        if rule is None:
-            return None
-        if state.enabled:
+        if rule.precision is not None:
             # Torch keeps one cast of a weight, whatever its dtype: only those of the region's dtype are to be kept.
-            set_native_state(device, True, state.dtype, outer.cache and state.dtype is bound.dtype)
-            return None
-        set_native_state(device, False, native[1], native[2])
-        return args, kwargs
-
-    @only_inlined
-    def _state_inside(self, outer: State) -> State:
-        rule = self._rule
-        if rule in _LOW_PRECISION:
-            return State(outer.bound, outer.device, True, _LOW_PRECISION[rule], outer.cache, True, True, outer.again)
-        return State(outer.bound, outer.device, False, outer.dtype, outer.cache, False, rule != "exclude", outer.again)
-
-    @only_inlined
-    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """After the forward, also one that raised: put back what was, and cast the results if the policy says so."""
-        entered = THREAD.modules
-        if entered is None or entered.hook is not self:
-            return None
-        _, THREAD.state, outer, native, start, state, mode, casts, THREAD.modules = entered
-        rule = self._rule
-        if start is not None and (rule is not None or state is None):
-            set_inside = native[:2] if state is None else (state.enabled, state.dtype)
-            outer.bound.remember(start, outer.device, set_inside, state)
-        if state is None:
-            return None
-        if mode is not None:
-            mode.__exit__(None, None, None)
-        if rule is not None:
-            restore_native_state(outer.device, *native)
-        if casts is not None:
-            casts.give_back()
-        output = self._output
-        if output is None and not outer.enabled and rule in _LOW_PRECISION:
+            cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
+            set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
+        if cuda is not None:
+            set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+        try:
+            result = self.__wrapped__(*args, **kwargs)
+        finally:
+            if cuda is not None:
+                restore_native_state("cuda", *cuda)
+            if rule.precision is not None:
+                restore_native_state(outer.device, *native)
+                outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
+            if mode is not None:
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            if hidden is not None:
+                hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            THREAD.state = before
+            if casts is not None:
+                casts.give_back()
+        output = rule.output
+        if output is None and not outer.enabled and rule.precision in _LOW_PRECISION:
             output = torch.float32  # what runs without autocast could not use anything else
         return result if output is None else cast_floats(result, outer.device, output)
 

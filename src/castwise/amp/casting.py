@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from castwise._torch_private import only_inlined, version
+from castwise._torch_private import only_inlined
 from castwise.amp import _traced_region
 
 
@@ -23,15 +23,14 @@ class Casts:
     """Casts of floating-point tensors of a device, except fp64 ones, wherever they are in some values.
 
     Tuples, lists, dicts and dataclasses are looked into. What has nothing to cast in it stays the same object, and what
-    is there twice is cast once. `give_back` is for arguments of a call: it brings to the caller's objects what the call
-    has done to those in their place.
+    is there twice is cast once. `give_back` is for arguments of a call.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type, self._dtype = device_type, dtype
-        # Objects, and what was given in their place; of containers also what was in that.
+        # Objects, and what was given in their place.
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
 
     @only_inlined
     def cast(self, value: Any) -> Any:
@@ -42,7 +41,7 @@ class Casts:
             return value
         if not isinstance(value, (tuple, list, dict)) and not _has_fields(value):
             return value
-        for original, given, _ in self._containers:
+        for original, given in self._containers:
             if original is value:
                 return given
         before = _contents(value)
@@ -50,7 +49,7 @@ class Casts:
         if _are(before, items):
             return value
         given = _with_contents(value, items)
-        self._containers.append((value, given, items))
+        self._containers.append((value, given))
         return given
 
     @only_inlined
@@ -65,36 +64,27 @@ class Casts:
         for original, cast in self._tensors:
             if original is tensor:
                 return cast
-        if not is_dynamo_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # what inference mode makes counts no writes
-                cast = tensor.to(self._dtype)
-        else:
-            cast = tensor.to(self._dtype)
+        cast = tensor.to(self._dtype)
         self._tensors.append((tensor, cast))
         return cast
 
     @only_inlined
     def give_back(self) -> None:
-        """Write to the caller's tensors, lists, dicts and dataclasses what was written to those in their place."""
-        compiling = is_dynamo_compiling()
-        for tensor, cast in self._tensors:
-            if compiling:
-                _traced_region.take_back(tensor, cast)
-            elif version(cast):  # a new cast has been written to by nobody
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not (tensor.is_leaf and tensor.requires_grad)):
-                    tensor.copy_(cast)
-        for original, given, items in self._containers:
-            if not isinstance(original, tuple) and (
-                _names(given) != _names(original) or not _are(_contents(given), items)
-            ):
-                _fill(original, _names(given), [self._original(item) for item in _contents(given)])
+        """Let the caller's lists and dicts have what the call has put into those in their place.
+
+        Layers of Gemma 3n and 4 share keys and values in a dict that they are all given (transformers#45663).
+        """
+        for original, given in self._containers:
+            if type(original) is dict:
+                items = {key: self._original(item) for key, item in given.items()}
+                original.clear()
+                original.update(items)
+            elif type(original) is list:
+                original[:] = [self._original(item) for item in given]
 
     @only_inlined
     def _original(self, item: Any) -> Any:
-        for tensor, cast in self._tensors:
-            if cast is item:
-                return tensor
-        for original, given, _ in self._containers:
+        for original, given in (*self._tensors, *self._containers):
             if given is item:
                 return original
         return item
@@ -150,7 +140,7 @@ def _with_contents(value: Any, items: list[Any]) -> Any:
         except TypeError:
             return value
     if type(value) is list:
-        return items[:]
+        return items
     if type(value) is dict:
         return dict(zip(value, items, strict=True))
     if isinstance(value, dict):

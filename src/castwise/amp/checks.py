@@ -6,16 +6,16 @@ import math
 import numbers
 from collections.abc import Sequence
 
-# Between these the scale and its reciprocal are both finite normal fp32 numbers.
+# The smallest normal fp32 number, and the largest: the reciprocals of both are finite in fp32 and not 0.
 MIN_SCALE = 2.0**-126
-MAX_SCALE = 2.0**126
+MAX_SCALE = (2.0 - 2.0**-23) * 2.0**127
 
 
 def check_scale(name: str, value: object) -> float:
-    """Return `value` as a float; raise unless it and its reciprocal are finite normal fp32 numbers."""
+    """Return `value` as a float; raise unless fp32 can hold it and its reciprocal."""
     scale = real_number(name, value)
     if not MIN_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"{name} must be a finite number > 0, within [2**-126, 2**126], got {value!r}")
+        raise ValueError(f"{name} must be a finite number > 0, within [2**-126, 3.4e38], got {value!r}")
     return scale
 
 

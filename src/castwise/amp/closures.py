@@ -1,4 +1,4 @@
-"""Steps that evaluate the loss several times: every evaluation counts, or none."""
+"""Around `optimizer.step`: closures, of which every evaluation counts or none, and what fused steps are given."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 def with_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `optimizer.step` with another closure in the place of theirs."""
+    """Return the arguments of `optimizer.step` with another closure instead of theirs."""
     return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((closure, *args[1:]), dict(kwargs))
 
 
 def is_finite(loss: object) -> bool:
-    """Say whether what a closure returned may be a loss: false for inf and NaN alone."""
+    """Return False if what a closure returned is inf or NaN."""
     if isinstance(loss, torch.Tensor):
         return bool(loss.isfinite().all())
     return not isinstance(loss, float) or math.isfinite(loss)
@@ -58,3 +58,39 @@ def put_back_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.update(before)
         raise
+
+
+@contextmanager
+def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Iterator[None]:
+    """Set attributes of an optimizer for its step and remove them after it, or put back what was there if it fails."""
+    before = {name: getattr(optimizer, name) for name in facts if hasattr(optimizer, name)}
+    for name, value in facts.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    except BaseException:
+        for name in facts:
+            delattr(optimizer, name)
+        for name, value in before.items():
+            setattr(optimizer, name, value)
+        raise
+    for name in facts:
+        delattr(optimizer, name)
+
+
+@contextmanager
+def no_momentum_of_a_skipped_step(optimizer: torch.optim.SGD, found_inf: torch.Tensor) -> Iterator[None]:
+    """Work around torch 2.13: a skipped first step of a fused SGD leaves uninitialised momentum, used by the next one.
+
+    On a CPU the step is skipped for certain.
+    """
+    params = [param for param in params_of(optimizer) if "momentum_buffer" not in optimizer.state.get(param, {})]
+    yield
+    for param in params:
+        made = optimizer.state.get(param, {}).get("momentum_buffer")
+        if made is None:
+            continue
+        if found_inf.device.type == "cpu":
+            del optimizer.state[param]["momentum_buffer"]
+        else:
+            made.masked_fill_(found_inf.to(made.device, non_blocking=True) != 0, 0.0)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch.amp import is_autocast_available as is_available_in_torch
 
 from castwise import _torch_private
+from castwise._torch_private import run_while_tracing
 from castwise._warnings import warn
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -29,7 +32,7 @@ class MultiDeviceReplicator:
 
 
 def is_autocast_available(device_type: str) -> bool:
-    """Say whether torch can autocast on a kind of device.
+    """Return True if torch can autocast on a kind of device.
 
     Args:
         device_type: A device type as in `torch.device(...).type`, for example `"cuda"` or `"cpu"`.
@@ -37,7 +40,7 @@ def is_autocast_available(device_type: str) -> bool:
     Raises:
         RuntimeError: torch does not know such a device type.
     """
-    return _torch_private.is_autocast_available(device_type)
+    return is_available_in_torch(device_type)
 
 
 def amp_definitely_not_available() -> bool:
@@ -51,16 +54,17 @@ def _has_torch_xla() -> bool:
     return find_spec("torch_xla") is not None
 
 
+@run_while_tracing  # before torch 2.13 Dynamo cannot trace what it asks
 def has_autocast(device_type: str) -> bool:
-    """Say whether torch can autocast on what may be no type of device at all."""
+    """Return True if torch can autocast on what may be no type of device at all."""
     try:
-        return is_autocast_available(device_type)
+        return is_available_in_torch(device_type)
     except RuntimeError:  # torch cannot even read it as a device
         return False
 
 
 def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
-    """Say whether a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
+    """Return True if a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
     if device_type == "cuda":
         if amp_definitely_not_available():
             warn("CUDA is not available (nor torch_xla installed). Disabling autocast.", UserWarning, 3)
@@ -68,7 +72,8 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
         return True
-    supported = _supported_dtypes(device_type)
+    custom = device_type == _torch_private.privateuse1_backend_name()
+    supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
     if dtype not in supported:
         names = ", ".join(map(str, supported))
         warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning, 3)
@@ -76,9 +81,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def _supported_dtypes(device_type: str) -> Iterable[torch.dtype]:
-    if device_type != _torch_private.privateuse1_backend_name():
-        return _LOW_PRECISION
+def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:
     backend = getattr(torch, device_type, None)
     supported = getattr(backend, "get_amp_supported_dtype", None)
     if supported is None:
@@ -90,10 +93,13 @@ def _supported_dtypes(device_type: str) -> Iterable[torch.dtype]:
     return dtypes
 
 
-def device_type(device: object) -> str:
-    """Return the type of a device, given as such or by name; raise if torch knows no such one."""
+def device_type(device: Any) -> Any:
+    """Return the type of a device, given as such or by name; raise a ValueError if torch knows no such one.
+
+    Anything else is returned as it is, as torch's scaler takes it: it is compared with names, and equals none.
+    """
     if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device must be a string such as 'cuda' or 'cpu', got {device!r}")
+        return device
     try:
         return torch.device(device).type
     except RuntimeError as error:

@@ -29,7 +29,8 @@ _BEFORE_BF16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core
 # oneDNN's values of such a limit that leave units of a CPU unused; it ignores ones that it does not know.
 _LEAVE_OUT = {torch.bfloat16: _BEFORE_BF16, torch.float16: {*_BEFORE_BF16, "avx512_core_bf16"}}
 
-_settled: set[torch.dtype] = set()
+SETTLED: set[torch.dtype] = set()
+"""Formats that need no warning any more."""
 
 
 def units(dtype: torch.dtype, capabilities: Mapping[str, object]) -> list[str]:
@@ -97,9 +98,9 @@ def warn_if_emulated(dtype: torch.dtype) -> None:
     Warns:
         UserWarning: There are no units for it, or oneDNN may not use them.
     """
-    if dtype in _settled:
+    if dtype in SETTLED:
         return
-    _settled.add(dtype)
+    SETTLED.add(dtype)
     if is_native_here(dtype) is False:
         with suppress(UserWarning):  # torch's region does not fail where warnings are errors
             warn(_message(dtype), UserWarning, 3)

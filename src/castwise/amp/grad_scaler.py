@@ -1,36 +1,38 @@
-"""`GradScaler`: the state machine of gradient scaling. Nothing here is numeric.
+"""`GradScaler`: scale losses, unscale gradients, skip steps that are not finite, move the scale.
 
-It is built in layers, each of which knows those below it: `scaled_losses`, `scaled_gradients`, `clipped_gradients`,
-`scaled_steps`; here are the end of an iteration, and saving. What the gradients are is in `gradients`, how they are
-measured and unscaled in `unscaling` and `measuring`, which ones are unscaled already in `ledger`, what is known of an
-optimizer in `optimizer_state`, how the scale moves in `schedules`.
+The class is the state machine and nothing else. `gradients` finds the gradients, `measure` does the arithmetic on them,
+`schedules` moves the scale, `agreement` lets ranks agree, `outcomes` knows why a step was skipped and tells
+hooks. What is true of one iteration is in an `Iteration`, which `update` replaces as a whole.
 
-Attributes with a leading underscore that torch's class has as well keep its names and meaning: subclasses and
-frameworks use them, down to replacing `_unscale_grads_` on an instance.
+Attributes with a leading underscore that torch's class has as well keep their names and meaning: subclasses and
+frameworks use them, down to replacing `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import functools
 import math
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
-from castwise.amp import checkpoint, measuring, unscaling
-from castwise.amp.after_step import AfterSteps
+from castwise.amp import checkpoint, closures, measure
+from castwise.amp.after_step import AfterSteps, LastStep, advance_of
 from castwise.amp.agreement import Agreement, Ranks
+from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
-from castwise.amp.observers import OBSERVERS
-from castwise.amp.optimizer_state import OptState
-from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
-from castwise.amp.outcomes import Step
-from castwise.amp.scaled_steps import ScaledSteps
+from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
+from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptState, Snapshot
+from castwise.amp.observers import OBSERVERS, registered, step_of
+from castwise.amp.outcomes import Outcomes, StepFacts
 from castwise.amp.schedules import Dynamic, Met, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
@@ -39,26 +41,30 @@ __all__ = ["GradScaler", "OptState"]
 INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-class GradScaler(ScaledSteps):
+def _refresh_per_optimizer_state() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class GradScaler(torch.amp.GradScaler):
     """Scale losses so that small gradients survive in fp16, and skip a step whose gradients are not finite.
 
     A training step is `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`; gradients are
-    unscaled in `step`, or before it by `unscale_(optimizer)` for whoever wants to clip or look at them. The scale
-    is an fp32 tensor on the device of the first loss and follows `schedules.Dynamic`.
+    unscaled in `step`; to inspect or clip them before, call `unscale_(optimizer)`. The scale is an fp32 tensor on the
+    device of the first loss and follows `schedules.Dynamic`.
 
     With its default arguments it does what `torch.amp.GradScaler` does, bit for bit, and is an instance of it.
-    It differs where torch's is wrong: arguments that cannot work are refused, the scale never leaves
-    [2**-126, 2**126], a gradient that unscaling would make infinite skips the step, a parameter of two optimizers
+    It differs where torch's is wrong: arguments that cannot work are refused, the scale never
+    becomes 0 or infinite, a gradient that unscaling would make infinite skips the step, a parameter of two optimizers
     is unscaled once, and an optimizer without gradients steps as it would without a scaler.
 
     Args:
         device: The type of device the losses live on. `"cuda"` on a machine without CUDA warns and disables.
-        init_scale: The first scale, a power of two by custom, within [2**-126, 2**126]; 2**16 by default.
+        init_scale: The first scale, a power of two by custom, within [2**-126, 3.4e38]; 2**16 by default.
         growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a row; > 1, 2 by default.
         backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1), 0.5 by default.
         growth_interval: Steps; >= 1, 2000 by default.
         enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
-        schedule: How the scale moves, with all its numbers; in the place of the four above. By default
+        schedule: How the scale moves, with all its numbers; instead of the four above. By default
             `schedules.Dynamic` with these.
         allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
             fp32 arithmetic and rounded to fp16, where small ones may vanish.
@@ -115,9 +121,9 @@ class GradScaler(ScaledSteps):
             _check_schedule(schedule)
             if enabled:
                 _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
-            self._take(schedule)
+            self._adopt(schedule)
         elif enabled:
-            self._take(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
+            self._adopt(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
         if enabled and self._device == "cuda" and amp_definitely_not_available():
             warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
             self._enabled = False
@@ -127,9 +133,668 @@ class GradScaler(ScaledSteps):
         for observer in OBSERVERS:
             observer.scaler_made(self, wanted=enabled)
 
+    _keeps_loss_dtype = False  # a loss of shape () in half precision becomes fp32, as in torch
+
+    def _forget_device_state(self) -> None:
+        self._scale: torch.Tensor | None = None
+        self._growth_tracker: torch.Tensor | None = None
+        self._trackers: dict[str, torch.Tensor] = {}
+        self._iteration = Iteration()
+        self._optimizers = KnownOptimizers()
+        self._outcomes = Outcomes()
+        self._after_steps = AfterSteps()
+        self._last_step: LastStep | None = None
+        self._has_warned_of_strangers = False
+        self._gradients_hooks: OrderedDict[int, Callable[[torch.optim.Optimizer, torch.Tensor], object]] = OrderedDict()
+
     def _agree_with(self, agreement: Agreement) -> None:
         self._agreement = agreement
         agreement.start(self._init_scale, self._init_growth_tracker, *self._init_trackers.values())
+
+    def _adopt(self, schedule: Schedule, trackers: Mapping[str, float] | None = None) -> None:
+        self._rule = schedule
+        self._init_scale = schedule.init_scale
+        self._init_trackers = schedule.trackers() if trackers is None else dict(trackers)
+        if isinstance(schedule, Dynamic):
+            self._growth_factor = schedule.growth_factor
+            self._backoff_factor = schedule.backoff_factor
+            self._growth_interval = schedule.growth_interval
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+    def scale(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor | Iterable[torch.Tensor]:
+        """Multiply losses by the scale, on their own devices and without a sync.
+
+        Args:
+            outputs: A tensor of any shape, or an iterable of such (nested as you like).
+
+        Returns:
+            The products: lists, tuples and named tuples come back as what they were, other iterables as a generator.
+
+        Raises:
+            ValueError: There is something in `outputs` that is not a tensor.
+        """
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, torch.Tensor):
+            _check_is_loss(outputs)
+            scaled_all: Iterable[torch.Tensor] = self._scale_all(outputs)
+            return scaled_all
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        assert self._scale is not None
+        scaled = outputs * self._scale.to(device=outputs.device, non_blocking=True)
+        if self._keeps_loss_dtype:
+            scaled = scaled.to(outputs.dtype)
+        self._iteration.note_loss(outputs)
+        if not is_dynamo_compiling():
+            if self._iteration.records:
+                self._iteration.expect_later_backward()
+            for observer in OBSERVERS:
+                observer.scaled(self, outputs, scaled)
+        return scaled
+
+    def _scale_all(self, outputs: Any) -> Any:
+        if isinstance(outputs, torch.Tensor):
+            return self.scale(outputs)
+        _check_is_loss(outputs)  # an iterator's outputs come to light only now
+        scaled = (self._scale_all(output) for output in outputs)
+        if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
+            return outputs._make(scaled)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise RuntimeError("the growth tracker exists already and the scale does not: set both or neither")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        self._trackers = on_device(self._init_trackers, dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None and self._agreement is not None:
+            # Of the stages of a pipeline only the last has a loss to scale.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        if self._scale is None or self._growth_tracker is None:
+            raise RuntimeError(
+                f"{funcname}() needs a scale, which the first scale() makes: "
+                "call scaler.scale(loss).backward() earlier in the iteration"
+            )
+        return self._scale, self._growth_tracker
+
+    def _made_scale(self) -> torch.Tensor:
+        """Return the scale where a public method has made sure that there is one."""
+        assert self._scale is not None
+        return self._scale
+
+    # -- what every call on an optimizer begins with ------------------------------------------------------------------
+
+    def _open(
+        self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, shows: bool = True
+    ) -> OptimizerRecord:
+        """Check that a call is in order, tell of it, and return the optimizer's record.
+
+        Args:
+            optimizer: Whose gradients the call is about.
+            call: The name of the public method.
+            *arguments: Its other arguments, which all ranks must give alike.
+            shows: Whether the hooks of `register_gradients_hook` are to see the gradients now, before they are changed.
+        """
+        record = self._iteration.records.get(optimizer)
+        if record is None:
+            record = self._new_record(optimizer)
+        if record.stage is OptState.STEPPED:
+            record.refuse(call)
+        if record.has_later_loss:
+            record = self._after_later_backward(record, call)
+        if self._gradients_hooks and shows:
+            self._show_gradients(record)
+        if self._agreement is not None:
+            self._agreement.note_call(call, record.info.number, *arguments)
+        return record
+
+    def _new_record(self, optimizer: torch.optim.Optimizer, *, was_shown: bool = False) -> OptimizerRecord:
+        info = self._optimizers.info(optimizer)
+        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # asked anew: it may change its mind
+        takes_scaler = supports and info.wants_scaler
+        record = OptimizerRecord(optimizer, info, takes_scaler, supports and not takes_scaler, was_shown=was_shown)
+        self._iteration.records[optimizer] = record
+        return record
+
+    def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
+        """Begin anew with an optimizer of which gradients were clipped and then others put in their place."""
+        assert record.clipped is not None
+        params, grads = params_and_grads(record.optimizer)
+        written, later = record.clipped.changed(grads)
+        if written:
+            raise RuntimeError(
+                f"{call}() is being called after a backward has added to gradients that were clipped before it: "
+                "clip once all gradients of a step are accumulated"
+            )
+        record.has_later_loss = False
+        if not later:
+            return record
+        if self._agreement is not None and call == "step":
+            raise _changed_since_clipping()
+        earlier = self._collect(record, allow_fp16=True).without({params[index] for index in later})
+        if record.divisor is not None:
+            measure.multiply_(earlier.groups, measure.reciprocal(record.divisor), {})
+        self._optimizers.shared.mark(earlier.params)
+        return self._new_record(record.optimizer, was_shown=record.was_shown)
+
+    def _collect(self, record: OptimizerRecord, *, allow_fp16: bool, **options: bool) -> Gradients:
+        return collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement, **options)
+
+    # -- unscaling ----------------------------------------------------------------------------------------------------
+
+    @never_traced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer's parameters by the scale, in place, and note if any is not finite.
+
+        For looking at gradients or changing them between the backward and `step`, once per `step` and after all
+        gradients of the step are accumulated. Does not sync, except for CPU gradients.
+
+        Raises:
+            RuntimeError: Called twice, or after `step`, before an `update()`; or before the first `scale()`.
+            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
+        record = self._open(optimizer, "unscale_")
+        if record.stage is OptState.READY:
+            self._unscale(record, allow_fp16=self._allow_fp16_gradients)
+        elif record.may_unscale:
+            record.may_unscale = False
+        else:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(): "
+                "call it once per step, and scaler.update() after the step"
+            )
+
+    def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
+        """Multiply gradients now with all that is left to multiply them with."""
+        scale = self._made_scale()
+        was_measured = self._agreement is not None and record.divisor is not None and self._is_measured(record)
+        if self._replaces_unscaling():
+            if self._rule.needs_largest:
+                self._note_largest(record, self._collect(record, allow_fp16=True))
+            found = self._unscale_grads_(
+                record.optimizer, measure.reciprocal(scale), torch.zeros_like(scale), allow_fp16
+            )
+        else:
+            grads = collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
+            if self._rule.needs_largest:
+                self._note_largest(record, grads)
+            found = {}
+            for factor, groups in self._factors(record, grads):
+                measure.multiply_(groups, factor, found)
+                if scale.device.type == "cpu" or self._agreement is not None or record.takes_grad_scale:
+                    measure.find_new_infs(groups, factor, found)
+        if self._optimizers.shared.watches:
+            self._optimizers.shared.note_unscaled(params_of(record.optimizer))
+        record.divisor, record.stage = None, OptState.UNSCALED
+        if not was_measured:
+            self._note(record, found)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients with a factor, whatever was done before.
+
+        For tools that call or replace it: `unscale_` and `step` go through it only if a subclass or a script has
+        replaced it.
+
+        Returns:
+            Per device of gradients its found_inf, fp32 like the one given, 1 if a gradient is not finite.
+        """
+        grads = collect(optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
+        found = {group.device: found_inf.to(group.device, copy=True) for group in grads.groups}
+        measure.multiply_(grads.groups, inv_scale, found)
+        measure.find_new_infs(grads.groups, inv_scale, found)
+        return found
+
+    def _replaces_unscaling(self) -> bool:
+        """Return True if a subclass or a script has put its own `_unscale_grads_` in place of castwise's."""
+        return "_unscale_grads_" in vars(self) or not type(self)._unscale_grads_.__module__.startswith("castwise.")
+
+    def _has_unscaled(self, params: list[torch.Tensor]) -> bool:
+        """Return True if the gradient of one of an optimizer's parameters was unscaled before, by another one."""
+        return any(param in self._optimizers.shared.unscaled for param in params)
+
+    def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
+        """Return gradients in groups, each with what unscales (and clips) it: less where it was unscaled before."""
+        scale, unscaled = self._made_scale(), self._optimizers.shared.unscaled
+        if record.stage is not OptState.READY:
+            return [(torch.ones_like(scale), grads.groups)]
+        factor = measure.reciprocal(scale if record.divisor is None else record.divisor)
+        unscaled = {param: unscaled[param] for param in grads.params if param in unscaled} if unscaled else {}
+        if not unscaled:
+            return [(factor, grads.groups)]
+        parts, clips_only = [(factor, grads.without(unscaled).groups)], factor * scale
+        for param, unless in unscaled.items():
+            of_param = clips_only if unless is None else torch.where(unless.to(scale.device) != 0, factor, clips_only)
+            parts.append((of_param, grads.only({param}).groups))
+        return parts
+
+    def _note_largest(self, record: OptimizerRecord, grads: Gradients) -> None:
+        """Put the largest magnitude of the unscaled gradients on record, for schedules that want to know it."""
+        if record.largest is not None:
+            return
+        scale = self._made_scale()
+        found = [torch.zeros_like(scale)]
+        for factor, groups in self._factors(record, grads):
+            norm, _ = measure.norm_of(groups, math.inf, scale, math.inf)
+            found.append((norm * factor.to(norm.device)).float())
+        record.largest = torch.stack(found).amax()
+
+    def _note(self, record: OptimizerRecord, found: measure.FoundInfs) -> None:
+        """Put what was found on record, for `step` and `update`."""
+        if self._agreement is not None or not found:  # no gradient, no inf: the step counts as finite
+            scale = self._made_scale()
+            found = {scale.device: measure.combine(found.values(), scale)}
+        record.found_inf_per_device, record.is_reduced = found, self._agreement is None
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+        if self._agreement is not None:
+            self._agree("_found_inf_per_device")
+        record = self._iteration.records.get(optimizer)
+        return {} if record is None else record.found_inf_per_device
+
+    @property
+    def _per_optimizer_states(self) -> defaultdict[int, Any]:
+        """What torch's class has under this name, for tools that read or write its entries."""
+        states = {id(record.optimizer): record for record in self._iteration.records.values() if record.has_begun()}
+        return defaultdict(_refresh_per_optimizer_state, states)
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, _: object) -> None:
+        self._iteration = Iteration()  # an `update` in a subclass of torch's ends an iteration like this
+
+    # -- clipping -----------------------------------------------------------------------------------------------------
+
+    @never_traced
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip the gradients of an optimizer, all together, to a norm; instead of `unscale_` and torch's clipping.
+
+        The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
+        step, so its `.grad` are still scaled until then; those of any other, or after `unscale_`, are unscaled and
+        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip; so it is if
+        the scale is so large that fp32 cannot hold scale * norm / max_norm. May be called before `unscale_`, after it,
+        and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
+
+        Args:
+            optimizer: All gradients of its parameters count as one vector.
+            max_norm: The largest norm they may have, >= 0; inf only measures.
+            norm_type: p of the p-norm, > 0, or inf.
+            error_if_nonfinite: Raise instead of skipping the step, which syncs.
+
+        Returns:
+            The p-norm of the unscaled gradients before clipping, shape (), on the device of the first: fp32, or fp64
+            if a gradient is; as accurate as torch's. It is 0 without gradients.
+
+        Raises:
+            RuntimeError: Called after `step`, or before the first `scale()`; or a backward has added to gradients that
+                were clipped; or they are not finite and `error_if_nonfinite` is set. Nothing is clipped then.
+            TypeError: `optimizer` is not one, an argument has the wrong type, or a gradient a dtype or layout that
+                cannot be unscaled.
+            ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
+
+        Example:
+            >>> import castwise
+            >>> scaler = castwise.GradScaler("cpu")
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+            >>> scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+            >>> scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+            tensor(5.)
+            >>> weight.grad
+            tensor([0.6000, 0.8000])
+        """
+        max_norm, norm_type = measure.check_bound("max_norm", max_norm), measure.check_norm_type(norm_type)
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
+        record, scale = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type), self._made_scale()
+        is_fused = record.takes_grad_scale
+        allow_fp16 = is_fused or self._allow_fp16_gradients
+        grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=self._agreement)
+        if self._rule.needs_largest:
+            self._note_largest(record, grads)
+        has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
+        if record.stage is OptState.READY and (has_unscaled or self._replaces_unscaling()):
+            self._unscale(record, allow_fp16=allow_fp16)
+            record.may_unscale = True
+            grads = self._collect(record, allow_fp16=allow_fp16, sum_duplicates=True)
+        in_its_step = is_fused and record.stage is OptState.READY and not grads.repeat
+
+        scaled_by = torch.ones_like(scale) if record.stage is OptState.UNSCALED else record.divisor
+        if scaled_by is None:
+            scaled_by = scale
+        scaled_norm, norms = measure.norm_of(grads.groups, norm_type, scaled_by, max_norm)
+        found_before = list(record.found_inf_per_device.values())  # which stands
+        if self._agreement is not None:
+            if not record.is_reduced:
+                found_here = measure.combine(found_before, scale)
+                scaled_norm = torch.where(found_here != 0, math.inf, scaled_norm)
+            call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
+            scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
+        norm, divisor, found_inf = measure.clip(scaled_norm, scaled_by, max_norm)
+        if found_before:
+            found_inf = measure.combine([found_inf, *found_before], scale)
+        if error_if_nonfinite and (found_inf or not norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped: let "
+                "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
+            )
+        if in_its_step:
+            record.divisor = divisor
+        elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
+            # Unscaling may make an fp16 gradient infinite, whatever its norm says.
+            self._unscale(record, allow_fp16=True)
+            record.may_unscale = True
+            found_inf = measure.combine([found_inf, *record.found_inf_per_device.values()], scale)
+            factor = measure.clip_factor(divisor, found_inf, scaled_by)
+            measure.multiply_(grads.groups, factor * scaled_by, {scale.device: found_inf})
+        else:
+            factor = measure.clip_factor(divisor, found_inf, scaled_by)
+            measure.multiply_(grads.groups, factor, {scale.device: found_inf})
+            if record.stage is OptState.READY:
+                record.stage, record.may_unscale, record.divisor = OptState.UNSCALED, True, None
+                if self._optimizers.shared.watches:
+                    self._optimizers.shared.note_unscaled(params_of(optimizer))
+        record.found_inf_per_device, record.is_reduced = {scale.device: found_inf}, True
+        record.clipped = Snapshot(params_and_grads(optimizer)[1])
+        record.norms, record.norm = norms, norm
+        return norm if grads.is_double() or not grads.groups else norm.to(grads.groups[0].device, torch.float32)
+
+    @never_traced
+    def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
+        """Unscale the gradients of an optimizer, if they are not yet, and clip each element to [-v, v].
+
+        May be called wherever `clip_grad_norm_` may, also on a disabled scaler.
+
+        Args:
+            optimizer: Any; there is no way for a fused one to clip elements by itself.
+            clip_value: v >= 0.
+
+        Raises:
+            RuntimeError: Called after `step`, or before the first `scale()`.
+            TypeError: `optimizer` is not one, `clip_value` is no number, or there are complex gradients.
+            ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
+        """
+        clip_value = measure.check_bound("clip_value", clip_value)
+        if not self._enabled:
+            torch.nn.utils.clip_grad_value_(params_of(optimizer), clip_value)
+            return
+        self._check_scale_growth_tracker("clip_grad_value_")
+        for observer in OBSERVERS:
+            observer.unscaling(self, optimizer)
+        record = self._open(optimizer, "clip_grad_value_", clip_value)
+        allow_fp16 = self._allow_fp16_gradients
+        self._collect(record, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True)
+        self._unscale_now(record, allow_fp16=allow_fp16)
+        with torch.no_grad():
+            for group in self._collect(record, allow_fp16=allow_fp16).groups:
+                if clip_value <= torch.finfo(group.dtype).max:  # else it is none of their numbers
+                    torch._foreach_clamp_min_(group.tensors, -clip_value)
+                    torch._foreach_clamp_max_(group.tensors, clip_value)
+
+    def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
+        """Unscale gradients, unless they are unscaled already, without taking from the user the right to ask for it."""
+        if record.stage is OptState.READY:
+            self._unscale(record, allow_fp16=allow_fp16)
+            record.may_unscale = True
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @never_traced
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer on unscaled gradients, unless they are not finite: then nothing but the skip is noted.
+
+        Syncs with the host to learn whether to skip, except for fused optimizers, which decide on the device.
+        After a step `.grad` are unscaled, and clipped if `clip_grad_norm_` was called. After a skipped one they are
+        not finite: a fused optimizer leaves them as they were, for any other they are unscaled.
+
+        A closure is called as often as the optimizer likes. It calls `scaler.scale(loss).backward()`, may call
+        `clip_grad_norm_`, and returns the loss, unscaled. If one evaluation is not finite, the parameters and the
+        optimizer's state are put back to what they were and the step is skipped; that takes a copy of them.
+
+        Args:
+            optimizer: The optimizer whose gradients come from scaled losses.
+            *args: Passed to `optimizer.step`, of which a closure is the first.
+            **kwargs: Passed to `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returned; None when the step was skipped.
+
+        Raises:
+            RuntimeError: Called twice, or after `skip`, before an `update()`; or before the first `scale()`.
+            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
+        """
+        if not OBSERVERS:
+            return self._step(optimizer, *args, **kwargs)
+        with step_of(self, optimizer):
+            return self._step(optimizer, *args, **kwargs)
+
+    def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self._enabled:
+            returned = optimizer.step(*args, **kwargs)
+            self._last_step = self._optimizers.info(optimizer).last_step = LastStep(self.iteration)
+            return returned
+        closure = closures.closure_of(args, kwargs) if args or kwargs else None
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        record = self._open(optimizer, "step", shows=closure is None)
+        if closure is not None:
+            returned = self._step_with_closure(record, closure, args, kwargs)
+            record = self._iteration.records.get(optimizer) or self._new_record(optimizer)
+        elif record.takes_scaler:
+            warn(
+                "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
+                "that GradScaler sets on the optimizer instead",
+                FutureWarning,
+                3,
+            )
+            returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
+        elif record.takes_grad_scale:
+            returned = self._step_with_scale(record, self._made_scale(), *args, **kwargs)
+        else:
+            if record.stage is OptState.READY:
+                self.unscale_(optimizer)
+            if self._agreement is not None:
+                self._agree("step")
+            elif self._made_scale().device.type != "cpu":
+                self._look_again(record)
+            returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
+        record.stage = OptState.STEPPED
+        record.clipped = None  # it keeps gradients alive
+        found_infs = list(record.found_inf_per_device.values())
+        self._last_step = record.info.last_step = LastStep(self._outcomes.updates + 1, found_infs)
+        return returned
+
+    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        record: OptimizerRecord = optimizer_state
+        if self._is_to_be_skipped(record):
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def _is_to_be_skipped(self, record: OptimizerRecord) -> bool:
+        """Ask the device; and if it is so which gradients are not finite, now: they may be gone before `update`."""
+        record.is_finite = not any(found_inf.item() for found_inf in record.found_inf_per_device.values())
+        if not record.is_finite:
+            params, grads = params_and_grads(record.optimizer)
+            still_scaled_by = self._scale if record.stage is OptState.READY else None
+            record.note_flags(measure.local_flags(params, grads, still_scaled_by))
+        return not record.is_finite
+
+    def _look_again(self, record: OptimizerRecord) -> None:
+        """Find gradients on an accelerator that only unscaling made infinite, now that the host waits for it anyway."""
+        scale = self._made_scale()
+        if scale.item() < 1.0 and not self._replaces_unscaling():
+            found = dict(record.found_inf_per_device)
+            measure.find_new_infs(self._collect(record, allow_fp16=True).groups, measure.reciprocal(scale), found)
+            record.found_inf_per_device = found
+
+    def _step_with_scale(self, record: OptimizerRecord, scale: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Let an optimizer that can do so unscale, clip and skip by itself."""
+        optimizer, shared = record.optimizer, self._optimizers.shared
+        if record.stage is OptState.READY and shared.unscaled and self._has_unscaled(params_of(optimizer)):
+            # One grad_scale speaks for all of its gradients, and some are unscaled already.
+            self._unscale(record, allow_fp16=True)
+        if record.stage is OptState.READY and (record.divisor is None or not self._is_measured(record)):
+            self._check_inf_per_device(optimizer)
+        if self._agreement is not None:
+            self._agree("step")
+        found_inf = measure.combine(record.found_inf_per_device.values(), scale)
+        may_be_skipped = found_inf.device.type != "cpu" or self._is_to_be_skipped(record)
+        unscales = record.stage is OptState.READY
+        with closures.given(optimizer, grad_scale=self._grad_scale(record), found_inf=found_inf):
+            if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
+                with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
+                    returned = optimizer.step(*args, **kwargs)
+            else:
+                returned = optimizer.step(*args, **kwargs)
+        # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
+        if unscales and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
+            shared.note_unscaled(params_of(optimizer), unless=found_inf)
+        return returned
+
+    def _is_measured(self, record: OptimizerRecord) -> bool:
+        """Return True if the gradients that clipping has left to a fused step are those that are there now."""
+        assert record.clipped is not None
+        is_measured = record.clipped.matches(params_and_grads(record.optimizer)[1])
+        if self._agreement is not None and not is_measured:
+            raise _changed_since_clipping()  # ranks have decided on what was there, and only this one may look again
+        return is_measured
+
+    @never_traced
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+        """Note whether an optimizer could step on gradients divided by the scale, without writing them."""
+        if self._scale is None:
+            self._check_scale_growth_tracker("_check_inf_per_device")
+        scale, record = self._made_scale(), self._iteration.records.get(optimizer) or self._new_record(optimizer)
+        if self._replaces_unscaling():
+            found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+            self._note(record, found)
+            return record.found_inf_per_device
+        grads = collect(optimizer, allow_fp16=True, agreement=self._agreement)
+        if grads.repeat:  # an optimizer that writes gradients back would unscale one as often as it is there
+            self._unscale(record, allow_fp16=True)
+            return record.found_inf_per_device
+        if self._rule.needs_largest:
+            self._note_largest(record, grads)
+        divisor = self._grad_scale(record)
+        found, norms = measure.check(grads.groups, scale if divisor is None else divisor)
+        record.norms = norms
+        if record.divisor is not None:  # what clipping has found stands, as it does for other optimizers
+            flags = [*record.found_inf_per_device.values(), *found.values()]
+            found = {scale.device: measure.combine(flags, scale)}
+        self._note(record, found)
+        return record.found_inf_per_device
+
+    def _grad_scale(self, record: OptimizerRecord) -> torch.Tensor | None:
+        """Return what gradients have yet to be divided by; a `grad_scale` of the user's takes part."""
+        of_user = getattr(record.optimizer, "grad_scale", None)
+        scale = self._get_scale_async()
+        assert scale is not None
+        if isinstance(of_user, (int, float)):
+            of_user = torch.full_like(scale, of_user)
+        if record.stage is not OptState.READY:
+            return of_user
+        divisor = scale if record.divisor is None else record.divisor
+        return divisor if of_user is None else divisor * of_user
+
+    def _step_with_closure(
+        self,
+        record: OptimizerRecord,
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Unscale and check after every evaluation; a fused optimizer is no exception, its step comes later."""
+        optimizer, was_shown = record.optimizer, record.was_shown
+        allow_fp16 = self._allow_fp16_gradients or record.takes_grad_scale
+        losses_of_others = list(self._iteration.losses)
+
+        def evaluate() -> Any:
+            of_evaluation = self._new_record(optimizer, was_shown=was_shown)
+            self._iteration.losses[:] = losses_of_others
+            before = Snapshot(params_and_grads(optimizer)[1])
+            loss = closure()
+            params, grads = params_and_grads(optimizer)
+            written, new = before.changed(grads)  # scaled ones, however the closure makes them
+            self._optimizers.shared.forget([params[index] for index in (*written, *new)])
+            of_evaluation = self._iteration.records.get(optimizer, of_evaluation)
+            scale, _ = self._check_scale_growth_tracker("step")
+            if self._gradients_hooks:
+                self._show_gradients(of_evaluation)
+            self._unscale_now(of_evaluation, allow_fp16=allow_fp16)
+            self._optimizers.shared.mark(params)  # as they are if the closure does not compute gradients the next time
+            is_finite = closures.is_finite(loss)
+            if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
+                found = of_evaluation.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
+                self._note(of_evaluation, dict(found))
+            if self._agreement is not None:
+                self._agree("step")
+            if self._is_to_be_skipped(of_evaluation):
+                raise closures.NonFiniteEvaluationError
+            return loss
+
+        if record.divisor is not None:
+            self._unscale_now(record, allow_fp16=allow_fp16)
+        if record.stage is OptState.UNSCALED:
+            self._optimizers.shared.mark(params_of(optimizer))
+        args, kwargs = closures.with_closure(args, kwargs, evaluate)
+        try:
+            with closures.put_back_on_error(optimizer):
+                return optimizer.step(*args, **kwargs)
+        except closures.NonFiniteEvaluationError:
+            return None
+        except BaseException:
+            self._iteration.records.pop(optimizer, None)  # nothing was stepped, and the gradients are the closure's
+            raise
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave an optimizer out in this iteration, deliberately, so that `update()` is in order.
+
+        Its gradients stay as clipping has left them (the manual's page on clipping says how), so zero them before the
+        next backward. If they were found not to be finite (by `unscale_` or clipping), the scale still backs off; if
+        nothing was looked at and no other optimizer is stepped, the scale stays.
+
+        Raises:
+            RuntimeError: Called after `step` or `skip` of the same optimizer, before an `update()`.
+            TypeError: `optimizer` is not one.
+        """
+        if not self._enabled:
+            return
+        record = self._open(optimizer, "skip", shows=False)
+        record.stage, record.was_skipped, record.clipped = OptState.STEPPED, True, None
+
+    # -- the end of an iteration --------------------------------------------------------------------------------------
 
     @never_traced
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -142,45 +807,45 @@ class GradScaler(ScaledSteps):
         Raises:
             RuntimeError: Before the first `scale()`, or without `new_scale` when nothing was stepped or unscaled.
             TypeError: `new_scale` is neither a number nor such a tensor.
-            ValueError: `new_scale` is outside [2**-126, 2**126].
+            ValueError: `new_scale` is below 2**-126 or not finite in fp32.
         """
         if not self._enabled:
             return
         number = None if new_scale is None else self._number(new_scale)
         for observer in OBSERVERS:
             observer.updating(self, is_set=number is not None)
-        self._agree("update")
-        states = self._states()
-        found_infs = [found_inf for state in states for found_inf in state["found_inf_per_device"].values()]
-        all_skipped = bool(states) and not found_infs and all(state.get("skipped") for state in states)
-        steps = self._steps()
-        before = self._scale.clone() if self._scale is not None and any(is_wanted for _, is_wanted in steps) else None
-        if number is not None or not all_skipped:
+        if self._agreement is not None:
+            self._agree("update")
+        iteration, outcomes = self._iteration, self._outcomes
+        found_infs = [flag for record in iteration.records.values() for flag in record.found_inf_per_device.values()]
+        steps = [
+            record
+            for record in iteration.records.values()
+            if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped
+        ]
+        scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
+        if number is not None or found_infs or not iteration.has_only_skips():
             self._move_scale(number, found_infs)
-        self._outcomes.add(steps, before, self._scale)
+        outcomes.add(steps, scale_before, self._scale, iteration)
         if self._agreement is not None:
             self._agreement.note_update(number)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._states_of_dead_optimizers.clear()
-        self._owners.clear()
-        self._unscaled.clear()
-        self._gradients_seen.clear()
-        if self._scale is None or not is_capturing(self._scale):  # there nobody may wait for anything
-            self._after_steps.run(self._outcomes.updates)
-            self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
+        self._iteration = Iteration()
+        if self._optimizers.shared.watches:
+            self._optimizers.shared.update()
+        has_to_wait = bool(self._after_steps.calls or outcomes.pending)
+        if has_to_wait and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
+            self._after_steps.run(outcomes.updates)
+            outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
 
-    def _steps(self) -> list[tuple[Step, bool]]:
-        """Return the steps of this iteration, each with whether there is more to know of it."""
-        steps: list[tuple[Step, bool]] = []
-        dead = ((_nobody, state) for state in self._states_of_dead_optimizers)
-        alive = ((self._owners.get(key, _nobody), state) for key, state in self._per_optimizer_states.items())
-        for optimizer, state in itertools.chain(dead, alive):
-            found = state["found_inf_per_device"]
-            if state["stage"] is OptState.STEPPED and found and not state.get("skipped") and self._scale is not None:
-                found_inf = unscaling.combine(found.values(), self._scale)
-                step = Step(optimizer, found_inf, state.get("finite", ()), state.get("norm"))
-                steps.append((step, self._outcomes.wants(step)))
-        return steps
+    def _number(self, new_scale: float | torch.Tensor) -> float:
+        if not isinstance(new_scale, torch.Tensor):
+            return check_scale("new_scale", new_scale)
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.device.type != self._device:
+            raise TypeError(
+                f"new_scale must be a number or a one-element tensor on {self._device} without requires_grad, "
+                f"got {tuple(new_scale.shape)} on {new_scale.device.type}, requires_grad={new_scale.requires_grad}"
+            )
+        return check_scale("new_scale", new_scale.item())
 
     def _move_scale(self, new_scale: float | None, found_infs: list[torch.Tensor]) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("update")
@@ -188,7 +853,9 @@ class GradScaler(ScaledSteps):
             scale.fill_(new_scale)
         elif found_infs:
             trackers = {"growth_tracker": growth_tracker, **self._trackers}
-            self._schedule().advance_(scale, trackers, self._met(unscaling.combine(found_infs, scale)))
+            schedule, found_inf = self._schedule(), measure.combine(found_infs, scale)
+            wants_more = schedule.needs_loss or schedule.needs_largest
+            schedule.advance_(scale, trackers, self._met(found_inf) if wants_more else Met(found_inf))
         else:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
@@ -197,18 +864,239 @@ class GradScaler(ScaledSteps):
 
     def _met(self, found_inf: torch.Tensor) -> Met:
         """Return what the iteration met, with as much as the schedule wants to know; the same on all ranks."""
-        rule = self._schedule()
-        if not (rule.needs_loss or rule.needs_largest):
-            return Met(found_inf)
-        found = [state["largest"] for state in self._states() if "largest" in state]
-        largest = unscaling.combine(found, found_inf) if found else torch.zeros_like(found_inf)
-        loss_is_nonfinite = self._outcomes.loss_is_nonfinite(found_inf)
+        found = [record.largest for record in self._iteration.records.values() if record.largest is not None]
+        largest = measure.combine(found, found_inf) if found else torch.zeros_like(found_inf)
+        loss_is_nonfinite = self._iteration.loss_is_nonfinite(found_inf)
         if self._agreement is not None:
-            known = torch.where(largest.isfinite(), largest, 0.0).to(measuring.wide(largest.device))
-            loss_is_nonfinite, largest = self._agreement.norm(
-                loss_is_nonfinite, known, math.inf, f"update() with {self._account()}"
+            call = f"update() with {_text(self._schedule())}"
+            known = torch.where(largest.isfinite(), largest, 0.0)
+            loss_is_nonfinite, largest = self._agreement.maxima([loss_is_nonfinite, known], call)
+        return Met(found_inf, loss_is_nonfinite.float(), largest.float())
+
+    def _agree(self, call: str) -> None:
+        """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
+        if self._agreement is None:
+            return
+        records = [record for record in self._iteration.records.values() if not record.is_reduced]
+        if records:
+            flags = [flag for record in records for flag in record.found_inf_per_device.values()]
+            self._agreement.any_(flags, f"{call}() with {_text(self._schedule())}")
+        for record in records:
+            record.is_reduced = True
+
+    # -- what became of the steps -------------------------------------------------------------------------------------
+
+    @property
+    def step_skipped(self) -> torch.Tensor:
+        """Whether the last `step` was skipped: bool, shape (), on the scale's device, without a sync.
+
+        False before the first step, and whenever the scaler is disabled.
+        """
+        found = () if self._last_step is None else self._last_step.found_infs
+        if self._scale is None or not found:
+            return torch.zeros((), dtype=torch.bool, device=None if self._scale is None else self._scale.device)
+        return measure.combine(found, self._scale) != 0
+
+    @never_traced
+    def step_scheduler(
+        self, scheduler: Any, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        """Advance a learning-rate schedule, or call a function, if the optimizer's last `step` was really taken.
+
+        Call it once an iteration, after `step`, before or after `update`. It is advanced as often as the optimizer
+        was stepped: a skipped step, or a call without a new step, advances nothing. A function is called
+        whenever the step was in the iteration under way, or, until something is scaled again, in the one before: two
+        functions cannot be told apart. On an accelerator where the host does not know yet (a fused optimizer's step)
+        it is advanced up to two updates later; `synchronize()`,
+        `state_dict()` and pickling advance what is left.
+
+        Args:
+            scheduler: Something with a `step()`, or a function.
+            *args: Passed on.
+            optimizer: Whose step counts: by default `scheduler.optimizer`, if it has one, else that of the last `step`.
+            **kwargs: Passed on.
+
+        Raises:
+            TypeError: `scheduler` has no `step` and is no function, or it is a module.
+        """
+        call = advance_of(scheduler, args, kwargs)
+        optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
+        last = self._last_step if optimizer is None else self._optimizers.info(optimizer).last_step
+        is_function = not hasattr(scheduler, "step")
+        if last is not None and (self._is_recent(last) if is_function else last.follow(scheduler)):
+            self._after_steps.add(last, call)
+        elif last is None and self._last_step is not None and not self._has_warned_of_strangers:
+            self._has_warned_of_strangers = True
+            warn(
+                f"step_scheduler() advances nothing yet: the optimizer of this {type(scheduler).__name__} was never "
+                "stepped with this scaler, others were; if it is wrapped, say whose step counts with optimizer=...",
+                UserWarning,
+                2,
             )
-        return Met(found_inf, loss_is_nonfinite, largest.float())
+        self._after_steps.run(self._outcomes.updates)
+
+    def _is_recent(self, step: LastStep) -> bool:
+        is_of_the_last = step.iteration == self.iteration - 1 and not self._iteration.seen_losses()
+        return step.iteration == self.iteration or is_of_the_last
+
+    @never_traced
+    def synchronize(self) -> None:
+        """Wait for the device, advance what `step_scheduler` has still to advance, and tell the hooks of all steps.
+
+        Raises:
+            ScaleExhausted: If the schedule wants it so.
+        """
+        self._after_steps.run()
+        self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None, all_=True)
+
+    def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
+        """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
+
+        A disabled scaler calls none. What the hook returns is ignored, but for the step that ends in a
+        `ScaleExhausted`: there it becomes the error's `diagnosis`.
+
+        Args:
+            hook: Is given the `StepFacts`, plain numbers on the host.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+        """
+        return registered(self._outcomes.hooks, hook)
+
+    def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
+        """Call a function with an optimizer and the scale, before its gradients are read or changed: once an iteration.
+
+        They are as the backwards have left them, still scaled. A disabled scaler calls none.
+
+        Args:
+            hook: Is given the optimizer, and the scale: fp32, shape (), on its device.
+
+        Returns:
+            A handle, whose `remove()` ends it.
+        """
+        return registered(self._gradients_hooks, hook)
+
+    def _show_gradients(self, record: OptimizerRecord) -> None:
+        if self._gradients_hooks and not record.was_shown:
+            scale, _ = self._check_scale_growth_tracker("step")
+            for hook in tuple(self._gradients_hooks.values()):
+                hook(record.optimizer, scale)
+            record.was_shown = True
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> Schedule:
+        """Return the schedule, with the numbers that subclasses and frameworks may have set on the scaler."""
+        rule = self._rule
+        if isinstance(rule, Dynamic):
+            now = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            if now != (rule.growth_factor, rule.backoff_factor, rule.growth_interval):
+                growth_factor, backoff_factor, growth_interval = now
+                self._rule = rule = dataclasses.replace(
+                    rule, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
+                )
+        return rule
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the scale moves: what was given, or `schedules.Dynamic`."""
+        return self._schedule()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks take and skip the same steps; False for a process group that leaves some of them out."""
+        return self._agreement is not None and self._agreement.is_of_all_ranks()
+
+    @property
+    def iteration(self) -> int:
+        """The number of the iteration under way: from 1, one more after each `update`, and anew in each process."""
+        return self._outcomes.updates + 1
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    @never_traced
+    def get_scale(self) -> float:
+        """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
+        if not self._enabled:
+            return 1.0
+        for observer in OBSERVERS:
+            observer.asked(self)
+        scale = self._get_scale_async()
+        return self._init_scale if scale is None else float(scale.item())
+
+    def get_growth_factor(self) -> float:
+        """Return what the scale is multiplied by when it grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it grows.
+
+        Args:
+            new_factor: Finite, > 1.
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such factor.
+        """
+        self._refuse_without("growth_factor")
+        self._growth_factor = Dynamic(growth_factor=new_factor).growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """Return what the scale is multiplied by after a skipped step."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after a skipped step.
+
+        Args:
+            new_factor: In (0, 1).
+
+        Raises:
+            TypeError: It is not a number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such factor.
+        """
+        self._refuse_without("backoff_factor")
+        self._backoff_factor = Dynamic(backoff_factor=new_factor).backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """Return the number of finite steps after which the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of finite steps after which the scale grows.
+
+        Args:
+            new_interval: Steps, >= 1.
+
+        Raises:
+            TypeError: It is not a whole number.
+            ValueError: It is out of its range.
+            RuntimeError: The schedule has no such interval.
+        """
+        self._refuse_without("growth_interval")
+        self._growth_interval = Dynamic(growth_interval=new_interval).growth_interval
+
+    def _refuse_without(self, name: str) -> None:
+        if not hasattr(self._rule, name):
+            raise RuntimeError(f"{self._rule} has no {name}: it would have no effect")
+
+    @never_traced
+    def _get_growth_tracker(self) -> int:
+        if not self._enabled:
+            return 0
+        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
+
+    def _get_trackers(self) -> dict[str, float]:
+        return {name: tracker.item() for name, tracker in self._trackers.items()} or dict(self._init_trackers)
+
+    def is_enabled(self) -> bool:
+        """Return True if this scaler scales; False also if it was made for CUDA where there is none."""
+        return self._enabled
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
 
     @never_traced
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +1134,7 @@ class GradScaler(ScaledSteps):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
 
-        What is still on its way of earlier steps is dropped: it advances no schedule, and no hook is told of it.
+        Pending results of earlier steps are dropped: they advance no schedule, and no hook is called with them.
 
         Args:
             state_dict: Plain numbers by name.
@@ -261,12 +1149,11 @@ class GradScaler(ScaledSteps):
         saved = checkpoint.read(state_dict, self._schedule())
         if self._agreement is not None:
             self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
-        self._take(saved.schedule, saved.trackers)
+        self._adopt(saved.schedule, saved.trackers)
         self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
         self._after_steps = AfterSteps()
         self._last_step = None
-        for memory in self._memories.values():
-            memory.last_step = None
+        self._optimizers.forget_last_steps()
         taken, skips, skips_in_a_row = saved.counts
         self._outcomes.counts = taken + skips, skips, skips_in_a_row
         if self._scale is not None:
@@ -282,13 +1169,15 @@ class GradScaler(ScaledSteps):
             observer.loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and (self._per_optimizer_states or self._states_of_dead_optimizers):
+        if self._enabled and self._iteration.has_begun():
             raise RuntimeError(
                 "a GradScaler can be pickled or copied only at the beginning of an iteration: "
                 "call scaler.update() before"
             )
-        # Device tensors and what belongs to this process stay; numbers travel and are put on a device lazily.
-        state = {name: value for name, value in self.__dict__.items() if name not in _PROCESS_LOCAL}
+        # What belongs to this process stays; numbers travel, and are put on a device lazily.
+        fresh = object.__new__(type(self))
+        fresh._forget_device_state()
+        state = {name: value for name, value in self.__dict__.items() if name not in vars(fresh)}
         if self._enabled:
             self.synchronize()
         for observer in OBSERVERS:
@@ -297,38 +1186,35 @@ class GradScaler(ScaledSteps):
             "_init_scale": self.get_scale() if self._enabled else self._init_scale,
             "_init_growth_tracker": self._get_growth_tracker(),
             "_init_trackers": self._get_trackers(),
-            "_outcomes": self._outcomes.counts,
-            "_scale": None,
-            "_growth_tracker": None,
-            "_trackers": {},
+            "_counts": self._outcomes.counts,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_device_state()
-        outcomes = self._outcomes
+        self._outcomes.counts = state.pop("_counts")
         self.__dict__.update(state)
-        outcomes.counts = state["_outcomes"]
-        self._outcomes = outcomes
 
 
-_PROCESS_LOCAL = (
-    "_per_optimizer_states",
-    "_owners",
-    "_states_of_dead_optimizers",
-    "_unscaled",
-    "_optimizers_seen",
-    "_memories",
-    "_outcomes",
-    "_after_steps",
-    "_last_step",
-    "_has_warned_of_strangers",
-    "_gradients_hooks",
-    "_gradients_seen",
-)
+@functools.lru_cache(maxsize=8)
+def _text(schedule: Schedule) -> str:
+    return repr(schedule)
 
 
-def _nobody() -> None:
-    return None
+def _changed_since_clipping() -> RuntimeError:
+    return RuntimeError(
+        "the gradients are not those that clip_grad_norm_() has measured on all ranks: call it again, on all of them, "
+        "when all gradients of the step are there"
+    )
+
+
+def _check_is_loss(outputs: object) -> None:
+    if isinstance(outputs, torch.Tensor):
+        return
+    if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+    if isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            _check_is_loss(output)
 
 
 def _check_schedule(schedule: object) -> None:

@@ -9,12 +9,13 @@ are numbered by the thread that the backward runs in.
 from __future__ import annotations
 
 import bisect
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from castwise._torch_private import backward_running, graph_node_running, graph_nodes_made, leaf_running
+from castwise.amp.module_hooks import ModuleHooks
 from castwise.amp.module_rules import named_modules
 
 
@@ -37,13 +38,15 @@ class _Numbers:
 class ModuleOfOp:
     """Follows the modules of a model while it is entered, by hooks on all of them.
 
+    Ops of an `nn.TransformerEncoderLayer` that runs as one kernel of torch's belong to the module that calls it.
+
     Args:
         model: Names are those of its modules without wrappers (DDP, FSDP, `torch.compile`, checkpointing).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._hooks: list[Any] = []
+        self._hooks = ModuleHooks()
         self._running: list[str] = []
         self._forward, self._again = _Numbers(), _Numbers()
         self._outermost: int | None = None  # autograd's task that runs the graph of the forward
@@ -56,16 +59,11 @@ class ModuleOfOp:
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 names.setdefault(module, name)
         for module, name in names.items():
-            self._hooks += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True),
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
-            ]
+            self._hooks.put_on(module, partial(self._enter, name), self._leave, first=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
 
     def begin_backward(self) -> None:
         """Note that the next backward is that of the forward that has been followed."""
@@ -90,11 +88,11 @@ class ModuleOfOp:
             return None
         return (self._forward if self._is_outermost() else self._again).module_of(node)
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         self._running.append(name)
         self._note()
 
-    def _leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         self._running.pop()
         self._note()
 

@@ -51,6 +51,9 @@ class Observer:
     def left(self, region: Any) -> None:
         """An autocast region was left."""
 
+    def compiled(self, device_type: str, enabled: bool) -> None:
+        """`torch.compile` is tracing a region; when what it compiles runs, nobody is told."""
+
 
 OBSERVERS: list[Observer] = []
 """Those who are told now."""

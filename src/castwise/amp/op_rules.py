@@ -17,16 +17,26 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from castwise._suggestions import nearest
-from castwise._torch_private import only_inlined, schema_of
+from castwise._torch_private import function_modes, only_inlined, schema_of
 from castwise.amp.casting import Casts, cast_floats, in_native_state
 from castwise.amp.in_force import THREAD
-from castwise.amp.weight_cache import LOW_PRECISION_OPS
 
 if TYPE_CHECKING:
     from castwise.amp.bound_policy import BoundPolicy
     from castwise.amp.policy import Policy
 
 _Function = Callable[..., Any]
+
+# Ops that autocast runs in low precision on every type of device, under all their names.
+_LOW_PRECISION_NAMES = ("mm", "bmm", "matmul", "addmm", "baddbmm", "prelu")
+LOW_PRECISION_OPS = frozenset(
+    [
+        nn.functional.linear,
+        *(getattr(torch, f"conv{transposed}{n}d") for transposed in ("", "_transpose") for n in (1, 2, 3)),
+        *(getattr(torch, name) for name in _LOW_PRECISION_NAMES),
+        *(getattr(torch.Tensor, name) for name in (*_LOW_PRECISION_NAMES, "__matmul__", "__rmatmul__")),
+    ]
+)
 
 _NAMESPACES = ("linalg", "special", "fft")
 _OPERATORS = {
@@ -58,19 +68,25 @@ _SOURCES = {
 }
 
 
-# The one op that the forward of a module calls, if any.
-_OPS_OF_MODULES: dict[type[nn.Module], str | None] = {
-    **dict.fromkeys((nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity)),
+# The ops that the forwards of some modules call, beside those of the modules in them.
+_OPS_OF_MODULES: dict[type[nn.Module], tuple[str, ...]] = {
+    **dict.fromkeys((nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity), ()),
     **{
-        getattr(nn, f"Conv{way}{n}d"): f"conv{way and '_transpose'}{n}d" for way in ("", "Transpose") for n in (1, 2, 3)
+        getattr(nn, f"Conv{way}{n}d"): (f"conv{way and '_transpose'}{n}d",)
+        for way in ("", "Transpose")
+        for n in (1, 2, 3)
     },
-    nn.Linear: "linear",
-    nn.Embedding: "embedding",
-    nn.Dropout: "dropout",
-    nn.LayerNorm: "layer_norm",
-    nn.GELU: "gelu",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
+    nn.Linear: ("linear",),
+    nn.Embedding: ("embedding",),
+    nn.Dropout: ("dropout",),
+    nn.LayerNorm: ("layer_norm",),
+    nn.GELU: ("gelu",),
+    nn.ReLU: ("relu",),
+    nn.SiLU: ("silu",),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: (),  # of nn.MultiheadAttention, which calls it never
+    nn.MultiheadAttention: ("multi_head_attention_forward",),
+    nn.TransformerEncoderLayer: ("add", "relu", "gelu"),
+    nn.TransformerEncoder: (),
 }
 
 
@@ -170,10 +186,12 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
 
 def calls_no_rule(module: nn.Module, rules: Mapping[_Function, Rule]) -> bool:
     """Say of some modules of torch that their own forward calls nothing there is a rule for; False if unknown."""
-    op = _OPS_OF_MODULES.get(type(module), "")
+    ops = _OPS_OF_MODULES.get(type(module))
     if getattr(module, "padding_mode", "zeros") != "zeros" or getattr(module, "max_norm", None) is not None:
         return False  # calls another op
-    return op is None or (op != "" and not any(function in rules for function in op_names()[op]))
+    if isinstance(module, nn.TransformerEncoderLayer) and not module.activation_relu_or_gelu:
+        return False
+    return ops is not None and not any(function in rules for op in ops for function in op_names()[op])
 
 
 @functools.cache
@@ -192,7 +210,12 @@ class OpRuleMode(TorchFunctionMode):
 
     def __init__(self, bound: BoundPolicy) -> None:
         TorchFunctionMode.__init__(self)
-        self._bound, self._rules = bound, bound.op_rules
+        self.bound, self._rules = bound, bound.op_rules
+
+    def leaves_alone(self, kind: type[nn.Module]) -> bool:
+        """Return True if there is no rule for the op that a kind of module calls."""
+        names = _OPS_OF_MODULES[kind]
+        return not any(function in self._rules for name in names for function in op_names()[name])
 
     @only_inlined
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +224,7 @@ class OpRuleMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         state = THREAD.state
-        if state is None or state.bound is not self._bound or not state.is_native():
+        if state is None or state.key != self.bound.key or not state.is_native():
             return func(*args, **kwargs)
         if rule.source is not None and state.writes:
             args, kwargs = _with_source_cast(args, kwargs, *rule.source)
@@ -218,6 +241,16 @@ class OpRuleMode(TorchFunctionMode):
         with native:
             result = func(*args, **kwargs)
         return result if state.enabled else cast_floats(result, state.device, torch.float32)
+
+
+@only_inlined
+def hide(bound: BoundPolicy) -> OpRuleMode | None:
+    """Leave the mode of a policy if it is the innermost; return it, to be entered again."""
+    innermost = function_modes()[-1:]
+    if not innermost or not isinstance(innermost[0], OpRuleMode) or innermost[0].bound is not bound:
+        return None
+    innermost[0].__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+    return innermost[0]
 
 
 @only_inlined

@@ -7,25 +7,30 @@ later: at a fixed time, so that all ranks do alike what follows from it. On a CP
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from castwise._warnings import warn
-from castwise.amp import unscaling
+from castwise.amp import measure
 from castwise.amp.devices import is_capturing
-from castwise.amp.gradients import is_plain, params_of
+from castwise.amp.gradients import params_of
 from castwise.amp.readback import Readback
 from castwise.amp.schedules import Schedule
-from castwise.amp.unscaling import Facts
+
+if TYPE_CHECKING:
+    from castwise.amp.iteration import Iteration, OptimizerRecord
 
 DELAY = 2
-"""Updates after which the facts of a step are looked at, on an accelerator."""
+"""Updates after which the facts of a step that were sent by an accelerator are looked at."""
+
+_TOGETHER = 16  # steps whose facts are sent at once if no hook waits for them: to send them takes several ops
 
 
 class Cause(str, Enum):
@@ -101,26 +106,27 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopI
         return f"{self.args[0]}. {_WHERE if self.diagnosis is None else self.diagnosis}"
 
 
-class Step(NamedTuple):
-    """One optimizer's step as the scaler knows it: tensors."""
+@dataclass(slots=True)
+class _Pending:
+    """A step of which the host has yet to hear."""
 
-    optimizer: Callable[[], Any]
-    found_inf: torch.Tensor
-    facts: Sequence[Facts]
-    norm: torch.Tensor | None
-
-
-class _Pending(NamedTuple):
     number: int
     update: int
     optimizer: Callable[[], Any]
-    params: list[torch.Tensor]
-    numbers: Readback
-    """found_inf, the least one of the iteration's steps, scale before, scale after, loss, norm (NaN: unknown), and 1
-    for each of `params` that is finite."""
-    has_loss: bool
+    found_inf: torch.Tensor
+    least: torch.Tensor
+    """The least found_inf of the iteration's steps."""
+    scale: torch.Tensor
+    """During the step."""
+    loss: torch.Tensor | None
     has_several_losses: bool
-    has_norm: bool
+    norm: torch.Tensor | None
+    params: list[torch.Tensor]
+    norms: list[torch.Tensor]
+    """One for each of `params`: not finite if its gradient is not."""
+    numbers: Readback | None = None
+    """All of these and the scale after the step, once they are on the way to the host."""
+    sent_at: int = 0
 
 
 class Outcomes:
@@ -128,14 +134,14 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
-        self.loss: torch.Tensor | None = None
-        self.has_several_losses = False
         self.updates = 0
         self.steps, self.skips = 0, 0
         self._streaks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._first_streak = 0
         self._has_warned = False
-        self._pending: deque[_Pending] = deque()
+        self.pending: deque[_Pending] = deque()
+        """Steps of which the host has yet to hear."""
+        self._scale: torch.Tensor | None = None
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -147,7 +153,7 @@ class Outcomes:
         """Count on from these numbers, and forget what is still on its way."""
         self.steps, self.skips, self._first_streak = counts
         self._streaks.clear()
-        self._pending.clear()
+        self.pending.clear()
 
     def _streak(self, optimizer: Any, is_skipped: bool) -> int:
         """Return how many steps of an optimizer in a row were skipped, now that it is known of one more."""
@@ -158,53 +164,51 @@ class Outcomes:
         except TypeError:  # it is dead, or cannot be hashed or referenced weakly
             return 0
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add to this iteration's loss, so that a step that is skipped has a cause."""
-        if not (loss.is_floating_point() and is_plain(loss)):
-            return
-        loss = loss.detach()
-        if loss.dim() or loss.dtype is not torch.float32:
-            loss = loss.sum(dtype=torch.float32)
-        if self.loss is None:
-            self.loss = loss
-        else:
-            self.has_several_losses = True
-            self.loss = self.loss + loss.to(self.loss.device, non_blocking=True)
+    def wants(self, step: OptimizerRecord) -> bool:
+        """Return True if there is more to know of a step: it was skipped, nobody knows yet, or a hook listens."""
+        if step.is_finite and not self.hooks:
+            return False
+        return not any(map(is_capturing, step.found_inf_per_device.values()))
 
-    def loss_is_nonfinite(self, like: torch.Tensor) -> torch.Tensor:
-        """Return 1 if a loss was seen and it was not finite, else 0: fp32, shape (), on `like`'s device."""
-        if self.loss is None:
-            return torch.zeros_like(like, dtype=torch.float32)
-        return self.loss.isfinite().logical_not().float().to(like.device, non_blocking=True)
-
-    def wants(self, step: Step) -> bool:
-        """Say whether there is more to know of a step: if it was skipped, or nobody knows yet, or somebody listens."""
-        if step.found_inf.device.type != "cpu" or self.hooks:
-            return not is_capturing(step.found_inf)
-        return bool(step.found_inf)
-
-    def add(self, steps: list[tuple[Step, bool]], before: torch.Tensor | None, after: torch.Tensor | None) -> None:
+    def add(
+        self,
+        steps: list[OptimizerRecord],
+        scale_before: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        iteration: Iteration,
+    ) -> None:
         """Take note of the steps of one iteration.
 
         Args:
-            steps: Each with whether there is more to know of it.
-            before: The scale while they were taken, which nobody will write to; None if no more is to know of any.
-            after: The scale now.
+            steps: In the order in which they began.
+            scale_before: During the steps, a tensor that is never written to; None if no more is to be known of any.
+            scale: Now.
+            iteration: Has the losses.
         """
-        loss, has_several_losses = self.loss, self.has_several_losses
-        self.loss, self.has_several_losses = None, False
-        found_infs = [step.found_inf.reshape(()) for step, _ in steps]
         self.updates += 1
-        for step, is_wanted in steps:
+        loss = None if scale_before is None else iteration.loss(scale_before.device)
+        for step in steps:
             self.steps += 1
-            if is_wanted and before is not None and after is not None:
-                least = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).amin()
-                numbers = _ask_for(step, least, before, after, loss)
-                has = loss is not None, has_several_losses, step.norm is not None
-                params = [param for of_group, _ in step.facts for param in of_group]
-                self._pending.append(_Pending(self.steps, self.updates, step.optimizer, params, numbers, *has))
+            if scale_before is not None and scale is not None and self.wants(step):
+                found_infs = [measure.combine(each.found_inf_per_device.values(), scale) for each in steps]
+                self.pending.append(
+                    _Pending(
+                        self.steps,
+                        self.updates,
+                        weakref.ref(step.optimizer),
+                        found_infs[steps.index(step)],
+                        found_infs[0] if len(steps) == 1 else torch.stack(found_infs).amin(),
+                        scale_before,
+                        loss,
+                        len(iteration.seen_losses()) > 1,
+                        step.norm,
+                        [param for of_group, _ in step.norms for param in of_group],
+                        [norm for _, norms in step.norms for norm in norms],
+                    )
+                )
+                self._scale = scale
             elif self._streaks or self._first_streak:
-                self._streak(step.optimizer(), is_skipped=False)
+                self._streak(step.optimizer, is_skipped=False)
 
     def settle(self, schedule: Schedule, stacklevel: int, *, ranks_agree: bool, all_: bool = False) -> None:
         """Look at the facts that are due, tell the hooks, and the user if steps are skipped again and again.
@@ -219,8 +223,9 @@ class Outcomes:
             ScaleExhausted: If the schedule wants it so.
         """
         exhausted: ScaleExhausted | None = None
-        while self._pending and (all_ or self._is_due(self._pending[0])):
-            facts, after = _facts_of(self._pending.popleft(), ranks_agree=ranks_agree)
+        self._send(all_=all_)
+        while self.pending and (all_ or self._is_due(self.pending[0])):
+            facts, after = _facts_of(self.pending.popleft(), ranks_agree=ranks_agree)
             self.skips += facts.skipped
             message = _exhaustion(facts, after, self._streak(facts.optimizer, facts.skipped), schedule)
             if message and schedule.on_exhausted == "raise":
@@ -235,8 +240,27 @@ class Outcomes:
         if exhausted is not None:
             raise exhausted
 
+    def _send(self, *, all_: bool) -> None:
+        """Send what is known of steps to the host: at once on a CPU or if a hook listens, else of several together."""
+        waiting = [pending for pending in self.pending if pending.numbers is None]
+        if not waiting or self._scale is None:
+            return
+        if not (all_ or self.hooks or self._scale.device.type == "cpu" or len(waiting) >= _TOGETHER):
+            return
+        scale_after, later = self._scale, None
+        for pending in reversed(waiting):
+            if later is not None and later.update != pending.update:
+                scale_after = later.scale
+            later = pending
+            known = [pending.found_inf, pending.least, pending.scale, scale_after]
+            known += [number for number in (pending.loss, pending.norm) if number is not None]
+            parts = [part.to(self._scale.device, non_blocking=True).reshape(1) for part in [*known, *pending.norms]]
+            pending.numbers, pending.sent_at = Readback(torch.cat(parts)), self.updates
+
     def _is_due(self, pending: _Pending) -> bool:
-        return pending.numbers.is_on_host or self.updates - pending.update >= DELAY
+        if pending.numbers is None:
+            return False
+        return pending.numbers.is_on_host or self.updates - pending.sent_at >= DELAY
 
 
 def _exhaustion(facts: StepFacts, after: float, streak: int, schedule: Schedule) -> str:
@@ -257,23 +281,17 @@ def _several(count: int, noun: str) -> str:
     return f"{noun} was" if count == 1 else f"{count} {noun}s were"
 
 
-def _ask_for(
-    step: Step, least: torch.Tensor, before: torch.Tensor, after: torch.Tensor, loss: torch.Tensor | None
-) -> Readback:
-    unknown = torch.full((), math.nan, device=after.device)
-    numbers = [step.found_inf, least, before, after, *(unknown if it is None else it for it in (loss, step.norm))]
-    parts = [number.reshape(1) for number in numbers] + [flags for _, flags in step.facts]
-    return Readback(torch.cat([part.to(after.device, non_blocking=True) for part in parts]))
-
-
 def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float]:
     """Return the facts and the scale after the step; waits for the device."""
-    found_inf, least, scale, after, loss, norm, *are_finite = pending.numbers.wait().tolist()
+    assert pending.numbers is not None
+    found_inf, least, scale, after, *numbers = pending.numbers.wait().tolist()
+    loss = numbers.pop(0) if pending.loss is not None else math.nan
+    norm = numbers.pop(0) if pending.norm is not None else None
     skipped = found_inf != 0.0
     # Of several losses and optimizers, some of which had finite gradients, it may be another one's.
-    is_its_loss = pending.has_loss and (least != 0.0 or not pending.has_several_losses)
+    is_its_loss = pending.loss is not None and (least != 0.0 or not pending.has_several_losses)
     optimizer = pending.optimizer()
-    bad = [param for param, is_finite in zip(pending.params, are_finite, strict=True) if not is_finite]
+    bad = [param for param, norm_of in zip(pending.params, numbers, strict=True) if not math.isfinite(norm_of)]
     facts = StepFacts(
         number=pending.number,
         optimizer=optimizer,
@@ -281,8 +299,8 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
         skipped=skipped,
         cause=_cause(optimizer, loss, bool(bad), is_its_loss, ranks_agree) if skipped else None,
         parameters=tuple(bad) if skipped else (),
-        loss=loss if pending.has_loss else None,
-        grad_norm=norm if pending.has_norm else None,
+        loss=loss if pending.loss is not None else None,
+        grad_norm=norm,
         iteration=pending.update,
     )
     return facts, after
@@ -300,4 +318,4 @@ def _cause(optimizer: Any, loss: float, gradients_are_bad: bool, is_its_loss: bo
 def _are_finite(optimizer: Any) -> bool:
     """Read the weights that an optimizer trains, of DTensors this rank's part; waits for the device."""
     weights = [param for param in params_of(optimizer) if param.requires_grad]
-    return all(bool(flags.all()) for _, flags in unscaling.check_local(weights, weights))
+    return all(bool(flags.all()) for _, flags in measure.local_flags(weights, weights))

@@ -73,8 +73,8 @@ class Policy:
 
     * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
     * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
-      dataclasses are looked into) are cast to fp32. What the module writes to them during its forward, other than
-      through `.data` or a view passed beside its base, reaches the caller;
+      dataclasses are looked into) are cast to fp32. Lists and dicts that the module changes are changed for the caller,
+      but what it writes in place to a tensor that was cast stays with the cast;
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
     * `"inherit"`: as around the module, to take it out of a wider pattern.
 
@@ -100,9 +100,11 @@ class Policy:
     A checkpoint around modules with rules breaks the graph of compiled code, unless
     `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
 
-    A policy is in force in the thread that has entered the region. Code that `torch.compile` has compiled of a function
-    (rather than of a module) before a policy was bound to the model it calls does not know of the policy: bind first.
-    A forward that ends by `KeyboardInterrupt` leaves its module's rule in force until the region ends.
+    A policy is in force in the thread that has entered the region.
+
+    Torch runs `nn.TransformerEncoder`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` by one fused op in
+    inference on a CPU, whose values and dtype under autocast are others than those of the modules one by one. A policy
+    leaves that alone unless a rule changes something inside of such a module, which then runs one by one.
 
     Args:
         compute: Dtype of the region; `"float32"` leaves autocast off where no rule says otherwise.
@@ -156,8 +158,9 @@ class Policy:
         """Look up all names in a model; bind anew after modules were added to it or replaced.
 
         To bind the same model again gives the same object, after a look at all names of modules: bind before a loop
-        rather than in it. The model gets forward hooks, which do nothing outside of the policy's regions; deep copies
-        of it follow the policy, too. `BoundPolicy.unbind` takes them off, as `torch.jit.script` needs it.
+        rather than in it. A module that a rule changes gets a `forward` attribute, which does nothing outside of the
+        policy's regions; deep copies of the model follow the policy, too, and pickled ones do not. Take it off with
+        `BoundPolicy.unbind` for what needs the module's own: `torch.jit.script`, `copy.copy`, `nn.DataParallel`.
 
         Raises:
             TypeError: `model` is not a `torch.nn.Module`.

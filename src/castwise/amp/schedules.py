@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from castwise.amp import measuring
+from castwise.amp import measure
 from castwise.amp.checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, count, one_of, real_number
 
 _SLACK = 2.0**-10
@@ -36,7 +36,7 @@ class Schedule:
     """What all schedules have in common.
 
     Args:
-        init_scale: The first scale, in [2**-126, 2**126].
+        init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
         patience: After so many skipped steps in a row, or when the scale falls below 1, the user is told; >= 1.
         on_exhausted: How: by one warning, or by a `ScaleExhausted` error in `update`.
 
@@ -58,15 +58,10 @@ class Schedule:
         for name, number in plain.items():
             object.__setattr__(self, name, number)
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether it has to know if the loss was finite."""
-        return False
-
-    @property
-    def needs_largest(self) -> bool:
-        """Whether it has to know the largest gradient, for which all of them are read once more."""
-        return False
+    needs_loss: ClassVar[bool] = False
+    """Whether it has to know if the loss was finite."""
+    needs_largest: ClassVar[bool] = False
+    """Whether it has to know the largest gradient, for which all of them are read once more."""
 
     def trackers(self) -> dict[str, float]:
         """Return what it remembers between steps, at its first value: ints are kept as int32, floats as fp32."""
@@ -106,19 +101,19 @@ class Dynamic(Schedule):
         finite:                   as above,  c = max(c - 1, 0);  when the scale grows: h = hysteresis
 
     Args:
-        init_scale: The first scale, in [2**-126, 2**126].
+        init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
         growth_factor: Finite, > 1.
-        backoff_factor: In (0, 1).
+        backoff_factor: In [2**-126, 1).
         growth_interval: Finite steps before the scale grows, >= 1.
         hysteresis: How many non-finite steps there must have been since the scale last grew before it backs off, the
             one at hand included; >= 1.
         cooldown: Steps after a back-off in which it does not back off again, >= 0: a burst of non-finite steps then
             costs one factor, and not one each.
         min_scale: In [2**-126, max_scale].
-        max_scale: In [min_scale, 2**126].
+        max_scale: In [min_scale, 3.4e38].
         on_nonfinite_loss: A step whose loss was not finite says nothing of the scale. With "hold" it is skipped and
             nothing moves; with "backoff" it counts like any non-finite step, as in torch. With ranks that agree,
-            "hold" takes one more collective of 16 bytes in `update`.
+            "hold" takes one more collective of 64 bytes in `update`.
         patience: As for `Schedule`.
         on_exhausted: As for `Schedule`.
 
@@ -142,8 +137,8 @@ class Dynamic(Schedule):
         if not 1.0 < growth_factor < math.inf:
             raise ValueError(f"growth_factor must be a finite number > 1, got {self.growth_factor!r}")
         backoff_factor = real_number("backoff_factor", self.backoff_factor)
-        if not 0.0 < backoff_factor < 1.0:
-            raise ValueError(f"backoff_factor must be in (0, 1), got {self.backoff_factor!r}")
+        if not MIN_SCALE <= backoff_factor < 1.0:  # smaller ones may be 0 in fp32, and so would the scale
+            raise ValueError(f"backoff_factor must be in [2**-126, 1), got {self.backoff_factor!r}")
         self._set(
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -157,7 +152,7 @@ class Dynamic(Schedule):
         one_of("on_nonfinite_loss", self.on_nonfinite_loss, ("backoff", "hold"))
 
     @property
-    def needs_loss(self) -> bool:
+    def needs_loss(self) -> bool:  # type: ignore[override]  # of this schedule an option decides
         """Whether it has to know if the loss was finite."""
         return self.on_nonfinite_loss == "hold"
 
@@ -208,7 +203,7 @@ class Static(Schedule):
     (Micikevicius et al. 2018, section 3.2, "a constant scaling factor".)
 
     Args:
-        init_scale: The scale, in [2**-126, 2**126].
+        init_scale: The scale, in [2**-126, 3.4e38], the largest fp32 number.
         patience: As for `Schedule`.
         on_exhausted: As for `Schedule`.
 
@@ -264,7 +259,7 @@ class Headroom(Schedule):
     nothing. The rule is castwise's own; that gradients' largest magnitude tells the scale is from Micikevicius et al.
     2018, section 3.2 ("choose a value so that its product with the maximum absolute gradient value is below 65,504").
 
-    The gradients are read once more for it, and with ranks that agree it takes one more collective of 16 bytes in
+    The gradients are read once more for it, and with ranks that agree it takes one more collective of 64 bytes in
     `update`.
 
     Args:
@@ -274,7 +269,7 @@ class Headroom(Schedule):
         relax_interval: Finite steps after which the margin is one bit smaller, >= 1.
         largest_number: Of the format that gradients are computed in: 65504 for fp16.
         min_scale: In [2**-126, max_scale].
-        max_scale: In [min_scale, 2**126].
+        max_scale: In [min_scale, 3.4e38].
         patience: As for `Schedule`.
         on_exhausted: As for `Schedule`.
 
@@ -305,15 +300,8 @@ class Headroom(Schedule):
         )
         _check_bounds(self.init_scale, self.min_scale, self.max_scale)
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether it has to know if the loss was finite."""
-        return True
-
-    @property
-    def needs_largest(self) -> bool:
-        """Whether it has to know the largest gradient, for which all of them are read once more."""
-        return True
+    needs_loss = True
+    needs_largest = True
 
     def trackers(self) -> dict[str, float]:
         """Return p and the margin of the docstring's rule at their first values."""
@@ -356,7 +344,7 @@ def on_device(trackers: Mapping[str, float], device: torch.device) -> dict[str, 
 
 
 def _times(scale: torch.Tensor, factor: float) -> torch.Tensor:
-    return scale.to(measuring.wide(scale.device)).mul(factor).float()
+    return scale.to(measure.wide(scale.device)).mul(factor).float()
 
 
 def _check_bounds(init_scale: float, min_scale: float, max_scale: float) -> None:

@@ -7,7 +7,7 @@ does, so nobody trains under it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ from castwise._torch_private import (
     version,
 )
 from castwise.amp.autocast_mode import autocast
+from castwise.amp.batches import Batch, arguments_of
 from castwise.amp.bound_policy import BoundPolicy, is_bound_to
 from castwise.amp.module_of_op import ModuleOfOp
+from castwise.amp.op_by_op import call_op, without_compiler
 from castwise.amp.policy import Policy
 from castwise.amp.trace_account import AGAIN, BACK, Cast, Op, Trace
 from castwise.amp.weight_cache import WeightCache
@@ -34,29 +36,28 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def trace(
     model: nn.Module,
-    *inputs: Any,
+    batch: Batch,
+    *,
     policy: Policy | BoundPolicy | None = None,
     weight_cache: WeightCache | None = None,
-    kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
     """Run one forward and backward of a model and say which ops ran in which dtypes, and what was cast.
 
-    Gradients, also those of `inputs`, buffers, hooks and the state of random number generators are put back; what
+    Gradients, also those of `batch`, buffers, hooks and the state of random number generators are put back; what
     hooks of the model do is not. All tensors that are cast stay in memory until the end.
 
     Args:
         model: The model.
-        inputs: Positional arguments of its forward.
+        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         policy: Holds in the forward; without one, the forward runs in the region that the caller is in, if any.
         weight_cache: For that policy's region.
-        kwargs: Keyword arguments of the forward.
         loss_fn: Of the model's output, which gives the loss; by default the sum of all floating-point tensors in it.
             Runs in the region, too. Without anything that needs a gradient there is no backward, and none runs in a
             region.
 
     Raises:
-        TypeError: `model` is not a module, or `weight_cache` comes without a policy.
+        TypeError: `model` is not a module, `batch` is no batch, or `weight_cache` comes without a policy.
         ValueError: As of `Policy.bind`.
 
     Example:
@@ -73,12 +74,13 @@ def trace(
     if policy is None and weight_cache is not None:
         raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
     device = next((param.device.type for param in model.parameters()), "cpu")
-    kwargs = kwargs or {}
+    args, kwargs = arguments_of(batch)
     module_of_op = ModuleOfOp(model)
     watch = _Watch(model, module_of_op)
-    with _bound(policy, model) as bound, _put_back(model, [*inputs, *kwargs.values()]), module_of_op:
+    given = [*args, *kwargs.values()]
+    with _bound(policy, model) as bound, _put_back(model, given), without_compiler(), module_of_op:
         with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
-            output = model(*inputs, **kwargs)
+            output = model(*args, **kwargs)
             loss = _sum(output) if loss_fn is None else loss_fn(output)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             watch.phase = "backward"
@@ -142,6 +144,8 @@ class _Origin(NamedTuple):
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Counts ops and casts."""
 
+    sees_copies = True  # a WeightCache is in use while this watches
+
     def __init__(self, model: nn.Module, module_of_op: ModuleOfOp) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
         self.phase = "forward"
@@ -159,7 +163,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         source = _source(func, args)
         of = None if source is None else self._of(source)
-        result = func(*args, **kwargs)
+        result = call_op(func, args, kwargs)
         if source is not None and of is not None and _is_cast(source, result):
             self._note_cast(source, result, of)
             return result

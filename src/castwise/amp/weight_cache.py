@@ -1,16 +1,13 @@
 """`WeightCache`: low-precision copies of weights that outlive an autocast region, made again only after a change.
 
 Autocast casts a weight at its first use in each region, and one that is frozen, or under `inference_mode`, at every
-use. A region that is given a cache runs under a `TorchFunctionMode` that looks at the calls of the ops which run in low
-precision and puts copies in the place of weights; what such an op does with them is what autocast does with its own
-casts. Three facts shaped the code:
+use. While regions with a cache last, each plain layer of the model (`nn.Linear`, convolutions) has a forward of its
+own, an attribute of the instance, that gives copies to the op. Three facts shaped the code:
 
-* A weight has changed if its version or its memory has; a fused optimizer bumps no version, so optimizer steps are
-  watched. An alias keeps the memory of a weight alive, so that other memory cannot come to have its address.
-* A copy that a backward has saved must not be overwritten: it is made anew elsewhere, as autocast would.
-  Each region gives a weight one node of the graph, so that gradients of several uses add up as in torch.
-* Where a copy might be wrong, the call goes through untouched, and autocast casts: subclasses and sharded weights,
-  views, compiled and transformed functions.
+* Whatever is unusual is left to autocast, which computes the same bits: compiled, traced and transformed code, tensor
+  subclasses, parametrizations, torch's inference fast path, function modes, threads outside of the cache's regions.
+* Where gradients are wanted, autocast is made to take a copy for its own cast: the graph is the one it makes.
+* A copy that a graph has saved is never written to: a changed weight gets a new one.
 """
 
 from __future__ import annotations
@@ -18,36 +15,42 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
 
 from castwise._torch_private import (
+    TO_COPY,
+    TorchDispatchMode,
     are_functorch_transforms_active,
-    holders_of,
-    is_fsdp_flattened,
+    dispatch_modes,
+    function_modes,
+    is_compiled,
+    is_default_device,
     is_gathered_by_fsdp,
-    version,
+    is_jit_tracing,
+    is_torch_function_mode_enabled,
+    on_collective,
+    without_dispatch_modes,
+    writes_to,
 )
-from castwise.amp.checks import integer
+from castwise.amp.weight_copies import Copies, Copy, why_not
 
-# Ops that autocast runs in low precision on every type of device, under all their names.
-_NAMES = ("mm", "bmm", "matmul", "addmm", "baddbmm", "prelu")
-LOW_PRECISION_OPS = frozenset(
-    [
-        nn.functional.linear,
-        *(getattr(torch, f"conv{transposed}{n}d") for transposed in ("", "_transpose") for n in (1, 2, 3)),
-        *(getattr(torch, name) for name in _NAMES),
-        *(getattr(torch.Tensor, name) for name in (*_NAMES, "__matmul__", "__rmatmul__")),
-    ]
-)
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+# The layers whose weights are cached, with torch's forward of each.
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward
+    for kind in (nn.Linear, *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)))
+}
+# Making autocast take a copy for its own costs about as much time as a cast of so many elements.
+_MIN_TRAINED = 1 << 19
+_NO_COPY = Copy(torch.empty(0), torch.float32)
+_Attributes = dict[str, Callable[..., Any]]
 
 
 class WeightCacheReport(NamedTuple):
@@ -58,7 +61,7 @@ class WeightCacheReport(NamedTuple):
         nbytes: Bytes of all copies.
         hits: Uses of a copy that was there.
         refreshes: Copies made, the first ones included.
-        refused: By qualified name why a weight is never cached.
+        refused: By qualified name why a weight of a linear layer or a convolution is not cached.
     """
 
     cached: list[str]
@@ -68,89 +71,259 @@ class WeightCacheReport(NamedTuple):
     refused: dict[str, str]
 
 
-class _Stamp(NamedTuple):
-    """What changes with a weight, as far as can be seen."""
+class _Thread(threading.local):
+    """The regions of a cache that a thread is in."""
 
-    version: int
-    address: int
-    steps: int
-
-
-class _Place:
-    """A parameter of a module."""
-
-    def __init__(self, module: nn.Module, name: str, on_end: Callable[[object], None]) -> None:
-        self._module, self._name = weakref.ref(module, on_end), name
-
-    def is_at(self, module: nn.Module, name: str) -> bool:
-        return self._module() is module and self._name == name
-
-    def weight(self) -> torch.Tensor | None:
-        module = self._module()
-        return None if module is None else module._parameters.get(self._name)
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.device: str | None = None  # of the innermost
+        self.known: dict[int, Copy] = {}  # copies that autocast has as its own casts, by the ids of their parameters
 
 
-class _Copy:
-    """A weight's copy in one dtype."""
+class _CastToCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Has the cast of a weight yield a copy that is there already, with autograd's own node of the cast."""
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        self.buffer = _like(weight, dtype)
-        self._holders = holders_of(self.buffer)
-        self.stamp: _Stamp | None = None
-        self._alias: torch.Tensor | None = None
+    def __init__(self, copy: Copy) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
+        self._copy = copy
 
-    def is_like(self, weight: torch.Tensor) -> bool:
-        """Say whether a copy of the weight would lie in memory as this one does."""
-        return self.buffer.shape == weight.shape and self.buffer.stride() == weight.stride()
-
-    def refresh(self, weight: torch.Tensor, stamp: _Stamp) -> None:
-        """Make the copy anew: elsewhere if a backward that is to come has saved it."""
-        if holders_of(self.buffer) > self._holders:
-            self.buffer = _like(weight, self.buffer.dtype)
-        with torch.no_grad():
-            self._alias = weight.detach()
-            self.buffer.copy_(self._alias)
-        self.stamp = stamp
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is TO_COPY and args[0] is self._copy.param:
+            return self._copy.low.detach()
+        return func(*args, **(kwargs or {}))
 
 
-def _like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be saved for a backward
-        return torch.empty_like(weight, dtype=dtype)
+class _Layer:
+    """A plain layer of the model: finds the copies that take the places of its weight and bias in a call."""
+
+    __slots__ = ("bias", "copies", "found", "kind", "module", "own", "params", "thread", "weight")
+
+    def __init__(self, module: nn.Module, copies: Copies, thread: _Thread) -> None:
+        self.copies, self.thread, self.kind = copies, thread, type(module)
+        self.module: Callable[[], Any] = weakref.ref(module)  # the cache does not keep it alive
+        self.own: dict[str, Any] = module.__dict__
+        params: Any = module._parameters
+        self.params: dict[str, torch.Tensor | None] = params
+        self.weight: torch.Tensor = params["weight"]
+        self.bias: torch.Tensor | None = params["bias"]
+        # Those of weight and bias that were used last, with their device, "" if one of them cannot be cached.
+        self.found = _NO_COPY, _NO_COPY, ""
+
+    def arguments(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return weight and bias as the op is to have them, or None where autocast is to do it all."""
+        device, weight, bias = self.thread.device, self.weight, self.bias
+        if self.params.get("weight") is not weight or self.params.get("bias") is not bias:
+            self.copies.params_have_changed = True
+            return None
+        if (
+            device is None
+            or not torch.is_autocast_enabled(device)
+            or (type(input) is not torch.Tensor and type(input) is not nn.Parameter)
+            or is_jit_tracing()
+            or (is_torch_function_mode_enabled() and not self._passes_modes())
+        ):
+            return None
+        dtype, copies = torch.get_autocast_dtype(device), self.copies
+        if torch.is_grad_enabled():
+            return self._in_training(dtype, device)
+        of_weight, of_bias, of_device = self.found
+        if (
+            of_weight.dtype is not dtype
+            or of_weight.version != writes_to(weight)
+            or of_weight.address != weight.data_ptr()
+            or (bias is not None and (of_bias.version != writes_to(bias) or of_bias.address != bias.data_ptr()))
+            or copies.verify is True
+        ):
+            of_weight, of_bias, of_device = self._find(dtype, device)
+        if of_device != device:
+            return None
+        if bias is None:
+            copies.uses += 1
+            return of_weight.low, None
+        copies.uses += 2
+        return of_weight.low, of_bias.low
+
+    def _find(self, dtype: torch.dtype, device: str) -> tuple[Copy, Copy, str]:
+        of_weight = of_bias = _NO_COPY
+        if self.weight.device.type == device:
+            of_bias = of_weight if self.bias is None else self.copies.find(self.bias, dtype)
+            if self.bias is None or of_bias.device:
+                of_weight = self.copies.find(self.weight, dtype)
+        self.found = of_weight, of_bias, of_weight.device
+        return self.found
+
+    def _in_training(self, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return them where gradients are wanted."""
+        if self._is_left_to_autocast(self.weight):
+            return self.weight, self.bias
+        # A node would belong to the transform; selective checkpointing expects the ops of the forward when that is run
+        # again, which is outside of the region.
+        if are_functorch_transforms_active() or not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
+            return None
+        of_weight, of_bias, of_device = self._find(dtype, device)
+        if of_device != device:
+            return None
+        weight = self._in_graph(of_weight)
+        if self.bias is None or self._is_left_to_autocast(self.bias):
+            return weight, self.bias
+        return weight, self._in_graph(of_bias)
+
+    def _is_left_to_autocast(self, param: torch.Tensor) -> bool:
+        return param.requires_grad and param.numel() < _MIN_TRAINED
+
+    def _in_graph(self, copy: Copy) -> torch.Tensor:
+        """Return a copy with a node of the graph, or its parameter if autocast has that copy from now on."""
+        self.copies.uses += 1
+        param, known = copy.param, self.thread.known
+        if not param.requires_grad:
+            return copy.low
+        if not torch.is_autocast_cache_enabled():
+            with _CastToCopy(copy):
+                return param.to(copy.dtype)
+        if known.get(id(param)) is not copy:
+            if id(param) in known:  # it has changed, or has a copy in another dtype, which autocast would not see
+                torch.clear_autocast_cache()
+                known.clear()
+            nothing = copy.low.new_empty(0, param.shape[-2:][0])
+            # An op has autocast cast the weight and keep the cast. Checkpoints, which count the tensors that are saved,
+            # and selective ones, which count ops, are not to see it.
+            with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged), _CastToCopy(copy):
+                torch.matmul(nothing, param)
+            known[id(param)] = copy
+        return param
+
+    def _passes_modes(self) -> bool:
+        """Return True if no function mode does anything with the op of the layer."""
+        return all(
+            is_default_device(mode) or (hasattr(mode, "leaves_alone") and mode.leaves_alone(self.kind))
+            for mode in function_modes()
+        )
+
+    def attributes(self) -> _Attributes:
+        """Return what the module has as attributes while regions last.
+
+        Beside the forward that is what keeps deep copies, pickles, replicas and scripts of the module from having it.
+        They keep the layer alive, not the layer them: copies are freed without waiting for the garbage collector.
+        """
+
+        def linear(input: torch.Tensor) -> torch.Tensor:
+            arguments = None if is_dynamo_compiling() else self.arguments(input)
+            if arguments is None:
+                module = self.module()
+                return type(module).forward(module, input)  # type: ignore[no-any-return]
+            return functional.linear(input, *arguments)
+
+        def convolution(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            arguments, module = None if is_dynamo_compiling() else self.arguments(input), self.module()
+            given = module if arguments is None else _StandIn(module, *arguments)
+            return type(module).forward(given, input, *args, **kwargs)  # type: ignore[no-any-return]
+
+        def getstate() -> dict[str, Any]:
+            return _without_ours(self.own)
+
+        def replicate() -> nn.Module:
+            replica: nn.Module = self.kind._replicate_for_data_parallel(self.module())  # type: ignore[no-untyped-call]
+            replica.__dict__ = _without_ours(vars(replica))
+            return replica
+
+        def prepare_scriptable() -> Any:
+            for name in self.own.keys() - _without_ours(self.own).keys():
+                del self.own[name]
+            return self.module()
+
+        return {
+            "forward": linear if self.kind is nn.Linear else convolution,
+            "__getstate__": getstate,
+            "_replicate_for_data_parallel": replicate,
+            "__prepare_scriptable__": prepare_scriptable,
+        }
 
 
-class _Cast(torch.autograd.Function):
-    """The cast of a weight to a copy that is there already. Autograd casts its gradient back, as it does any."""
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.detach()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if getattr(value, "__module__", None) != __name__}
+
+
+class _StandIn:
+    """A module as its forward sees it, but for the weight and the bias."""
+
+    __slots__ = ("_module", "bias", "weight")
+
+    def __init__(self, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._module, self.weight, self.bias = module, weight, bias
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Plan(NamedTuple):
+    """The plain layers of a model and what they have while regions last, and what shows that the model has changed.
+
+    Args:
+        layers: The layers.
+        others: Layers that are not plain.
+        children: The children of all modules, and their ids.
+        modules: All modules: when one dies, another can come to have its id, and the plan is dropped.
+    """
+
+    layers: list[tuple[_Layer, _Attributes]]
+    others: list[Callable[[], nn.Module | None]]
+    children: list[tuple[dict[str, nn.Module | None], list[int]]]
+    modules: list[weakref.ref[nn.Module]]
+
+    def is_current(self) -> bool:
+        """Return True if the model has the same modules, and no others of them have become plain layers."""
+        for children, ids in self.children:
+            if [*map(id, children.values())] != ids:
+                return False
+        return not any(_is_plain(module()) for module in self.others)
+
+
+def _is_plain(module: nn.Module | None) -> bool:
+    """Return True for a layer with torch's own forward whose weight and bias are parameters of no subclass."""
+    kind, params = type(module), {} if module is None else module._parameters
+    return (
+        kind in _FORWARDS
+        and kind.forward is _FORWARDS[kind]
+        and params.keys() >= {"weight", "bias"}
+        and params["weight"] is not None
+        and not any(_is_special(param) for param in params.values() if param is not None)
+    )
+
+
+def _is_special(param: torch.Tensor) -> bool:
+    return type(param) is not nn.Parameter or param.is_inference() or is_gathered_by_fsdp(param)
 
 
 class WeightCache:
     """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
     Outputs and gradients are bit for bit those of the region without it. A copy is made at the first use of a weight
-    and again after it has changed: by an optimizer's step, in place, or by another tensor in its place. Writes through
-    `.data`, which leave no trace, are not seen: call `invalidate()` after them, or look for them with `verify=True`.
+    and again after the weight has changed: by an optimizer's step, in place, by a collective, or by another tensor in
+    its place. Writes that leave no trace, such as those through `.data`, need `invalidate()`. Each region compares some
+    weights with their copies, so that a stale copy is found within 200 regions plus one for each weight; entering the
+    region then raises.
 
-    Copies take half of the bytes of the weights they are of, and are freed with them. Only plain dense fp32 parameters
-    are cached, in linear layers, convolutions and matrix products; `report()` says which are not, and why. In code that
-    is compiled or transformed by `torch.func` the cache steps aside. (With `torch._inductor.config.freezing` inductor
-    hoists the casts of inference itself, for weights that do not change any more; otherwise compiled code casts in
-    every call.) Threads may share it.
+    What is cached are dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
+    `report()` tells which are not, and why. Autocast casts all others: those of subclasses of these layers, of layers
+    for which a policy has a rule, of `nn.MultiheadAttention`, in calls of `F.linear` by hand, in torch's inference fast
+    path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. The same goes
+    for trained weights of less than 524,288 elements while gradients are wanted: to keep their casts costs more.
+
+    Copies take half of the bytes of the weights they are of, and are freed with them. Threads may share a cache.
 
     Args:
         model: Whose parameters are cached, also ones that it gets later.
-        budget_bytes: How many bytes of copies to hold, the least recently used go first; None for all.
-        verify: Compare a copy with its weight at every use, which costs what the cache saves.
+        verify: `"rolling"` compares at most 0.5% of the bytes of the weights in each region, but one weight, or 64 KiB
+            of a larger one, at least; no region waits for an accelerator to do so. True compares a copy with its weight
+            at every use, which costs what the cache saves. False compares nothing.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: `budget_bytes` is below 0.
+        TypeError: `model` is not a module.
+        ValueError: `verify` is none of these.
 
     Example:
         >>> import castwise
@@ -163,243 +336,154 @@ class WeightCache:
         (4, 2)
     """
 
-    def __init__(self, model: nn.Module, *, budget_bytes: int | None = None, verify: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, verify: bool | str = "rolling") -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if budget_bytes is not None and integer("budget_bytes", budget_bytes) < 0:
-            raise ValueError(f"budget_bytes must be an integer >= 0 or None, got {budget_bytes!r}")
-        if not isinstance(verify, bool):
-            raise TypeError(f"verify must be a bool, got {verify!r}")
-        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self._budget, self._verify = budget_bytes, verify
-        self._start()
+        if not isinstance(verify, bool) and verify != "rolling":
+            raise ValueError(f"verify must be 'rolling', True or False, got {verify!r}")
+        self._start(weakref.ref(model), verify)
 
-    def _start(self) -> None:
-        self._lock = threading.RLock()
-        # By the id of a weight and the dtype of its copy, the least recently used first.
-        self._copies: OrderedDict[tuple[int, torch.dtype], _Copy] = OrderedDict()
-        # By the id of a weight where it is: torch.utils.swap_tensors refuses tensors with weak references.
-        self._places: dict[int, _Place] = {}
-        self._foreign: set[int] = set()  # ids of others; a weight that comes to have one of them is just not cached
-        self._steps: dict[int, int] = {}
-        self._nbytes = self._hits = self._refreshes = 0
+    def _start(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:
+        self._copies, self._thread, self._plan = Copies(model, verify), _Thread(), None
+        self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[_Layer, _Attributes]] = weakref.WeakKeyDictionary()
+        self._regions = 0  # of all threads
+        self._installed: list[tuple[_Layer, _Attributes]] = []
         _CACHES.add(self)
-        _watch_optimizers()
+        _watch_writes()
+
+    _plan: _Plan | None
+
+    def enter(self, region: Any) -> None:
+        """Let layers use copies in a region of this thread; the region calls this when it has set autocast's state.
+
+        Args:
+            region: With the type of its device as `device`.
+
+        Raises:
+            RuntimeError: A weight was changed in a way that leaves no trace. Nothing is entered then.
+        """
+        thread = self._thread
+        with self._copies.lock:
+            if self._copies.verify == "rolling" and not dispatch_modes():  # which are not to see these ops
+                self._copies.verify_some()
+            if self._regions == 0:
+                if self._plan is None or self._copies.params_have_changed or not self._plan.is_current():
+                    self._plan = self._make_plan()
+                self._installed = self._plan.layers
+                for layer, attributes in self._installed:
+                    if "forward" not in layer.own and type(layer.module()) is layer.kind:
+                        layer.own.update(attributes)
+            self._regions += 1
+        thread.devices.append(region.device)
+        thread.device = region.device
+
+    def leave(self, token: None) -> None:
+        """Undo what `enter` has done in this thread.
+
+        Args:
+            token: What that has returned.
+        """
+        thread = self._thread
+        thread.devices.pop()
+        thread.device = thread.devices[-1] if thread.devices else None
+        if thread.device is None:
+            thread.known.clear()
+        with self._copies.lock:
+            self._regions -= 1
+            if self._regions == 0:
+                for layer, attributes in self._installed:
+                    own = layer.own
+                    if own.get("forward") is attributes["forward"]:
+                        del own["forward"], own["__getstate__"]
+                        del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
+                self._installed = []
+
+    def _make_plan(self) -> _Plan:
+        find = weakref.ref(self)
+
+        def drop_plan(_: object) -> None:
+            if (cache := find()) is not None:
+                cache._plan = None
+
+        self._copies.params_have_changed = False
+        model = self._copies.model()
+        modules = [] if model is None else list(model.modules())
+        # Compiled code looks at whether a module has a forward of its own.
+        compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
+        children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
+        plan = _Plan([], [], children, [weakref.ref(module, drop_plan) for module in modules])
+        for module in modules:
+            if module not in compiled and _is_plain(module):
+                known, params = self._layers.get(module), module._parameters
+                if known is None or known[0].weight is not params["weight"] or known[0].bias is not params["bias"]:
+                    layer = _Layer(module, self._copies, self._thread)
+                    known = self._layers[module] = layer, layer.attributes()
+                plan.layers.append(known)
+            elif module not in compiled and isinstance(module, tuple(_FORWARDS)):
+                plan.others.append(weakref.ref(module))
+        return plan
 
     def invalidate(self) -> None:
-        """Make all copies again at their next use, as is needed after writes through `.data`."""
-        with self._lock:
-            for copy in self._copies.values():
-                copy.stamp = None
+        """Make all copies again at their next use, as is needed after writes that leave no trace."""
+        self._copies.invalidate()
 
     def report(self) -> WeightCacheReport:
         """Return what the cache holds and did."""
-        model = self._model()
-        named = [] if model is None else list(model.named_parameters())
-        with self._lock:
-            held = {key for key, _ in self._copies}
-            return WeightCacheReport(
-                cached=[name for name, weight in named if id(weight) in held],
-                nbytes=self._nbytes,
-                hits=self._hits,
-                refreshes=self._refreshes,
-                refused={name: reason for name, weight in named if (reason := _why_not(weight)) is not None},
-            )
-
-    def mode(self, device_type: str) -> TorchFunctionMode:
-        """Return what a region enters.
-
-        Args:
-            device_type: The `type` of the device that the region is for.
-        """
-        return _Substitution(self, device_type)
-
-    def copy_of(self, weight: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
-        """Return the copy of a weight as it is now, or None if it is not one of the model's or cannot be cached.
-
-        Args:
-            weight: An fp32 parameter of the model.
-            dtype: Of the copy: `torch.float16` or `torch.bfloat16`.
-        """
-        key = id(weight)
-        with self._lock:
-            if not self._knows(weight):
-                return None
-            copy = self._copies.get((key, dtype))
-            if copy is not None and not copy.is_like(weight):
-                self._drop((key, dtype))
-                copy = None
-            if copy is None:
-                nbytes = weight.numel() * dtype.itemsize
-                if self._budget is not None and nbytes > self._budget:
-                    return None
-                copy = self._copies[key, dtype] = _Copy(weight, dtype)
-                self._nbytes += nbytes
-                self._keep_to_budget()
-            elif self._budget is not None:
-                self._copies.move_to_end((key, dtype))
-            stamp = _Stamp(version(weight), weight.data_ptr(), self._steps.get(key, 0))
-            if copy.stamp == stamp:
-                self._hits += 1
-                if self._verify:
-                    self._compare(weight, copy)
-            else:
-                copy.refresh(weight, stamp)
-                self._refreshes += 1
-        return copy
-
-    def _knows(self, weight: torch.Tensor) -> bool:
-        """Say whether a weight is one of the model's that can be cached."""
-        key = id(weight)
-        place = self._places.get(key)
-        if place is None or place.weight() is not weight:
-            if place is not None:
-                self._forget(key)
-            if key in self._foreign or not self._find(weight):
-                self._foreign.add(key)
-                return False
-        if _why_not(weight) is None:
-            return True
-        self._drop_all(key)  # from when it could be cached
-        return False
-
-    def _find(self, weight: torch.Tensor) -> bool:
-        """Look for a weight that can be cached in the model, and note where it is."""
-        model, key = self._model(), id(weight)
-        if is_gathered_by_fsdp(weight):
-            return False
-        for module in () if model is None else model.modules():
-            for name, param in module._parameters.items():
-                if param is weight:
-                    for before in [other for other, place in self._places.items() if place.is_at(module, name)]:
-                        self._forget(before)  # it is not there any more
-                    self._places[key] = _Place(module, name, lambda _: self._forget(key))
-                    return True
-        return False
-
-    def _forget(self, key: int) -> None:
-        with self._lock:
-            self._places.pop(key, None)
-            self._steps.pop(key, None)
-            self._drop_all(key)
-
-    def _drop_all(self, key: int) -> None:
-        for dtype in _LOW_PRECISION:
-            if (key, dtype) in self._copies:
-                self._drop((key, dtype))
-
-    def _drop(self, key: tuple[int, torch.dtype]) -> None:
-        self._nbytes -= self._copies.pop(key).buffer.nbytes
-
-    def _keep_to_budget(self) -> None:
-        while self._budget is not None and self._nbytes > self._budget:
-            self._drop(next(iter(self._copies)))
-
-    def _compare(self, weight: torch.Tensor, copy: _Copy) -> None:
-        with torch.no_grad():
-            if torch.equal(weight.detach().to(copy.buffer.dtype).nan_to_num(), copy.buffer.nan_to_num()):
-                return
-        model = self._model()
-        named = [] if model is None else model.named_parameters(remove_duplicate=False)
-        names = [name for name, param in named if param is weight]
-        raise RuntimeError(
-            f"the weight {' = '.join(names)} was changed in a way that leaves no trace, such as a write through "
-            ".data: call WeightCache.invalidate() after it"
+        copies, model = self._copies.all(), self._copies.model()
+        held = {id(copy.param) for copy in copies}
+        return WeightCacheReport(
+            cached=[] if model is None else [name for name, param in model.named_parameters() if id(param) in held],
+            nbytes=sum(copy.low.nbytes for copy in copies),
+            hits=self._copies.uses - self._copies.casts,
+            refreshes=self._copies.casts,
+            refused={} if model is None else _refused(model),
         )
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        with self._lock:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) in self._places:
-                        self._steps[id(param)] = self._steps.get(id(param), 0) + 1
-
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        model = self._model()
+        model = self._copies.model()
         twin = object.__new__(WeightCache)
         copied = model if model is None else memo.get(id(model), model)
-        twin._model = (lambda: None) if copied is None else weakref.ref(copied)
-        twin._budget, twin._verify = self._budget, self._verify
-        twin._start()
+        twin._start((lambda: None) if copied is None else weakref.ref(copied), self._copies.verify)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model(), "budget_bytes": self._budget, "verify": self._verify}
+        return {"model": self._copies.model(), "verify": self._copies.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # On what `object.__new__` has made: mypy fears a subclass with other arguments.
-        self.__init__(state["model"], budget_bytes=state["budget_bytes"], verify=state["verify"])  # type: ignore[misc]
+        self.__init__(state["model"], verify=state["verify"])  # type: ignore[misc]
 
 
-class _Substitution(TorchFunctionMode):
-    """Puts copies in the place of weights while one region of one thread lasts."""
-
-    def __init__(self, cache: WeightCache, device_type: str) -> None:
-        TorchFunctionMode.__init__(self)
-        self._cache, self._device_type = cache, device_type
-        # Of this region: casts with a node of the graph, and the weights' stamps they are of.
-        self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, _Stamp | None]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (
-            not is_dynamo_compiling()
-            and func in LOW_PRECISION_OPS
-            and torch.is_autocast_enabled(self._device_type)
-            and not are_functorch_transforms_active()
-        ):
-            dtype = torch.get_autocast_dtype(self._device_type)
-            args = [self._low(arg, dtype) if type(arg) is nn.Parameter else arg for arg in args]
-            kwargs = {name: self._low(arg, dtype) if type(arg) is nn.Parameter else arg for name, arg in kwargs.items()}
-        return func(*args, **kwargs)
-
-    def _low(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        if weight.dtype is not torch.float32 or weight.device.type != self._device_type or dtype not in _LOW_PRECISION:
-            return weight
-        copy = self._cache.copy_of(weight, dtype)
-        if copy is None:
-            return weight
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return copy.buffer
-        if not torch.is_autocast_cache_enabled():
-            return self._cast(weight, copy)
-        key = (id(weight), dtype)
-        known = self._casts.get(key)
-        if known is None or known[1] != copy.stamp:
-            known = self._casts[key] = (self._cast(weight, copy), copy.stamp)
-        return known[0]
-
-    def _cast(self, weight: nn.Parameter, copy: _Copy) -> torch.Tensor:
-        cast: torch.Tensor = _Cast.apply(weight, copy.buffer)  # type: ignore[no-untyped-call]  # torch's
-        return cast
-
-
-def _why_not(weight: torch.Tensor) -> str | None:
-    """Say why a weight is not cached, if so."""
-    if type(weight) is not nn.Parameter:
-        return f"of the subclass {type(weight).__name__}"
-    if weight.dtype is not torch.float32:
-        return f"{weight.dtype} and not torch.float32"
-    if weight.layout is not torch.strided or weight.device.type == "meta":
-        return f"{weight.layout} on {weight.device.type}"
-    if not (weight.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(weight)):
-        return "not dense in memory"
-    if weight.is_inference():
-        return "made in inference mode, where no writes are counted"
-    if is_fsdp_flattened(weight):
-        return "managed by FullyShardedDataParallel"
-    return None
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Return by name why weights of layers are not cached."""
+    refused: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        kind = next((kind for kind in _FORWARDS if isinstance(module, kind)), None)
+        of_layer = None
+        if kind is not None and type(module) is not kind:
+            of_layer = f"of a {type(module).__name__}, not a plain {kind.__name__}"
+        elif getattr(vars(module).get("forward"), "__module__", __name__) != __name__:
+            of_layer = f"of a {type(module).__name__} with a forward of its own"
+        for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
+            reason = of_layer or why_not(param)
+            if reason is not None:
+                refused[name] = reason
+    return refused
 
 
 _CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
-def _tell_caches(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _invalidate_written(tensors: Iterable[torch.Tensor]) -> None:
+    tensors = list(tensors)
     for cache in list(_CACHES):
-        cache._stepped(optimizer)
+        cache._copies.invalidate(tensors)
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    """Have every step of every optimizer told to all caches, from the first one on."""
-    register_optimizer_step_post_hook(_tell_caches)
+def _watch_writes() -> None:
+    """Have steps of all optimizers and collectives told to all caches, from the first one on."""
+    register_optimizer_step_post_hook(
+        lambda optimizer, *_: _invalidate_written(p for group in optimizer.param_groups for p in group["params"])
+    )
+    on_collective(_invalidate_written)

@@ -12,6 +12,7 @@ from castwise.bench import (
     monitor_cost,
     policy_overhead,
     scale_out,
+    small_steps,
     step_cost,
     tensor_growth,
     training,
@@ -22,6 +23,7 @@ from castwise.bench.benchmark import Benchmark
 BENCHMARKS: tuple[Benchmark[Any], ...] = (
     training.BENCHMARK,
     step_cost.BENCHMARK,
+    small_steps.BENCHMARK,
     growth.BENCHMARK,
     tensor_growth.BENCHMARK,
     host_time.BENCHMARK,

@@ -11,6 +11,8 @@ from castwise._suggestions import listed, nearest
 from castwise.amp.schedules import Schedule
 from castwise.cli.errors import UserError
 
+_LARGEST_EXPONENT = 1024  # that of fp64 numbers; a power of Python's integers has 10,240 bits at most
+
 
 def read_policy(spelled: str) -> Policy:
     """Return the policy of this name, or the one in a file.
@@ -54,14 +56,37 @@ def read_schedule(spelled: str) -> Schedule:
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name not in names:
             raise UserError(f"--schedule must be one of {listed(names)}, got {spelled!r}{nearest(spelled, names)}")
-        given = [ast.literal_eval(argument) for argument in call.args]
-        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        given = [_value(argument) for argument in call.args]
+        named = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg}
         made: Schedule = getattr(schedules, name)(*given, **named)
     except (SyntaxError, ValueError, TypeError) as error:
         raise UserError(f"--schedule {spelled!r}: {error}") from None
     except (RecursionError, MemoryError):  # Python's own parser has enough of it
         raise UserError(f"--schedule is nested too deeply: {spelled[:40]!r}...") from None
     return made
+
+
+def _value(node: ast.expr) -> Any:
+    """Return a literal, or a power of numbers such as 2.0**16; no code is run.
+
+    Raises:
+        ValueError: It is neither, or a power that is no finite number or goes beyond `_LARGEST_EXPONENT`.
+    """
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+        return ast.literal_eval(node)
+    base, exponent = _value(node.left), _value(node.right)
+    for number in (base, exponent):
+        if type(number) not in (int, float):
+            raise ValueError(f"a power must be one of numbers, got {ast.unparse(node)}")
+    if abs(base) > _LARGEST_EXPONENT or abs(exponent) > _LARGEST_EXPONENT:
+        raise ValueError(f"base and exponent of a power must be <= {_LARGEST_EXPONENT}, got {ast.unparse(node)}")
+    try:
+        power = base**exponent
+    except ArithmeticError:
+        power = None
+    if type(power) not in (int, float):
+        raise ValueError(f"a power must be a finite real number, got {ast.unparse(node)}")
+    return power
 
 
 def _is_schedule(value: Any) -> bool:

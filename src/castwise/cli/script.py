@@ -110,17 +110,17 @@ class Script:
         """Write the report, and say what there is to say."""
         if os.getpid() != pid:
             return  # of a worker that was forked
-        was_recording = castwise.installation.is_recording()
+        was_recording, seen = castwise.installation.is_recording(), castwise.installation.what_was_seen()
         report = castwise.uninstall()
         WATCH.stop()
         if aftermath is not None:
             with suppress(OSError, ValueError, subprocess.TimeoutExpired):
                 aftermath.communicate("done", timeout=10)
         if rank_now() == 0:
-            ending = (
-                f"recorded in {out}" if was_recording else "nothing was recorded: no optimizer of a module has stepped"
-            )
-            ending = ending if report is None else f"wrote {report}"
+            ending = f"wrote {report}" if report is not None else f"recorded in {out}"
+            if not was_recording:
+                ending = "nothing was recorded: no optimizer of a module has stepped"
+                ending += f" in this process, which has seen {seen}" if seen else ""
             if WATCH.found:
                 ending += f"; mistakes of the script: {len(WATCH.found)}"
             print(f"castwise: {ending}", file=sys.stderr)

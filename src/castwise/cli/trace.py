@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 import castwise
 from castwise import WeightCache, policies
 from castwise._suggestions import nearest
+from castwise.amp.batches import Batch
 from castwise.amp.bound_policy import BoundPolicy
 from castwise.amp.trace_account import CAST_NUMBERS, OP_NUMBERS, Trace
 from castwise.cli.errors import UserError
@@ -30,7 +31,8 @@ def trace(
         str,
         typer.Option(
             metavar="MODULE:FACTORY",
-            help="Function without arguments that returns a model, or a tuple of a model and its inputs.",
+            help="Function without arguments that returns a model, or a tuple of a model and its batch: a tensor, "
+            "several inputs, or a mapping of keyword arguments.",
         ),
     ] = "castwise.cli.demo.gpt:example",
     inputs: Annotated[
@@ -59,7 +61,7 @@ def trace(
         wanted = _policy(policy, net)
         cache = WeightCache(net) if weight_cache else None
         for _ in range(2 if weight_cache else 1):
-            seen = castwise.trace(net, *given, policy=wanted, weight_cache=cache)
+            seen = castwise.trace(net, given, policy=wanted, weight_cache=cache)
     except UserError as error:
         typer.echo(f"castwise trace: {error}", err=True)
         raise typer.Exit(2) from None
@@ -69,7 +71,7 @@ def trace(
         _print(seen)
 
 
-def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, tuple[Any, ...]]:
+def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
     place, _, name = spelled.partition(":")
     if not place or not name:
         raise UserError(f"--model must be MODULE:FACTORY, got {spelled!r}")
@@ -97,7 +99,8 @@ def _model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, tuple[Any
         given = [_input(text) for text in inputs]
     elif not given:
         raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
-    return net, tuple(given)
+    is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
+    return net, given[0] if is_batch else tuple(given)
 
 
 def _call(factory: Callable[..., Any], spelled: str) -> Any:

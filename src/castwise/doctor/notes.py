@@ -34,9 +34,9 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         None,
         "2.13",
         Note(
-            "What torch.compile compiles in a region runs its backward under autocast, too: the setting that decides "
-            "it (torch._functorch.config.backward_pass_autocast) is one for all threads before 2.13, and castwise "
-            "leaves it alone.",
+            "What torch.compile compiles in a region with a policy runs its backward under autocast: the setting that "
+            "decides it (torch._functorch.config.backward_pass_autocast) is one for all threads before 2.13, and a "
+            "policy leaves it alone.",
             "castwise/_torch_private.py; torch/utils/_config_module.py of 2.11",
         ),
     ),

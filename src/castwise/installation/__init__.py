@@ -98,6 +98,12 @@ def is_recording() -> bool:
         return any(account.has_recorded for _, account in _INSTALLED)
 
 
+def what_was_seen() -> str:
+    """Return, in words, what castwise has seen of a training while it is installed; empty if nothing."""
+    with _LOCK:
+        return ", ".join(filter(None, [account.seen for _, account in _INSTALLED]))
+
+
 @contextmanager
 def installed(
     out: str | os.PathLike[str] | None = None,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import sys
 import weakref
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from castwise.monitor.ranks import Ranks, rank_now
 from castwise.monitor.sinks import FILE_NAME, JSONL
 
 REPORT = "report.html"
+_PROCESSES = "process that was started", "processes that were started"
 
 
 class Account(Observer):
@@ -52,10 +56,11 @@ class Account(Observer):
         self._hook: Any = None
         self._names: list[str] = []
         self._rank: int | None = None
+        self._seen: Counter[tuple[str, str]] = Counter()
 
     def begin(self) -> None:
         """Look for mistakes and for models from now on; models are recorded if there is a folder."""
-        WATCH.begin_telling(self._told)
+        WATCH.begin_telling(self._told, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -82,7 +87,23 @@ class Account(Observer):
         """Whether a model was met."""
         return bool(self._names)
 
+    @property
+    def seen(self) -> str:
+        """What was seen of a training, in words; empty if nothing was."""
+        counts = {**self._seen, _PROCESSES: _processes_started()}
+        return ", ".join(f"{count} {one if count == 1 else more}" for (one, more), count in counts.items() if count)
+
     # -- what happens -------------------------------------------------------------------------------------------
+
+    def entered(self, region: Any) -> None:
+        """Count regions."""
+        if region._enabled:
+            dtype = str(region.fast_dtype).removeprefix("torch.")
+            self._seen[f"autocast region in {dtype}", f"autocast regions in {dtype}"] += 1
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Count losses."""
+        self._seen["scaled loss", "scaled losses"] += 1
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Remember whose step it is."""
@@ -109,6 +130,7 @@ class Account(Observer):
         self._met.add(optimizer)
         model = model_with(params_of(optimizer))
         if model is None:
+            self._seen["optimizer of parameters of no module", "optimizers of parameters of no module"] += 1
             warn("an optimizer trains parameters of no module: there is nothing to monitor", UserWarning, 2)
             return
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
@@ -142,6 +164,14 @@ class _Alone(Monitor):
 
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
+
+
+def _processes_started() -> int:
+    """Return how many processes Python's multiprocessing has started from this one."""
+    if "multiprocessing.process" not in sys.modules:
+        return 0
+    next_name = multiprocessing.Process().name  # "Process-3", in such a process "Process-1:3"
+    return int(next_name.replace(":", "-").rpartition("-")[2]) - 1
 
 
 def _optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

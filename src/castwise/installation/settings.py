@@ -65,8 +65,8 @@ class Settings:
         if self._bound is not None:
             region._policy, region.fast_dtype = self._bound, self._bound.dtype or region.fast_dtype
             region._enabled = self._bound.dtype is not None
-        if self._cache is not None:
-            region._weight_cache = self._cache
+        cache = region._extensions if self._cache is None else (self._cache,)
+        region._extensions = cache if self._bound is None else (*cache, self._bound)
 
     def _bind(self) -> None:
         self._is_bound = True
@@ -102,7 +102,7 @@ def _scaler(base: type[GradScaler], schedule: Schedule) -> type[GradScaler]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         if self.is_enabled():
-            self._take(schedule)
+            self._adopt(schedule)
             if self._agreement is not None:
                 self._agree_with(self._agreement)
 

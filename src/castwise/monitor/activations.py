@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
-from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import (
     are_functorch_transforms_active,
     is_backward_running,
     is_compiled,
+    is_jit_tracing,
     tree_leaves,
 )
 from castwise.amp.gradients import is_plain
+from castwise.amp.module_hooks import ModuleHooks, inside_fused_layers
 from castwise.monitor import names
 from castwise.monitor.exponents import count
 from castwise.monitor.guard import Guard
-from castwise.monitor.hooks import Hook
 from castwise.monitor.replay import is_replaying
 from castwise.monitor.shards import is_split, part_of
 
@@ -30,10 +29,9 @@ class Activations:
 
     Of each module the outputs of one forward of the model are counted, those of all calls if that calls it more than
     once. Later forwards (of further micro-batches), those without gradients (a validation) and those that a backward
-    repeats (activation checkpointing) are not. Nothing is counted in compiled code, nor under functorch's transforms.
-    Scripted modules, which take no hooks, are left out, and so are nested tensors and what else cannot be counted.
-    Modules that are known to be compiled get no hooks; if others are traced with theirs in place, that is compiled once
-    more without them, so give the compiled model and not what it wraps.
+    repeats (activation checkpointing) are not. Nothing is counted in compiled code, nor under functorch's transforms,
+    nor in what runs as one kernel of torch's. Scripted modules, which take no hooks, are left out, and so are nested
+    tensors and what else cannot be counted.
 
     Args:
         model: Whose modules are watched.
@@ -41,7 +39,8 @@ class Activations:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ModuleHooks()
+        self._inside: set[nn.Module] = set()
         self._found: dict[str, list[torch.Tensor]] = {}
         self._in_this_forward: set[str] = set()
         self._done: set[str] = set()
@@ -52,19 +51,17 @@ class Activations:
     def watch(self) -> None:
         """Count what the next forward returns."""
         compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
-        for name, module in names.modules(self._model).items():
+        modules = names.modules(self._model)
+        # Also a copy or a pickle of the model between forwards shall have no hooks that torch looks at.
+        self._inside = inside_fused_layers(self._model) - {modules.get("")}
+        for name, module in modules.items():
             if module in compiled or isinstance(module, torch.jit.ScriptModule):
                 continue
-            self._handles += [
-                module.register_forward_pre_hook(Hook(self._enter)),
-                module.register_forward_hook(Hook(self._leave(name)), always_call=True),
-            ]
+            self._hooks.put_on(module, self._enter, self._leave(name), later=module in self._inside)
 
     def stop(self) -> dict[str, list[torch.Tensor]]:
         """Remove all hooks and return, by module, a result of `count` for each tensor it has returned."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._done.clear()
         self._in_this_forward.clear()
         self._depth = 0
@@ -72,15 +69,16 @@ class Activations:
         return found
 
     def _enter(self, *_: object) -> None:
-        if is_dynamo_compiling():
-            return
         if self._depth == 0:
-            self._counts = torch.is_grad_enabled() and not (is_backward_running() or is_replaying())
+            is_repeated = is_backward_running() or is_replaying()
+            self._counts = torch.is_grad_enabled() and not (is_repeated or is_jit_tracing())
+            if self._counts:
+                self._hooks.put_back()
         self._depth += 1
 
     def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            if is_dynamo_compiling() or self._depth == 0:
+            if self._depth == 0:
                 return
             # Without an output it has raised, or there is nothing to count.
             has_output = output is not None and not are_functorch_transforms_active()
@@ -90,6 +88,7 @@ class Activations:
                     self._found.setdefault(name, []).extend([count(tensor) for tensor in _tensors(output)])
             self._depth -= 1
             if self._depth == 0:
+                self._hooks.take_off(self._inside)
                 self._done |= self._in_this_forward
                 self._in_this_forward.clear()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,12 +10,38 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from castwise.amp.batches import Batch, arguments_of
 from castwise.amp.module_rules import named_modules
 from castwise.monitor.cases import OfLoss, OfOutput
-from castwise.monitor.fault_search import Fault, find
+from castwise.monitor.fault_search import Found, find
 from castwise.monitor.origins import Birth, Phase
 from castwise.monitor.ranges import Range, Value, first_not_finite, range_of
 from castwise.monitor.remedies import Remedy, remedy_of
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """An inf or NaN that an op of the forward made, and that reaches neither the loss nor a gradient.
+
+    Args:
+        module: As of `Diagnosis`.
+        in_loss: As of `Diagnosis`.
+        op: As "aten.convolution".
+        value: "nan" or "inf".
+        is_finite_in_float32: Whether the op has a finite result in fp32: it overflowed in a low precision.
+        line: As of `Diagnosis`.
+    """
+
+    module: str
+    in_loss: bool
+    op: str
+    value: Literal[""] | Value
+    is_finite_in_float32: bool
+    line: str = ""
+
+    def __str__(self) -> str:
+        in_float32 = " (finite in fp32)" if self.is_finite_in_float32 else ""
+        return f"{_where(self.module, self.in_loss)}: {self.op} gives {self.value}{in_float32}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,11 @@ class Diagnosis:
         loss: Its value before scaling; None if it is not known.
         remedy: What would help: a lower "scale", the module in "float32", another "input" or "weight", other "code".
         advice: The same in words.
+        line: Where the code of the model, or of the loss, calls the op: "model.py:31"; "" if that is not known, as in
+            the backward.
+        source: That line itself.
+        harmless: What else was not finite in the forward and reaches nothing, such as an overflow before a sigmoid: of
+            each module and op one.
     """
 
     found: bool
@@ -61,19 +92,24 @@ class Diagnosis:
     loss: float | None = None
     remedy: Remedy = ""
     advice: str = ""
+    line: str = ""
+    source: str = ""
+    harmless: tuple[Harmless, ...] = ()
 
     def __bool__(self) -> bool:
         return self.found
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
+        harmless = [f"  seen and harmless: {each}" for each in self.harmless]
         if not self.found:
-            return f"clean: the loss and all gradients are finite{loss}"
+            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *harmless])
         lines = [f"{self.phase}: {self._what()}{loss}"]
+        lines += [f"  at {self.line}: {self.source}"] if self.line else []
         lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
         lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
-        return "\n".join([*lines, self.advice])
+        return "\n".join([*lines, *harmless, self.advice])
 
     def _what(self) -> str:
         if self.phase == "weight":
@@ -85,15 +121,19 @@ class Diagnosis:
             return f"the gradient of the model's output is {self.value}"
         if not self.op:
             return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
-        where = self.module or ("the loss function" if self.in_loss else "the model itself")
+        where = _where(self.module, self.in_loss)
         verb = "gives" if self.outputs else "reads"
         return f"{where}: {self.op} {verb} {self.value}{reached}"
+
+
+def _where(module: str, in_loss: bool) -> str:
+    return module or ("the loss function" if in_loss else "the model itself")
 
 
 def diagnose(
     model: nn.Module,
     loss_fn: Callable[[Any], torch.Tensor],
-    batch: torch.Tensor | tuple[Any, ...] | Mapping[str, Any],
+    batch: Batch,
     scaler: Any = None,
 ) -> Diagnosis:
     """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
@@ -105,9 +145,9 @@ def diagnose(
     and generators that the program has made. What overlaps the backward (optimizers in it, DDP's all-reduce) does not
     run; collectives that the forward calls need all ranks to call this.
 
-    Infinities and NaNs that reach neither are nobody's fault: those of masks, or of a weight that the batch does not
-    use. Every op syncs with the host: a
-    replay takes several times a step, and twice that if the scale may be the cause.
+    Infinities and NaNs that reach neither are no fault: those of masks, or of a weight that the batch does not use. Of
+    those that an op of the forward made `harmless` tells. Every op syncs with the host: a replay takes several times a
+    step, and twice that if the scale may be the cause.
 
     Args:
         model: In the mode it trains in. DDP and `torch.compile` are looked through: the replay is eager and alone.
@@ -131,7 +171,7 @@ def diagnose(
         ('1', 'aten.to', 'float32')
     """
     model = _unwrapped(model)
-    args, kwargs = _arguments(batch)
+    args, kwargs = arguments_of(batch)
     case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
     return _diagnosis(find(case, scale), scale, case.loss)
@@ -171,12 +211,13 @@ def diagnose_replay(
     return _diagnosis(find(case, scale), scale, None)
 
 
-def _diagnosis(fault: Fault | None, scale: float, loss: float | None) -> Diagnosis:
+def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
+    fault, harmless = found.fault, tuple(map(_harmless, found.harmless))
     if fault is None:
-        return Diagnosis(False, scale=scale, loss=loss)
+        return Diagnosis(False, scale=scale, loss=loss, harmless=harmless)
     remedy, advice = remedy_of(fault, scale)
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
-    ranges = tuple(found for tensor in fault.tensors if (found := range_of(tensor)) is not None)
+    ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
     at = None if birth.tensor is None else first_not_finite(birth.tensor)
     return Diagnosis(
         found=True,
@@ -195,7 +236,16 @@ def _diagnosis(fault: Fault | None, scale: float, loss: float | None) -> Diagnos
         loss=loss,
         remedy=remedy,
         advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
+        line="" if birth.place is None else str(birth.place),
+        source="" if birth.place is None else birth.place.source,
+        harmless=harmless,
     )
+
+
+def _harmless(birth: Birth) -> Harmless:
+    line = "" if birth.place is None else str(birth.place)
+    in_loss = birth.module is None
+    return Harmless(birth.module or "", in_loss, birth.op, _value(birth.outputs), birth.is_finite_in_float32, line)
 
 
 _PHASE_WITHOUT_BIRTH: dict[str, Phase] = {
@@ -209,19 +259,6 @@ def _value(ranges: Sequence[Range]) -> Literal[""] | Value:
     if any(found.nan for found in ranges):
         return "nan"
     return "inf" if any(found.inf for found in ranges) else ""
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    if isinstance(batch, tuple):
-        return batch, {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    raise TypeError(
-        "batch must be a tensor, a tuple of positional or a dict of keyword arguments of the model, "
-        f"got {type(batch).__name__}"
-    )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

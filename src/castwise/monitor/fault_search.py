@@ -68,21 +68,36 @@ class Fault(NamedTuple):
     others: int = 0
 
 
-def find(case: Case, scale: float) -> Fault | None:
-    """Replay a case once, and if its backward has a fault once more without scaling; None if there is no fault.
+class Found(NamedTuple):
+    """What came of a replay.
+
+    Args:
+        fault: None if there is none.
+        harmless: What is not finite in the forward, and reached neither the loss nor a gradient.
+    """
+
+    fault: Fault | None
+    harmless: list[Birth]
+
+
+def find(case: Case, scale: float) -> Found:
+    """Replay a case once, and if its backward has a fault once more without scaling.
 
     Raises:
         Exception: What the model or the loss raises.
     """
-    fault = _replay(case, scale)
+    found = _replay(case, scale)
+    fault = found.fault
     if fault is None and (lost := case.lost_gradients()):
-        return Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
+        fault = Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
+        return Found(fault, found.harmless)
     if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:
-        return fault
+        return found
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
-        return fault
+        return found
     # What no scale would cure is the graver fault, also if the scale is too high besides.
-    return _replay(case, 1.0) or fault._replace(is_due_to_scale=True)
+    unscaled = _replay(case, 1.0)
+    return found._replace(fault=fault._replace(is_due_to_scale=True)) if unscaled.fault is None else unscaled
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -95,7 +110,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]
                 yield f"{module_name}.{name}" if module_name else name, module_name, param
 
 
-def _replay(case: Case, scale: float) -> Fault | None:
+def _replay(case: Case, scale: float) -> Found:
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -111,9 +126,11 @@ def _replay(case: Case, scale: float) -> Fault | None:
             ends = case.ends(output)
         not_finite = case.not_finite(ends)
         if not_finite:
-            return _fault("loss", case, origins, not_finite)
-        with _without_autocast(case.model, ends), origins:
-            return _replay_backward(case, scale, ends, module_of_op, origins)
+            fault: Fault | None = _fault("loss", case, origins, not_finite)
+        else:
+            with _without_autocast(case.model, ends), origins:
+                fault = _replay_backward(case, scale, ends, module_of_op, origins)
+        return Found(fault, origins.harmless(() if fault is None else fault.tensors))
 
 
 def _replay_backward(

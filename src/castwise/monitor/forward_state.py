@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from castwise.amp.autocast_mode import autocast
-from castwise.amp.casting import native_state_of
+from castwise.amp.casting import in_native_state, native_state_of
 from castwise.amp.devices import has_autocast
 from castwise.amp.in_force import THREAD
 
@@ -64,7 +64,7 @@ class CastingState:
         policy = self._policy
         with ExitStack() as stack:
             for kind, (enabled, dtype, cache) in self._native.items():
-                stack.enter_context(autocast(kind, dtype, enabled, cache))
+                stack.enter_context(in_native_state(kind, enabled, dtype, cache))
             if policy is not None:
                 stack.enter_context(autocast(policy.device, policy=policy.bound, cache_enabled=policy.cache))
                 enabled, dtype, cache = self._native[policy.device]

@@ -48,9 +48,12 @@ class Monitor:
     one forward. Gradients are looked at before they are unscaled or clipped.
 
     It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
-    (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them). For that parameters have hooks in the
-    first iterations and in two of each 50 after, and the model itself has one. Between samples there are no others, and
-    nothing is read.
+    (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them, and which of them are found only there).
+    For that parameters have hooks in the first iterations and in two of each 50 after, and the model itself has one.
+    Between samples there are no others, and nothing is read. Gradients stay plain tensors. Hooks of modules are off
+    wherever torch would do something else because of them: in a `nn.TransformerEncoderLayer` that runs as one kernel,
+    and for `torch.compile`. So of what is compiled no outputs are known, and a model that is compiled as a whole has to
+    be given as what `torch.compile` returns if its batches are to be replayed.
 
     In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no
     power of two), weights are copied once and compared; the host waits for no accelerator, and what was found is

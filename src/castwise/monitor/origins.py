@@ -18,7 +18,9 @@ import torch
 
 from castwise._torch_private import TorchDispatchMode
 from castwise.amp.module_of_op import ModuleOfOp
+from castwise.amp.op_by_op import call_op
 from castwise.monitor import op_facts
+from castwise.monitor.mistakes.mistake import Place, line_of_model
 from castwise.monitor.ranges import Range, has_only_minus_inf, is_all_of_its_memory, memory_of, range_of
 from castwise.monitor.wider import involves_low_precision, ranges_in_float32
 
@@ -43,6 +45,7 @@ class Birth:
         name: Of a weight or an input.
         tensor: A weight or an input.
         is_mask: Whether it was put there by the code or the caller, and is -inf alone.
+        place: The line of the model's code, or of the loss's, that has called the op; None if it is not known.
     """
 
     kind: Kind
@@ -56,10 +59,16 @@ class Birth:
     name: str = ""
     tensor: torch.Tensor | None = None
     is_mask: bool = False
+    place: Place | None = None
 
     def as_no_mask(self) -> Birth:
         """Return the same birth for what cannot be a mask any more."""
         return replace(self, is_mask=False) if self.is_mask else self
+
+    @property
+    def is_finite_in_float32(self) -> bool:
+        """Whether the op has a finite result in fp32, as far as that is known."""
+        return self.in_float32 is not None and not any(found.nonfinite for found in self.in_float32)
 
     @property
     def is_weak(self) -> bool:
@@ -101,6 +110,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._order = 0
         self._origins: dict[int, _Origin] = {}  # by memory
         self._unwritten: dict[int, Birth] = {}
+        self._born: list[Birth] = []  # of ops in the forward
 
     def expect(self, kind: Kind, name: str, module: str | None, tensor: torch.Tensor) -> None:
         """Note what is not finite of a tensor that the replay is given; of several the first is the one to blame."""
@@ -122,6 +132,18 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def blamed(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
         """Return the first birth whose values have reached some tensors."""
+        reached = self._reached(tensors)
+        strong = [birth for birth in reached if not birth.is_weak]
+        return min(strong or reached, key=lambda birth: birth.order, default=None)
+
+    def harmless(self, tensors: Iterable[torch.Tensor]) -> list[Birth]:
+        """Return the births in the forward whose values have not reached some tensors: of each module and op one."""
+        reached = self._reached(tensors)
+        births = {(birth.module, birth.op): birth for birth in reversed(self._born) if birth not in reached}
+        return sorted(births.values(), key=lambda birth: birth.order)
+
+    def _reached(self, tensors: Iterable[torch.Tensor]) -> _Births:
+        """Return the births whose values are in some tensors."""
         reached: _Births = frozenset()
         for tensor in tensors:
             found = range_of(tensor)
@@ -129,8 +151,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if found is not None:
                 reached |= origin.nan if found.nan else frozenset()
                 reached |= origin.inf if found.inf else frozenset()
-        strong = [birth for birth in reached if not birth.is_weak]
-        return min(strong or reached, key=lambda birth: birth.order, default=None)
+        return reached
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +160,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if written:
             self._before_write(written)
         changed = _measured([tensor for tensor in read if op_facts.is_one_of(tensor, written)])
-        result = func(*args, **kwargs)
+        result = call_op(func, args, kwargs)
         outputs = op_facts.tensors_of([result, written])
         if op_facts.leaves_memory_unwritten(func):
             self._note_unwritten(func, outputs)
@@ -201,21 +222,29 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         memory = memory_of(tensor)
         if memory in self._unwritten:
             return self._unwritten[memory]
-        return Birth("outside", *self._place(func), inputs=(found,), is_mask=has_only_minus_inf(tensor))
+        place, is_mask = line_of_model(__file__), has_only_minus_inf(tensor)
+        return Birth("outside", *self._place(func), inputs=(found,), is_mask=is_mask, place=place)
 
     def _birth(
         self, func: Any, args: Any, kwargs: Any, given: list[_Measured], after: list[_Measured], is_constant: bool
     ) -> Birth:
         outputs = [tensor for tensor, _ in after]
         is_narrow = not is_constant and involves_low_precision(func, args, kwargs, outputs)
-        return Birth(
+        is_like_a_mask = all(map(has_only_minus_inf, outputs))
+        birth = Birth(
             "constant" if is_constant else "op",
             *self._place(func),
             inputs=tuple(found for _, found in given),
             outputs=tuple(found for _, found in after),
             in_float32=ranges_in_float32(func, args, kwargs) if is_narrow else None,
-            is_mask=is_constant and all(map(has_only_minus_inf, outputs)),
+            is_mask=is_constant and is_like_a_mask,
+            place=line_of_model(__file__),
         )
+        # The logarithm of a zero is meant, an overflow of a low precision is not.
+        is_meant = is_constant or (is_like_a_mask and not birth.is_finite_in_float32)
+        if birth.phase in {"forward", "loss"} and not is_meant:
+            self._born.append(birth)
+        return birth
 
     def _place(self, func: Any) -> tuple[int, Phase, str | None, str]:
         phase = "forward" if self._module_of_op.is_forward_running() else self.phase
@@ -231,8 +260,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _note_literal(self, func: Any, outputs: list[torch.Tensor]) -> None:
         for tensor, found in _measured(outputs):
             if found.nonfinite:
-                place, is_mask = self._place(func), has_only_minus_inf(tensor)
-                birth = frozenset([Birth("constant", *place, outputs=(found,), is_mask=is_mask)])
+                place, line, is_mask = self._place(func), line_of_model(__file__), has_only_minus_inf(tensor)
+                birth = frozenset([Birth("constant", *place, outputs=(found,), is_mask=is_mask, place=line)])
                 self._note([_Measured(tensor, found)], _Origin(birth, birth))
 
     def _note(self, after: list[_Measured], origin: _Origin) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from castwise._torch_private import is_backward_running, tree_map
+from castwise.amp.module_hooks import ModuleHooks
 from castwise.amp.outcomes import Cause
 from castwise.monitor.cases import outputs_of
-from castwise.monitor.diagnosis import Diagnosis, diagnose_replay
+from castwise.monitor.diagnosis import Diagnosis, Harmless, diagnose_replay
 from castwise.monitor.forward_state import CastingState, RandomState
 from castwise.monitor.guard import Guard
-from castwise.monitor.hooks import Hook
 from castwise.monitor.op_facts import tensors_of
 from castwise.monitor.replay import is_replaying
 
@@ -144,11 +144,14 @@ class MicroBatches:
         for batch in bad if len(bad) > 1 else []:
             if diagnosis := batch.diagnose(self._model, scale, loss_is_finite, with_backward=False):
                 return diagnosis
+        harmless: list[Harmless] = []
         for batch in suspects:
-            if diagnosis := batch.diagnose(self._model, scale, loss_is_finite, with_backward=True):
+            diagnosis = batch.diagnose(self._model, scale, loss_is_finite, with_backward=True)
+            if diagnosis:
                 return diagnosis
+            harmless += diagnosis.harmless
         is_clean = batches and all(batch.can_be_replayed_in_full() for batch in batches)
-        return Diagnosis(False, scale=scale) if is_clean else None
+        return Diagnosis(False, scale=scale, harmless=tuple(dict.fromkeys(harmless))) if is_clean else None
 
 
 class Recording:
@@ -167,28 +170,28 @@ class Recording:
     def __init__(self, model: nn.Module, iteration: Callable[[], int] = lambda: 0) -> None:
         self._model, self._iteration = model, iteration
         self._guard = Guard()
-        self._hooks: list[Any] = []
+        self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
         self._batches = MicroBatches(model)
 
     def attach(self) -> None:
         """Begin to record; nothing if it has begun."""
-        if not self._hooks:
+        if self._hooks is None:
+            self._hooks = ModuleHooks()
             # First of all, before a policy's rule for the model itself sets another state.
-            self._hooks = [
-                self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
-                self._model.register_forward_hook(Hook(self._after), always_call=True),
-            ]
+            self._hooks.put_on(self._model, self._before, self._after, first=True)
 
     def detach(self) -> None:
         """Stop recording, and forget what was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         self.take()
 
     def take(self) -> MicroBatches:
         """Return what was recorded since the last time, and forget it: for a step whose verdict comes later."""
+        if self._hooks is not None:
+            self._hooks.put_back()
         taken, self._batches = self._batches, MicroBatches(self._model)
         return taken
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from castwise._torch_private import no_post_accumulate_hooks
+from castwise.amp.op_by_op import without_compiler
 from castwise.monitor.forward_state import RandomState
 from castwise.monitor.op_facts import tensors_of
 from castwise.monitor.ranges import memory_of
@@ -63,7 +64,8 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     random = RandomState()
     _THREAD.depth += 1
     try:
-        yield guard
+        with without_compiler():
+            yield guard
     finally:
         _THREAD.depth -= 1
         for tensor, gradient in gradients:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from castwise.amp.gradients import present
+from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
 from castwise.monitor.arrivals import Arrivals
 from castwise.monitor.exponents import count, tally
@@ -79,7 +79,7 @@ class Sample:
         mantissa = _mantissa(scale)
         of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
         counts = {}
-        for parameter in present(optimizer)[0]:
+        for parameter in params_and_grads(optimizer)[0]:
             name = of_parameter.get(parameter)
             if name is None:
                 continue

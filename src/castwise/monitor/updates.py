@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from castwise.amp.gradients import present
-from castwise.amp.measuring import wide
+from castwise.amp.gradients import params_and_grads
+from castwise.amp.measure import wide
 from castwise.monitor.exponents import piece_size
 from castwise.monitor.shards import part_of
 
@@ -70,7 +70,7 @@ class Updates:
         """Copy the weights that an optimizer is about to change."""
         self._before[optimizer] = [
             (parameter, part_of(parameter.detach()).local.clone())
-            for parameter in present(optimizer)[0]
+            for parameter in params_and_grads(optimizer)[0]
             if parameter.is_floating_point() or parameter.is_complex()
         ]
 

@@ -87,7 +87,7 @@ def test_meshes_of_two_dimensions_train_as_one_process(
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_a_step_takes_one_collective_of_at_most_16_bytes(
+def test_a_step_takes_one_collective_of_64_bytes(
     ranks: list[dict[str, Any]], four_ranks: list[dict[str, Any]], clip: str
 ) -> None:
     for results, cases in ((ranks, CASES), (four_ranks, CASES_OF_FOUR)):
@@ -99,7 +99,7 @@ def test_a_step_takes_one_collective_of_at_most_16_bytes(
                 if case[0] == "partial sums":  # they have to be taken
                     collectives = [(name, nbytes) for name, nbytes in collectives if name == "allreduce_"]
                 assert [name for name, _ in collectives] == ["allreduce_"], case
-                assert all(0 < nbytes <= 16 for _, nbytes in collectives)
+                assert all(nbytes == 64 for _, nbytes in collectives)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

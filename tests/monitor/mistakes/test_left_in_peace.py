@@ -58,7 +58,7 @@ class Somebody:
 @pytest.fixture
 def training() -> Iterator[Training]:
     somebody = Somebody()
-    WATCH.begin_telling(somebody.told)
+    WATCH.begin_telling(somebody.told, of_gradients=True)
     try:
         yield Training()
     finally:
@@ -243,7 +243,7 @@ def test_a_frozen_part_in_fp16_and_the_rest_in_fp32() -> None:
     backbone, head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     somebody = Somebody()
-    WATCH.begin_telling(somebody.told)
+    WATCH.begin_telling(somebody.told, of_gradients=True)
     for _ in range(3):
         with castwise.autocast("cpu", dtype=torch.float16):
             features = backbone(torch.randn(4, 8))
@@ -359,19 +359,55 @@ def test_a_finder_that_fails_is_warned_of_and_the_training_goes_on(
         training.finish()
 
 
-def test_a_monitor_finds_and_records_mistakes_by_itself() -> None:
+def backward_inside(training: Training) -> None:
+    with castwise.autocast("cpu", dtype=torch.float16):
+        training.scaler.scale(training.model(torch.randn(4, 8)).float().mean()).backward()
+
+
+@pytest.mark.parametrize("mistake", ["backward-inside-autocast", "clipped-while-scaled"])
+def test_a_monitor_finds_and_records_mistakes_by_itself(mistake: str) -> None:
     training, records = Training(), []
+    is_of_gradients = mistake == "clipped-while-scaled"
     monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, sinks=[records.append])
-    with warnings.catch_warnings(record=True) as warned, monitor:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for _ in range(3):
-            training.backward()
-            nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-            training.finish()
-    assert [record["name"] for record in records if record["kind"] == "mistake"] == ["clipped-while-scaled"]
+        with castwise.installed() if is_of_gradients else contextlib.nullcontext(), monitor:
+            for _ in range(3):
+                training.backward() if is_of_gradients else backward_inside(training)
+                nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+                training.finish()
+    assert [record["name"] for record in records if record["kind"] == "mistake"] == [mistake]
     (warning,) = [each for each in warned if issubclass(each.category, MixedPrecisionMistake)]
     assert warning.filename == __file__
     assert OBSERVERS == []
+
+
+@pytest.mark.parametrize("on_skip", [None, "diagnose"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_monitor_leaves_the_class_of_gradients_alone(every: int, on_skip: Any) -> None:
+    training = Training()
+
+    def classes() -> set[type]:
+        return {type(param.grad) for param in training.model.parameters()}
+
+    attributes = [vars(torch), vars(torch.optim.lr_scheduler.LRScheduler), vars(torch.amp)]
+    before = [dict(each) for each in attributes]
+    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_skip=on_skip):
+        assert [dict(each) for each in attributes] == before  # nothing is patched
+        for _ in range(3):
+            training.backward()
+            assert classes() == {torch.Tensor}
+            training.scaler.unscale_(training.optimizer)
+            assert classes() == {torch.Tensor}
+            training.finish()
+        # Also that of a monitor which outlives what has changed it.
+        with castwise.installed():
+            training.backward()
+            assert classes() == {ScaledGradient}
+        assert classes() == {torch.Tensor}
+        training.finish()
+        training.backward()
+        assert classes() == {torch.Tensor}
 
 
 def test_where_warnings_are_errors_the_training_goes_on() -> None:
@@ -379,10 +415,10 @@ def test_where_warnings_are_errors_the_training_goes_on() -> None:
     monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, sinks=[records.append])
     with warnings.catch_warnings(), monitor:
         warnings.simplefilter("error", MixedPrecisionMistake)
-        training.backward()
-        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-        training.finish()
-    assert [record["name"] for record in records if record["kind"] == "mistake"] == ["clipped-while-scaled"]
+        for _ in range(2):
+            backward_inside(training)
+            training.finish()
+    assert [record["name"] for record in records if record["kind"] == "mistake"] == ["backward-inside-autocast"]
 
 
 def test_a_monitor_that_nobody_detaches_is_silent_at_the_end_of_the_process() -> None:

@@ -20,8 +20,8 @@ from castwise.amp.grad_scaler import (
     INIT_SCALE,
     GradScaler,
     OptState,
+    _refresh_per_optimizer_state,
 )
-from castwise.amp.optimizer_state import new_state as _refresh_per_optimizer_state
 from castwise.amp.schedules import Schedule
 
 __all__ = ["GradScaler", "OptState", "ShardedGradScaler", "_refresh_per_optimizer_state"]
@@ -66,6 +66,8 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             them cannot be reached. None has stepped then.
     """
 
+    _keeps_loss_dtype = True  # FSDP needs it for losses in half precision
+
     def __init__(
         self,
         device: str = "cuda",
@@ -97,9 +99,6 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
         """The group or mesh that decides together: all ranks if none was given."""
         assert self._agreement is not None
         return self._agreement.ranks or torch.distributed.group.WORLD
-
-    def _times(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return (output * scale).to(output.dtype)
 
     def _unscale_grads_(
         self,

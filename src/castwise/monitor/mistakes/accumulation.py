@@ -67,7 +67,7 @@ class Accumulation(Finder):
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Remember which gradients are waiting for their step."""
-        if not is_set and not scaler._per_optimizer_states and not scaler._states_of_dead_optimizers:
+        if not is_set and not scaler._per_optimizer_states:
             self._say_updated(caller())  # it will raise
         place = caller() if self._scaled else None
         for key, param in self._scaled.items():

@@ -115,6 +115,23 @@ def _outside(frame: FrameType | None) -> Place | None:
     return None
 
 
+def line_of_model(outside: str) -> Place | None:
+    """Return the line of a model's own code that has called torch, None if it is castwise that has.
+
+    Args:
+        outside: The file that asks, which torch has called.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_passed_over(file):
+            return Place(file, frame.f_lineno)
+        if file != outside and os.path.abspath(file).startswith(_LIBRARIES[1]):
+            return None
+        frame = frame.f_back
+    return None
+
+
 @functools.cache
 def _is_passed_over(file: str) -> bool:
     """Say whether a file belongs to what a script calls, or to what calls the script."""

@@ -13,7 +13,7 @@ from castwise.monitor.mistakes.scaled_gradients import Window, is_one
 
 
 class Unscaling(Finder):
-    """Opens a window after each scaled backward, while the watch is looking."""
+    """Opens a window after each scaled backward, while the watch is looking and may change gradients."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
@@ -33,7 +33,8 @@ class Unscaling(Finder):
             return
         with_gradients = [leaf for leaf in leaves if leaf.grad is not None]
         self._scaled.update((id(leaf), leaf) for leaf in with_gradients)
-        self._window = Window(with_gradients, self.watch.guard)
+        if self.watch.may_change_gradients:
+            self._window = Window(with_gradients, self.watch.guard)
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """From now on they are unscaled; what was done with them before comes to light."""
@@ -100,6 +101,10 @@ class Unscaling(Finder):
         self._close()
         self._clipped = self._measured = None
         self._scaled.clear()
+
+    def ending(self) -> None:
+        """Close the window: it may have been somebody's who wants to know no more."""
+        self._close()
 
     def stop(self) -> None:
         """Close the window."""

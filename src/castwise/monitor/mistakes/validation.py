@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
-from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves
-from castwise.monitor.hooks import Hook
+from castwise.amp.module_hooks import ModuleHooks
 from castwise.monitor.mistakes.finder import Finder
 from castwise.monitor.mistakes.mistake import caller, passes_through
 
@@ -28,15 +26,17 @@ class Validation(Finder):
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
-        self._hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+        self._hooks = ModuleHooks()
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._regions = threading.local()
         self._trains_in_autocast = False
 
     def model_found(self, model: nn.Module) -> None:
         """Look at each of its forwards."""
         is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
-        if model not in self._hooks and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
-            self._hooks[model] = model.register_forward_pre_hook(Hook(self._look), with_kwargs=True)
+        if model not in self._models and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
+            self._models.add(model)
+            self._hooks.put_on(model, self._look)
 
     def entered(self, region: Any) -> None:
         """Count regions: whoever disables autocast for a validation means to."""
@@ -47,7 +47,7 @@ class Validation(Finder):
         self._regions.depth = getattr(self._regions, "depth", 1) - 1
 
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (is_dynamo_compiling() or is_jit_tracing()):
+        if not is_jit_tracing():
             with self.watch.guard:
                 self._look_at(model, args, kwargs)
 
@@ -70,8 +70,11 @@ class Validation(Finder):
                 place,
             )
 
+    def ticked(self) -> None:
+        """Put the hooks back that were in torch's way."""
+        self._hooks.put_back()
+
     def stop(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
+        self._models.clear()

@@ -20,6 +20,7 @@ from castwise.monitor.guard import Guard
 from castwise.monitor.mistakes.accumulation import Accumulation
 from castwise.monitor.mistakes.backwards import Backwards
 from castwise.monitor.mistakes.checkpoints import Checkpoints
+from castwise.monitor.mistakes.compiled_regions import CompiledRegions
 from castwise.monitor.mistakes.finder import Finder
 from castwise.monitor.mistakes.graph import leaves_of
 from castwise.monitor.mistakes.losses import Losses
@@ -52,6 +53,7 @@ class Watch(Observer):
 
     def __init__(self) -> None:
         self._told: list[WeakMethod[Told]] = []
+        self._told_of_gradients: list[WeakMethod[Told]] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -76,15 +78,18 @@ class Watch(Observer):
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
-    def begin_telling(self, told: Told) -> None:
+    def begin_telling(self, told: Told, *, of_gradients: bool = False) -> None:
         """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did.
 
         Args:
             told: A method, of an object that is not kept alive.
+            of_gradients: Also look for what is done with scaled gradients, which have another class for that.
         """
         if not self._told:
             self._start()
         self._told.append(WeakMethod(told, self._end_if_nobody_is_left))
+        if of_gradients:
+            self._told_of_gradients.append(self._told[-1])
         for mistake in self.found:
             told(mistake)
 
@@ -115,7 +120,7 @@ class Watch(Observer):
         self._forget()
         atexit.register(self.stop)  # weak references do not outlive the modules that they are made by
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
-        self._finders = [kind(self) for kind in kinds]
+        self._finders = [*(kind(self) for kind in kinds), CompiledRegions(self)]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -129,6 +134,11 @@ class Watch(Observer):
     def is_looking(self) -> bool:
         """Whether this iteration is looked at closely."""
         return self._ticks < _FIRST or self._ticks % _EVERY in (0, _EVERY - 1)
+
+    @property
+    def may_change_gradients(self) -> bool:
+        """Whether gradients may be of another class while they are scaled: castwise is installed."""
+        return any(each in self._told for each in self._told_of_gradients)
 
     def say(self, name: str, text: str, corrected: str, place: Place | None) -> None:
         """Say a mistake, unless it was said before."""
@@ -232,6 +242,10 @@ class Watch(Observer):
     def left(self, region: Any) -> None:
         """Tell the finders."""
         self._each("left", region)
+
+    def compiled(self, device_type: str, enabled: bool) -> None:
+        """Tell the finders."""
+        self._each("compiled", device_type, enabled)
 
     @never_traced
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

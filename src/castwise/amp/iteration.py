@@ -1,0 +1,212 @@
+"""What a `GradScaler` knows between two calls of `update()`, and what it keeps about each optimizer for good."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from castwise.amp.after_step import LastStep
+from castwise.amp.gradients import params_and_grads, params_of, versions_of
+from castwise.amp.shared_params import SharedParams
+
+
+class OptState(Enum):
+    """How far an optimizer has come since the last `update()`."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+class OptimizerInfo:
+    """What is found out once about an optimizer.
+
+    Args:
+        optimizer: Which it is about; not kept.
+        number: How many came before it. Ranks have no other name for an optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self.number = number
+        self.last_step: LastStep | None = None
+        # Before `grad_scale`, optimizers asked for the scaler itself, as an argument of `step`.
+        self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+class KnownOptimizers:
+    """The optimizers that a scaler has met."""
+
+    def __init__(self) -> None:
+        self._infos: WeakKeyDictionary[torch.optim.Optimizer, OptimizerInfo] = WeakKeyDictionary()
+        self._count = 0
+        self.shared = SharedParams()
+
+    def info(self, optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+        """Return what is known about an optimizer; look at one that is new."""
+        info = self._infos.get(optimizer)
+        if info is None:
+            self.shared.add(params_of(optimizer), map(params_of, self._infos))
+            info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count)
+            self._count += 1
+        return info
+
+    def forget_last_steps(self) -> None:
+        """Forget which steps were the last ones."""
+        for info in self._infos.values():
+            info.last_step = None
+
+
+class Snapshot:
+    """Some gradients at one moment. They are kept alive, so no other tensor can take their place in memory."""
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self._grads, self._versions = grads, versions_of(grads)
+
+    def matches(self, grads: list[torch.Tensor]) -> bool:
+        """Return True if the gradients are these, neither replaced nor written to since."""
+        if len(grads) != len(self._grads) or any(a is not b for a, b in zip(grads, self._grads, strict=True)):
+            return False
+        return versions_of(grads) == self._versions
+
+    def changed(self, grads: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Return the positions of gradients that are among these and were written to, and of those that are new."""
+        then = {id(grad): version for grad, version in zip(self._grads, self._versions, strict=True)}
+        now = list(enumerate(zip(grads, versions_of(grads), strict=True)))
+        written = [index for index, (grad, version) in now if then.get(id(grad), version) != version]
+        return written, [index for index, (grad, _) in now if id(grad) not in then]
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerRecord:
+    """One optimizer in one iteration. As `record["stage"]` and `record["found_inf_per_device"]` it is torch's entry."""
+
+    optimizer: torch.optim.Optimizer
+    info: OptimizerInfo
+    takes_scaler: bool = False
+    """Whether the optimizer wants the scaler as an argument of its step (deprecated)."""
+    takes_grad_scale: bool = False
+    """Whether it unscales and skips by itself, as a fused one does."""
+    stage: OptState = OptState.READY
+    found_inf_per_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
+    is_reduced: bool = True
+    """Whether all ranks know of `found_inf_per_device`."""
+    was_skipped: bool = False
+    """By `GradScaler.skip`, which is no step."""
+    is_finite: bool | None = None
+    """Whether the step was taken, where the host knows."""
+    was_shown: bool = False
+    """Whether the gradients hooks were called."""
+    divisor: torch.Tensor | None = None
+    """By what a fused step divides to unscale and clip at once, if clipping left that to it: fp32, shape ()."""
+    clipped: Snapshot | None = None
+    """The gradients that clipping left behind, or those before a later backward."""
+    has_later_loss: bool = False
+    """Whether a loss was scaled after clipping."""
+    may_unscale: bool = False
+    """Whether `unscale_` may still be called although clipping has unscaled."""
+    norm: torch.Tensor | None = None
+    """That clipping found."""
+    largest: torch.Tensor | None = None
+    """Of the unscaled gradients, if the schedule asks for it: fp32, shape ()."""
+    norms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
+    """Parameters, and as many norms of their gradients: tells later, on the host, which were not finite."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in ("stage", "found_inf_per_device"):
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self[name]
+        setattr(self, name, value)
+
+    def has_begun(self) -> bool:
+        """Return True if something was done with the optimizer."""
+        return self.stage is not OptState.READY or bool(self.found_inf_per_device)
+
+    def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
+        """Note by parameter whether its gradient is finite."""
+        self.norms = [(params, list(torch.where(are_finite, 0.0, math.nan).unbind())) for params, are_finite in flags]
+
+    def refuse(self, call: str) -> NoReturn:
+        """Raise a RuntimeError: the optimizer was stepped or skipped, and a call comes too late."""
+        if self.was_skipped:
+            raise RuntimeError(
+                f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
+            )
+        if call == "step":
+            raise RuntimeError(
+                "step() has already been called on this optimizer since the last update(): "
+                "call scaler.update() once per iteration, after the last step()"
+            )
+        raise RuntimeError(
+            f"{call}() is being called after step() of the same optimizer: call it before, "
+            "or scaler.update() first if a new iteration begins"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """What happened since the last `update()`, which replaces it as a whole."""
+
+    records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Those that were scaled, unscaled and detached; fp32, shape ()."""
+    compiled_loss: torch.Tensor | None = None
+    """The sum of those that compiled code has scaled: Dynamo would compile anew for each length of a list."""
+
+    def has_begun(self) -> bool:
+        """Return True if something was done with an optimizer."""
+        return any(record.has_begun() for record in self.records.values())
+
+    def has_only_skips(self) -> bool:
+        """Return True if something was done with optimizers, and that was `GradScaler.skip`."""
+        begun = [record for record in self.records.values() if record.has_begun()]
+        return bool(begun) and all(record.was_skipped for record in begun)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Add to the losses, so that a skipped step has a cause. Traced by Dynamo."""
+        if not loss.is_floating_point() or type(loss) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        loss = loss.detach()
+        if loss.dim() or loss.dtype is not torch.float32:
+            loss = loss.sum(dtype=torch.float32)
+        if not is_dynamo_compiling():
+            self.losses.append(loss)
+        elif self.compiled_loss is None:
+            self.compiled_loss = loss
+        else:
+            self.compiled_loss = self.compiled_loss + loss.to(self.compiled_loss.device, non_blocking=True)
+
+    def seen_losses(self) -> list[torch.Tensor]:
+        """Return the losses; those of compiled code as one."""
+        return self.losses if self.compiled_loss is None else [*self.losses, self.compiled_loss]
+
+    def loss(self, device: torch.device) -> torch.Tensor | None:
+        """Return the sum of the losses on a device, shape (); None if none was seen."""
+        losses = [loss.to(device, non_blocking=True) for loss in self.seen_losses()]
+        if len(losses) <= 1:
+            return losses[0] if losses else None
+        return torch.stack(losses).sum()
+
+    def loss_is_nonfinite(self, like: torch.Tensor) -> torch.Tensor:
+        """Return 1 if a loss was seen and it was not finite, else 0: fp32, shape (), on `like`'s device."""
+        loss = self.loss(like.device)
+        if loss is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return loss.isfinite().logical_not().float()
+
+    def expect_later_backward(self) -> None:
+        """Note the clipped gradients as they are, now that another loss is scaled: its backward may add to them."""
+        for record in self.records.values():
+            if record.clipped is not None:
+                record.clipped = Snapshot(params_and_grads(record.optimizer)[1])
+                record.has_later_loss = True

@@ -1,0 +1,284 @@
+"""Are gradients finite, how long are they; unscale them, clip them: tensors in, tensors out.
+
+On a CPU the host may look at a result, so what is cheap and nearly always right comes first, and the exact way is taken
+where that leaves a doubt. On an accelerator the host must not look, so the one way there has to be exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from castwise._torch_private import stored_values
+from castwise.amp.checks import real_number
+from castwise.amp.gradients import Group, is_plain
+
+# By device: fp32, one element, not 0 if a gradient there is not finite.
+FoundInfs: TypeAlias = dict[torch.device, torch.Tensor]
+# Parameters, and as many norms of their gradients, shape ().
+Norms: TypeAlias = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+# Sets its second argument to 1 where the first ones are not finite, and multiplies them by the third, in fp32 or wider.
+native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Scaled norms in fp32 below this may have lost squares.
+_LOST_SQUARES = 1e-15
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """Return the widest dtype that a device computes in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale, fp32, rounded once: fp32 division may be approximate on some devices."""
+    if scale.device.type == "cpu":
+        return torch.full((), 1.0 / scale.item(), dtype=torch.float32, device="cpu")
+    return scale.to(wide(scale.device)).reciprocal().float()
+
+
+def found_inf_on(found: FoundInfs, device: torch.device) -> torch.Tensor:
+    """Return the found_inf of a device; a new one is 0."""
+    if device not in found:
+        found[device] = torch.zeros((), dtype=torch.float32, device=device)
+    return found[device]
+
+
+def combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
+    flags = list(found_infs)
+    if len(flags) == 1 and flags[0].device == like.device and not flags[0].dim():
+        return flags[0]
+    if not flags:
+        return torch.zeros_like(like)
+    return torch.stack([flag.to(like.device, non_blocking=True).reshape(()) for flag in flags]).amax()
+
+
+# -- unscaling --------------------------------------------------------------------------------------------------------
+
+
+def multiply_(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -> None:
+    """Multiply gradients in place, in fp32 or wider; set `found` where one was not finite *before*.
+
+    Args:
+        groups: Of gradients.
+        factor: fp32, one element, on any device.
+        found: Is added to.
+    """
+    for group in groups:
+        here = factor if factor.device == group.device else factor.to(group.device, non_blocking=True)
+        if is_plain(group.tensors[0]):
+            found_inf = found_inf_on(found, group.device)
+            native_check_(group.tensors, found_inf, here)
+        else:
+            # What the native op found of a DTensor would be this rank's part alone.
+            found_inf = nonfinite(_norms(group, math.inf))
+            found_inf_on(found, group.device).copy_(torch.maximum(found_inf_on(found, group.device), found_inf))
+            native_check_(group.tensors, torch.zeros_like(found_inf), here)
+
+
+def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -> None:
+    """Set `found` where multiplying by `factor` has made a gradient infinite, which only one above 1 can.
+
+    torch looks for inf before it multiplies, and then steps on -inf. On an accelerator this reads gradients.
+    """
+    if factor.device.type == "cpu" and factor.item() <= 1.0:
+        return
+    for group in groups:
+        found_inf = found_inf_on(found, group.device)
+        found_inf.copy_(torch.maximum(found_inf, nonfinite(_norms(group, math.inf))))
+
+
+# -- finding infs without writing -------------------------------------------------------------------------------------
+
+
+def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, Norms]:
+    """Find out whether a fused optimizer, which computes in fp32 or wider, can divide its gradients. One read.
+
+    Args:
+        groups: Of gradients.
+        divisor: fp32, one element.
+
+    Returns:
+        By device the found_inf; and norms that are not finite where the quotient is not, as far as they are known.
+    """
+    found: FoundInfs = {}
+    norms: Norms = []
+    for group in groups:
+        here = divisor if divisor.device == group.device else divisor.to(group.device, non_blocking=True)
+        found_inf = found.get(group.device)
+        if found_inf is None:
+            found_inf = found[group.device] = torch.zeros((), dtype=torch.float32, device=group.device)
+        if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are looked at if there is a skip
+            may_grow = here.item() < 1.0
+            if not may_grow:  # a finite norm proves that all quotients are finite
+                native_check_(list(torch._foreach_norm(group.tensors)), found_inf, here)
+            if may_grow or found_inf.item():
+                found_inf.fill_(float(not are_finite(group.tensors, here).all()))
+        else:
+            found_norms = _norms(group, math.inf)
+            torch._foreach_div_(found_norms, here)
+            native_check_(found_norms, found_inf, here)
+            norms.append((group.params, found_norms))
+    return found, norms
+
+
+def are_finite(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return for each tensor whether it is finite once it is divided in fp32 or wider: bool, shape (len(tensors),)."""
+    if divisor is not None:
+        tensors = [tensor.float() / divisor if tensor.dtype.itemsize < 4 else tensor / divisor for tensor in tensors]
+    return torch.stack([tensor.isfinite().all() for tensor in tensors])
+
+
+def local_flags(
+    params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None
+) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Find out which tensors hold no inf or NaN, of DTensors in this rank's part: no collective, any rank may ask.
+
+    Args:
+        params: What the tensors belong to.
+        tensors: Gradients or weights; those that are not dense or COO-sparse numbers are left out.
+        divisor: fp32, one element: what they will be divided by.
+
+    Returns:
+        By device: parameters, and for each a bool.
+    """
+    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    with torch.no_grad():
+        for param, tensor in zip(params, tensors, strict=True):
+            local = getattr(tensor, "to_local", lambda tensor=tensor: tensor)().detach()
+            if local.layout is torch.sparse_coo:
+                local = stored_values(local)
+            if local.layout is torch.strided and (local.is_floating_point() or local.is_complex()):
+                of_device = by_device.setdefault(local.device, ([], []))
+                of_device[0].append(param)
+                of_device[1].append(local)
+        return [
+            (of_device, are_finite(local, None if divisor is None else divisor.to(device)))
+            for device, (of_device, local) in by_device.items()
+        ]
+
+
+# -- norms and clipping -----------------------------------------------------------------------------------------------
+
+
+def check_bound(name: str, value: object) -> float:
+    """Return the bound as a float; raise unless it is a number >= 0 (inf clips nothing)."""
+    bound = real_number(name, value)
+    if not bound >= 0.0:
+        raise ValueError(f"{name} must be a number >= 0, got {value!r}")
+    return bound
+
+
+def check_norm_type(value: object) -> float:
+    """Return p as a float; raise unless it is a number > 0, or inf."""
+    norm_type = math.inf if value == "inf" else real_number("norm_type", value)
+    if not norm_type > 0.0:
+        raise ValueError(f"norm_type must be a number > 0 or inf, got {value!r}")
+    return norm_type
+
+
+def norm_of(
+    groups: Sequence[Group], norm_type: float, scale: torch.Tensor, max_norm: float
+) -> tuple[torch.Tensor, Norms]:
+    """Return the p-norm of all gradients together, as they are, shape (), on `scale`'s device; and those of each.
+
+    On a CPU it is torch's own, in the dtype of the gradients; if fp32 cannot hold the squares, that in fp64. On an
+    accelerator sums are taken in fp64.
+
+    Args:
+        groups: Of gradients.
+        norm_type: p > 0, or inf.
+        scale: What the gradients are multiplied with.
+        max_norm: What the norm will be compared with.
+    """
+    norms = [_norms(group, norm_type) for group in groups]
+    total = _total(groups, norms, norm_type, scale)
+    if total.device.type == "cpu":
+        known = total.item()
+        may_be_lost = known < _LOST_SQUARES and (max_norm < _LOST_SQUARES or scale.item() < 1.0)
+        if norm_type != math.inf and (may_be_lost or not math.isfinite(known)):
+            norms = [_norms(group, norm_type, torch.float64) for group in groups]
+            total = _total(groups, norms, norm_type, scale)
+    return total, [(group.params, of_group) for group, of_group in zip(groups, norms, strict=True)]
+
+
+def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the norm of each tensor; of DTensors the same on all ranks of their mesh."""
+    tensors = group.tensors
+    on_accelerator = group.device.type != "cpu"
+    if dtype is None and (on_accelerator or group.dtype is torch.float16):
+        # The largest value fits into fp32 as it is; sums may need more.
+        dtype = _at_least_fp32(group.dtype) if norm_type == math.inf or not on_accelerator else wide(group.device)
+    if group.is_complex and norm_type != 2.0:
+        tensors = [torch.linalg.vector_norm(tensor, dim=-1, dtype=wide(group.device)) for tensor in tensors]
+    if norm_type == math.inf and not all(map(torch.Tensor.numel, tensors)):
+        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    norms = list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    if is_plain(group.tensors[0]):
+        return norms
+    stacked = torch.stack(norms)
+    full_tensor = getattr(stacked, "full_tensor", None)  # of DTensors, which are reduced over their mesh by it
+    return list((stacked.as_subclass(torch.Tensor) if full_tensor is None else full_tensor()).unbind())
+
+
+def _total(
+    groups: Sequence[Group], norms: Sequence[Sequence[torch.Tensor]], norm_type: float, like: torch.Tensor
+) -> torch.Tensor:
+    parts = []
+    for group, of_group in zip(groups, norms, strict=True):
+        part = torch.stack(list(of_group))
+        if group.shares is not None and norm_type != math.inf:
+            shares = torch.tensor(group.shares, dtype=torch.float64, device="cpu").pow(1.0 / norm_type)
+            part = part * shares.to(part.device, part.dtype, non_blocking=True)
+        parts.append(part if part.device == like.device else part.to(like.device, non_blocking=True))
+    if not parts:
+        return torch.zeros_like(like)
+    if len(parts) > 1:
+        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        parts = [torch.cat([part.to(_at_least_fp32(dtype)) for part in parts])]
+    total: torch.Tensor = torch.linalg.vector_norm(parts[0], norm_type, dtype=_at_least_fp32(parts[0].dtype))
+    return total
+
+
+def clip(
+    scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find what clipping does to scaled gradients, with the coefficient of `torch.nn.utils.clip_grad_norm_`::
+
+        divisor = scale / min(1, max_norm / (norm + 1e-6))    with norm = scaled_norm / scale
+
+    Args:
+        scaled_norm: Of the scaled gradients, shape ().
+        scale: fp32, shape ().
+        max_norm: >= 0.
+
+    Returns:
+        The norm; what the scaled gradients are divided by to unscale and clip them (fp32); and found_inf (fp32), 1 if a
+        gradient, or in fp32 the norm or the divisor, is not finite: then the scale is too large. Shape () each.
+    """
+    norm = scaled_norm / scale
+    if max_norm == 0.0:
+        return norm, torch.full_like(scale, math.inf), nonfinite([norm])
+    divisor = torch.maximum(torch.add(scaled_norm, scale, alpha=1e-6).div_(max_norm), scale).float()
+    return norm, divisor, ((divisor + norm.float()) * 0.0).nan_to_num_(nan=1.0)
+
+
+def clip_factor(divisor: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return what unscales and clips gradients; if they are not finite, what unscales them: fp32, shape ()."""
+    if scale.device.type == "cpu":
+        return (scale if found_inf.item() else divisor).reciprocal()
+    return torch.where(found_inf != 0, scale, divisor).reciprocal()
+
+
+def nonfinite(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return 1 if one is not finite in fp32, else 0: fp32, shape ()."""
+    stacked = torch.stack([norm.float() for norm in norms])
+    return (stacked * 0.0).sum().nan_to_num_(nan=1.0)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

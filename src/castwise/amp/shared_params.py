@@ -1,0 +1,72 @@
+"""Parameters that two optimizers own: the gradient of one must be unscaled once, whichever optimizer comes first.
+
+Users of one optimizer pay nothing: which optimizers share parameters is found out when the second one is first seen,
+and from then on a hook on each shared parameter tells when a backward adds a scaled gradient. In the iteration in which
+an optimizer is first seen all its parameters have that hook, since the optimizer that shares them may come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class SharedParams:
+    """Which gradients of shared parameters were unscaled since the last `update()`."""
+
+    def __init__(self) -> None:
+        self._shared = WeakTensorKeyDictionary()
+        self._newcomers: dict[torch.Tensor, RemovableHandle] = {}
+        self.unscaled: dict[torch.Tensor, torch.Tensor | None] = {}
+        """By parameter: None, or what was found (fp32, one element) in the step that unscaled it if that is 0."""
+        self.watches = False
+        """Whether there are parameters to be noted by `note_unscaled`, or forgotten by `update`."""
+
+    def add(self, params: list[torch.Tensor], of_others: Iterable[list[torch.Tensor]]) -> None:
+        """Look at the parameters of an optimizer that is new, and at those of the known ones."""
+        known = {param for others in of_others for param in others}
+        for param in params:
+            if param in self._shared or not (param.requires_grad and param.is_leaf):
+                continue
+            if param in known:
+                handle = self._newcomers.pop(param, None)
+                if handle is None:  # nobody has watched it so far: its gradient counts as scaled, as it does in torch
+                    self.unscaled.pop(param, None)
+                self._shared[param] = handle or _register(param, self._accumulated)
+            elif param not in self._newcomers:
+                self._newcomers[param] = _register(param, self._accumulated)
+        self.watches = True
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        self.forget([param])
+
+    def note_unscaled(self, params: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
+        """Note that gradients are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
+        for param in params:
+            if param in self._newcomers or param in self._shared:
+                self.unscaled[param] = unless
+
+    def mark(self, params: list[torch.Tensor]) -> None:
+        """Note that gradients are unscaled although others of the same optimizer are not."""
+        self.unscaled.update(dict.fromkeys(params))
+        self.watches = True
+
+    def forget(self, params: list[torch.Tensor]) -> None:
+        """Note that gradients are scaled."""
+        for param in params:
+            self.unscaled.pop(param, None)
+
+    def update(self) -> None:
+        """Begin an iteration, in which all gradients are scaled."""
+        self.unscaled.clear()
+        for handle in self._newcomers.values():
+            handle.remove()
+        self._newcomers.clear()
+        self.watches = bool(self._shared)
+
+
+def _register(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]  # torch's

@@ -1,0 +1,192 @@
+"""Low-precision copies of parameters, and the search for copies whose parameter has changed unnoticed.
+
+A parameter has changed if its version or its address has. Fused optimizers and some collectives bump no version, so
+`WeightCache` is told of both. Other such writes are found by comparing a slice of the parameters with their copies
+at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from castwise._torch_private import is_fsdp_flattened, version, writes_to
+from castwise.amp.readback import Readback
+
+# So much of the parameters is compared at a time, or so many bytes of one parameter if that is more.
+_SHARE, _BYTES = 1 / 200, 1 << 16
+
+
+class Copy:
+    """A parameter's values in a low precision, as of one version; one that cannot be cached is on no device.
+
+    Args:
+        param: The parameter.
+        dtype: The low precision.
+    """
+
+    __slots__ = ("__weakref__", "address", "device", "dtype", "elements", "low", "low_elements", "param", "version")
+
+    def __init__(self, param: torch.Tensor, dtype: torch.dtype) -> None:
+        self.param, self.dtype, self.device = param, dtype, ""
+        # What inference mode makes could not be saved for a backward.
+        with torch.inference_mode(False), torch.no_grad():
+            # Noted before the values are read: what another thread writes meanwhile makes the copy stale.
+            self.version, self.address = version(param), param.data_ptr()
+            self.elements = self.low = param.detach()  # keeps the memory alive: no other can come to have its address
+            if dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
+                self.device, self.low = param.device.type, self.elements.to(dtype)
+                self.elements, self.low_elements = _in_memory_order(self.elements), _in_memory_order(self.low)
+
+    def is_current(self) -> bool:
+        """Return True if neither the version nor the address of the parameter has changed."""
+        return self.version == writes_to(self.param) and self.address == self.param.data_ptr()
+
+    def differs(self, start: int, stop: int) -> bool | torch.Tensor:
+        """Return whether some elements, counted in memory, are not the parameter's; on an accelerator as a tensor."""
+        now, copied = self.elements, self.low_elements
+        if stop - start < now.numel():
+            now, copied = now[start:stop], copied[start:stop]
+        now = now.to(self.dtype)
+        if self.device == "cpu":
+            bits = torch.int64 if now.numel() % 4 == 0 else torch.int16  # the former takes a quarter of the time
+            if torch.equal(now.view(bits), copied.view(bits)):
+                return False
+        differs = ((now != copied) & ((now == now) | (copied == copied))).any()  # NaNs are equal, whatever their bits
+        return bool(differs) if self.device == "cpu" else differs
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def why_not(param: torch.Tensor) -> str | None:
+    """Return why a parameter cannot be cached, or None if it can."""
+    if type(param) is not nn.Parameter:
+        return f"of the subclass {type(param).__name__}"
+    if param.dtype is not torch.float32:
+        return f"{param.dtype} and not torch.float32"
+    if param.layout is not torch.strided or param.device.type == "meta":
+        return f"{param.layout} on {param.device.type}"
+    if not (param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param)):
+        return "not dense in memory"
+    if param.is_inference():
+        return "made in inference mode, where no writes are counted"
+    if is_fsdp_flattened(param):
+        return "managed by FullyShardedDataParallel"
+    return None
+
+
+class Copies:
+    """The copies of a model's parameters.
+
+    Args:
+        model: Returns the model, or None when it is gone.
+        verify: As for `WeightCache`.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:
+        self.model, self.verify, self.uses, self.casts = model, verify, 0, 0
+        self.lock = threading.RLock()
+        self.params_have_changed = False  # a layer has others than when it was last looked at
+        # By the id of a parameter, which its copy keeps alive: torch.utils.swap_tensors refuses weak references.
+        self._known: weakref.WeakValueDictionary[tuple[int, torch.dtype], Copy] = weakref.WeakValueDictionary()
+        # What is still to be compared in this round, the next copy last, from which element on, and how much at a time.
+        self._left: list[weakref.ref[Copy]] = []
+        self._element = self._share = 0
+        self._flags: deque[tuple[Readback, weakref.ref[Copy]]] = deque()  # on their way from accelerators
+
+    def all(self) -> list[Copy]:
+        """Return all there are."""
+        return [copy for copy in list(self._known.values()) if copy.device]
+
+    def find(self, param: torch.Tensor, dtype: torch.dtype) -> Copy:
+        """Return the copy of a parameter as it is now; whoever uses it keeps it, or it is gone.
+
+        Raises:
+            RuntimeError: `verify` is True, and the parameter was changed in a way that leaves no trace.
+        """
+        with self.lock:
+            copy = self._known.get((id(param), dtype))
+            if copy is None or not copy.is_current():
+                copy = self._known[id(param), dtype] = Copy(param, dtype)
+                self.casts += bool(copy.device)
+            elif self.verify is True and copy.device and copy.differs(0, copy.low.numel()):
+                raise self._error(param)
+        return copy
+
+    def invalidate(self, written: Iterable[torch.Tensor] | None = None) -> None:
+        """Have copies made again: all of them, or those of parameters that share memory with some tensors."""
+        with self.lock:
+            stale = self.all()
+            if written is None:
+                self._flags.clear()
+            elif stale:
+                memories = set(map(_memory_of, written))
+                stale = [copy for copy in stale if _memory_of(copy.elements) in memories]
+            for copy in stale:
+                copy.version = -1
+
+    def verify_some(self) -> None:
+        """Compare the next parameters with their copies: at once on a CPU, else the result is seen when it has arrived.
+
+        Raises:
+            RuntimeError: One was changed in a way that leaves no trace.
+        """
+        while self._flags and _has_arrived(self._flags[0][0]):
+            flag, find = self._flags.popleft()
+            if flag.wait().item() and (copy := find()) is not None:
+                raise self._error(copy.param)
+        for copy, start, stop in self._next_slices():
+            differs = copy.differs(start, stop)
+            if differs is True:
+                raise self._error(copy.param)
+            if differs is not False:
+                self._flags.append((Readback(differs), weakref.ref(copy)))
+
+    def _next_slices(self) -> list[tuple[Copy, int, int]]:
+        if not self._left:
+            copies = self.all()
+            self._left, self._element = [weakref.ref(copy) for copy in copies], 0
+            self._share = int(sum(copy.elements.nbytes for copy in copies) * _SHARE)
+        slices: list[tuple[Copy, int, int]] = []
+        nbytes = self._share
+        while self._left:
+            copy, start = self._left[-1](), self._element
+            if copy is not None and copy.is_current():
+                end = copy.elements.numel()
+                if slices and 4 * (end - start) > nbytes:
+                    break
+                stop = min(end, start + max(nbytes, _BYTES) // 4)
+                slices.append((copy, start, stop))
+                nbytes -= 4 * (stop - start)
+                if stop < end:
+                    self._element = stop
+                    break
+            self._left.pop()
+            self._element = 0
+        return slices
+
+    def _error(self, param: torch.Tensor) -> RuntimeError:
+        model = self.model()
+        named = [] if model is None else model.named_parameters(remove_duplicate=False)
+        names = " = ".join(name for name, other in named if other is param)
+        return RuntimeError(
+            f"the weight {names} was changed in a way that leaves no trace, such as a write through .data, and its old "
+            "value may have been used since: call WeightCache.invalidate() after such a write"
+        )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    # That of a subclass may be nowhere.
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
+
+
+def _has_arrived(readback: Readback) -> bool:
+    return readback._arrived is None or readback._arrived.query()

@@ -1,0 +1,315 @@
+"""What is watched computes what it computes by itself: in evaluation as in training, eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise import Monitor
+
+Watched = Callable[[nn.Module, torch.optim.Optimizer, Any, Path], AbstractContextManager[Any]]
+X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+def encoder_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x, x)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+class Frozen(nn.Module):
+    """A trained head on an encoder in evaluation, which runs as one kernel in training as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(encoder_layer(), 1).requires_grad_(False)
+        self.head = nn.Linear(16, 16)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: nn.TransformerEncoder(encoder_layer(), 2),
+    "layer": encoder_layer,
+    "layer in a wrapper": lambda: nn.DataParallel(encoder_layer()),
+    "decoder": Decoder,
+    "attention": Attention,
+    "frozen encoder": Frozen,
+}
+
+WATCHED: dict[str, Watched] = {
+    "sampled": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=1),
+    "unsampled": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=100),
+    "diagnosed": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=2, on_skip="diagnose"),
+    "without a scaler": lambda model, optimizer, *_: Monitor(model, optimizer, every=2),
+    "installed": lambda *_: castwise.installed(),
+    "installed and recorded": lambda *given: castwise.installed(given[-1], every=1),
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:this CPU has no units for torch:UserWarning"),
+    pytest.mark.filterwarnings("ignore:not replaced by castwise, as they were made before:UserWarning"),
+    pytest.mark.filterwarnings("ignore:this GradScaler scales for bf16:UserWarning"),
+]
+
+
+def evaluated(model: nn.Module, no_grad: Callable[[], Any] = torch.no_grad) -> torch.Tensor:
+    was_training = model.training
+    model.eval()
+    with no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        output: torch.Tensor = model(X)
+    model.train(was_training)
+    return output
+
+
+def outputs(model: nn.Module, watched: Watched | None, folder: Path) -> list[torch.Tensor]:
+    """Train with an evaluation before each forward, after each backward, and at the end; step 2 is skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = castwise.GradScaler("cpu")
+    seen: list[torch.Tensor] = []
+    with nullcontext() if watched is None else watched(model, optimizer, scaler, folder):
+        for step in range(4):
+            seen.append(evaluated(model))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(X)
+            seen.append(output.detach())
+            scaler.scale(output.float().mean() * (float("inf") if step == 2 else 1.0)).backward()
+            seen.append(evaluated(model, torch.inference_mode))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        seen.append(evaluated(model))
+    return [*seen, evaluated(model)]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("how", WATCHED)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_is_watched_returns_what_it_returns_by_itself(kind: str, how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    by_itself = copy.deepcopy(model)
+    assert_same(outputs(model, WATCHED[how], tmp_path), outputs(by_itself, None, tmp_path))
+
+
+@pytest.mark.parametrize("how", WATCHED)
+def test_evaluation_is_unchanged_after_a_forward_that_was_interrupted(how: str, tmp_path: Path) -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                raise error
+            return x
+
+    model = nn.Sequential(encoder_layer(), Interrupted(), encoder_layer())
+    expected = evaluated(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+    with WATCHED[how](model, optimizer, scaler, tmp_path):
+        for error in (ValueError(), KeyboardInterrupt()):
+            with pytest.raises(type(error)):
+                model.train()(X)
+            assert_same([evaluated(model)], [expected])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("how", WATCHED)
+def test_a_copy_of_a_watched_model_evaluates_as_the_model_does(
+    how: str, copied: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.TransformerEncoder(encoder_layer(), 1)
+    expected = evaluated(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), castwise.GradScaler("cpu")
+    with WATCHED[how](model, optimizer, scaler, tmp_path):
+        for _ in range(3):
+            assert_same([evaluated(copied(model))], [expected])
+            scaler.scale(model(X).mean()).backward()
+            assert_same([evaluated(copied(model))], [expected])
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_a_layer_that_is_trained_in_evaluation_mode_is_recorded_to_its_last_module() -> None:
+    model = nn.TransformerEncoder(encoder_layer(), 1).eval()
+    records: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, sinks=[records.append]):
+        evaluated(model)
+        model(X).mean().backward()
+        optimizer.step()
+    assert "layers.0.linear1" in next(record for record in records if record["kind"] == "sample")["activations"]
+
+
+@pytest.mark.parametrize("kind", ["encoder", "layer"])
+def test_a_sample_after_an_evaluation_has_the_outputs_of_all_modules(kind: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    samples = []
+    for evaluates in (False, True):
+        records: list[Any] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with Monitor(model, optimizer, sinks=[records.append], every=1):
+            for _ in range(2):
+                if evaluates and kind == "encoder":
+                    evaluated(model)
+                model(X).mean().backward()
+                optimizer.step()
+                if evaluates:
+                    evaluated(model)
+        samples.append([sorted(record["activations"]) for record in records if record["kind"] == "sample"])
+    without, with_evaluations = samples
+    assert any(name.endswith("linear1") for name in without[0])
+    assert with_evaluations[0] == without[0]
+    assert kind == "layer" or with_evaluations == without
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trace_runs_what_the_model_runs(kind: str, region: Callable[[], Any]) -> None:
+    model = MODELS[kind]().eval()
+    seen: list[torch.Tensor] = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.clone())
+        return output.float().mean()
+
+    with region(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(X)
+        traced = castwise.trace(model, X, loss_fn=loss)
+    assert_same(seen, [expected])
+    fused = {"aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"}
+    assert fused & {op.op for op in traced.ops}
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.inner, self.encoder, self.breaks = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), encoder_layer(), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [self.inner, self.encoder]:
+            x = layer(x)
+            if self.breaks:  # within a loop, so that Dynamo leaves this function and looks at what it calls
+                torch._dynamo.graph_break()
+        return x
+
+
+def whole(model: nn.Module, **compiler: Any) -> Callable[..., Any]:
+    return torch.compile(model, **compiler)
+
+
+def in_place(model: nn.Module, **compiler: Any) -> Callable[..., Any]:
+    model.compile(**compiler)
+    return model
+
+
+def in_a_function(model: nn.Module, **compiler: Any) -> Callable[..., Any]:
+    return torch.compile(lambda x: model(x) * 2, **compiler)
+
+
+def a_part(model: nn.Module, **compiler: Any) -> Callable[..., Any]:
+    model[0].compile(**compiler)  # type: ignore[index, operator]
+    return model
+
+
+def a_part_in_a_function(model: nn.Module, **compiler: Any) -> Callable[..., Any]:
+    compiled = torch.compile(model[1].forward, **compiler)  # type: ignore[index]
+    model[1].forward = lambda x: compiled(x)  # type: ignore[index, method-assign, assignment]
+    return model
+
+
+COMPILED = [whole, in_place, in_a_function, a_part, a_part_in_a_function]
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled_run(
+    model: nn.Module, compiled: Callable[..., Any], watched: Watched | None, folder: Path
+) -> tuple[list[int], list[str], list[torch.Tensor]]:
+    """Return the sizes of graphs, warnings, and outputs of a training that is compiled after the watch has begun."""
+    torch.compiler.reset()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+    seen: list[torch.Tensor] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with nullcontext() if watched is None else watched(model, optimizer, scaler, folder):
+            call = compiled(model, backend=backend)
+            for step in range(4):
+                model.eval()
+                with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                    seen.append(call(X))
+                model.train()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    output = call(X)
+                seen.append(output.detach())
+                scaler.scale(output.float().mean() * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        seen.append(call(X).detach())
+    return graphs, [str(warning.message) for warning in told], seen
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("how", ["sampled", "unsampled", "diagnosed"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "with graph breaks"])
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_what_is_compiled_is_the_same_as_without_a_watch(
+    compiled: Callable[..., Any], breaks: bool, how: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(breaks), encoder_layer())
+    by_itself = copy.deepcopy(model)
+    graphs, told, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
+    expected_graphs, expected_told, expected = compiled_run(by_itself, compiled, None, tmp_path)
+    assert graphs == expected_graphs
+    assert told == expected_told
+    assert_same(seen, expected)
