@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from castwise.monitor.monitor import Monitor
     from castwise.monitor.verdict import verdict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Cause",

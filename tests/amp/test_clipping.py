@@ -737,19 +737,36 @@ def test_a_bound_beyond_the_numbers_of_a_dtype_clips_nothing(dtype: torch.dtype,
     assert param.grad.tolist() == [100.0, 100.0, 100.0]
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0, 1024.0])
-def test_the_coefficient_is_torchs(scale: float) -> None:
-    for norm, max_norm in [(13.0, 6.5), (13.0, 13.0), (13.0, 1e9), (0.0, 1.0), (0.0, 0.0), (1e-9, 1e-9), (13.0, 0.0)]:
-        param = torch.nn.Parameter(torch.zeros(1))
-        param.grad = torch.ones(1)
-        torch.nn.utils.clip_grads_with_norm_([param], max_norm, torch.tensor(norm))
-        got, divisor, found_inf = measure.clip(torch.tensor(norm * scale), torch.tensor(scale), max_norm)
-        close(got, torch.tensor(norm))
-        close(scale / divisor, param.grad[0])
-        assert found_inf == 0.0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "tensors"])
+def test_the_coefficient_is_torchs_bit_for_bit(device: str, dtype: torch.dtype) -> None:
+    scale = torch.tensor(1024.0)
+    if device == "tensors":  # the route of an accelerator
+        scale = scale.as_subclass(OfAnAccelerator)
+    draw = torch.Generator().manual_seed(0)
+    norms = torch.rand(200, generator=draw, dtype=dtype).mul_(10).tolist()
+    bounds = torch.rand(200, generator=draw, dtype=torch.float64).mul_(8).tolist()
+    cases = [*zip(norms, bounds, strict=True), (13.0, 13.0), (13.0, 1e9), (0.0, 1.0), (0.0, 0.0), (1e-9, 1e-9)]
+    for norm, max_norm in [*cases, (13.0, 0.0), (13.0, math.inf), (1e30, 1e-3)]:
+        param = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        param.grad = torch.ones(1, dtype=dtype)
+        torch.nn.utils.clip_grads_with_norm_([param], max_norm, torch.tensor(norm, dtype=dtype))
+        clip = measure.clip(torch.tensor(norm * 1024.0, dtype=dtype), scale, max_norm, dtype)
+        assert clip.norm.item() == torch.tensor(norm, dtype=dtype).item()
+        assert clip.coefficient.item() == param.grad.float().item()
+        close(clip.coefficient.as_subclass(torch.Tensor), 1024.0 / clip.divisor.as_subclass(torch.Tensor))
+        assert clip.found_inf == 0.0
+
+
+class OfAnAccelerator(torch.Tensor):
+    """A tensor in the memory of the CPU that says that it is not."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
 def test_a_norm_that_is_not_finite_is_an_overflow(norm: float, max_norm: float) -> None:
-    assert measure.clip(torch.tensor(norm), torch.tensor(4.0), max_norm)[2] == 1.0
+    assert measure.clip(torch.tensor(norm), torch.tensor(4.0), max_norm).found_inf == 1.0

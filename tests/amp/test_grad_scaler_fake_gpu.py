@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from castwise.amp import grad_scaler, measuring, readback
+from castwise.amp import grad_scaler, measure, readback
 from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.outcomes import DELAY
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
@@ -22,7 +22,7 @@ ORDERS = [order for count in range(4) for order in itertools.permutations(CALLS,
 @pytest.fixture(autouse=True)
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A fake tensor is a subclass; what is tested is the route of plain tensors on a GPU.
-    monkeypatch.setattr(measuring, "is_plain", lambda tensor: True)
+    monkeypatch.setattr(measure, "is_plain", lambda tensor: True)
     monkeypatch.setattr(grad_scaler, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(readback, "_WITH_EVENTS", ())
     with FakeTensorMode(allow_non_fake_inputs=True):

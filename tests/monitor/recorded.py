@@ -101,7 +101,7 @@ def write(folder: Path, *records: Record, **settings: Any) -> Path:
         "kind": "run",
         "format": 1,
         "time": 1_780_000_000,
-        "castwise": "0.1.0",
+        "castwise": "0.2.0",
         "torch": "2.13.0",
         "device": "cpu",
         "settings": {"optimizer": "AdamW", "model": "GPT", "parameters": 9_859_584, "every": 100, **settings},

@@ -501,7 +501,9 @@ class GradScaler(torch.amp.GradScaler):
                 scaled_norm = torch.where(found_here != 0, math.inf, scaled_norm)
             call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
-        norm, divisor, found_inf = measure.clip(scaled_norm, scaled_by, max_norm)
+        dtype = torch.float64 if grads.is_double() else torch.float32
+        clip = measure.clip(scaled_norm, scaled_by, max_norm, dtype)
+        norm, found_inf = clip.norm, clip.found_inf
         if found_before:
             found_inf = measure.combine([found_inf, *found_before], scale)
         if error_if_nonfinite and (found_inf or not norm.isfinite()):
@@ -510,17 +512,16 @@ class GradScaler(torch.amp.GradScaler):
                 "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
             )
         if in_its_step:
-            record.divisor = divisor
+            record.divisor = clip.divisor
         elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
             # Unscaling may make an fp16 gradient infinite, whatever its norm says.
             self._unscale(record, allow_fp16=True)
             record.may_unscale = True
             found_inf = measure.combine([found_inf, *record.found_inf_per_device.values()], scale)
-            factor = measure.clip_factor(divisor, found_inf, scaled_by)
-            measure.multiply_(grads.groups, factor * scaled_by, {scale.device: found_inf})
+            clips_only = clip.factor(found_inf, torch.ones_like(scale))
+            measure.multiply_(grads.groups, clips_only, {scale.device: found_inf})
         else:
-            factor = measure.clip_factor(divisor, found_inf, scaled_by)
-            measure.multiply_(grads.groups, factor, {scale.device: found_inf})
+            measure.multiply_(grads.groups, clip.factor(found_inf, scaled_by), {scale.device: found_inf})
             if record.stage is OptState.READY:
                 record.stage, record.may_unscale, record.divisor = OptState.UNSCALED, True, None
                 if self._optimizers.shared.watches:
@@ -528,7 +529,7 @@ class GradScaler(torch.amp.GradScaler):
         record.found_inf_per_device, record.is_reduced = {scale.device: found_inf}, True
         record.clipped = Snapshot(params_and_grads(optimizer)[1])
         record.norms, record.norm = norms, norm
-        return norm if grads.is_double() or not grads.groups else norm.to(grads.groups[0].device, torch.float32)
+        return norm if not grads.groups else norm.to(grads.groups[0].device)
 
     @never_traced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:

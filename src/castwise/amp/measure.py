@@ -6,9 +6,10 @@ where that leaves a doubt. On an accelerator the host must not look, so the one 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -26,6 +27,9 @@ native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Scaled norms in fp32 below this may have lost squares.
 _LOST_SQUARES = 1e-15
+
+# What torch adds to a norm before it divides by it, as fp32 holds it.
+_EPSILON = ctypes.c_float(1e-6).value
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -76,7 +80,7 @@ def multiply_(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -
         else:
             # What the native op found of a DTensor would be this rank's part alone.
             found_inf = nonfinite(_norms(group, math.inf))
-            found_inf_on(found, group.device).copy_(torch.maximum(found_inf_on(found, group.device), found_inf))
+            found[group.device] = torch.maximum(found_inf_on(found, group.device), found_inf)
             native_check_(group.tensors, torch.zeros_like(found_inf), here)
 
 
@@ -88,8 +92,8 @@ def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInf
     if factor.device.type == "cpu" and factor.item() <= 1.0:
         return
     for group in groups:
-        found_inf = found_inf_on(found, group.device)
-        found_inf.copy_(torch.maximum(found_inf, nonfinite(_norms(group, math.inf))))
+        of_group = nonfinite(_norms(group, math.inf))
+        found[group.device] = torch.maximum(found_inf_on(found, group.device), of_group)
 
 
 # -- finding infs without writing -------------------------------------------------------------------------------------
@@ -109,9 +113,7 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
     norms: Norms = []
     for group in groups:
         here = divisor if divisor.device == group.device else divisor.to(group.device, non_blocking=True)
-        found_inf = found.get(group.device)
-        if found_inf is None:
-            found_inf = found[group.device] = torch.zeros((), dtype=torch.float32, device=group.device)
+        found_inf = found_inf_on(found, group.device)
         if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are looked at if there is a skip
             may_grow = here.item() < 1.0
             if not may_grow:  # a finite norm proves that all quotients are finite
@@ -244,40 +246,58 @@ def _total(
     return total
 
 
-def clip(
-    scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find what clipping does to scaled gradients, with the coefficient of `torch.nn.utils.clip_grad_norm_`::
+class Clip(NamedTuple):
+    """What clipping does to gradients; each a tensor of shape ()."""
 
-        divisor = scale / min(1, max_norm / (norm + 1e-6))    with norm = scaled_norm / scale
+    norm: torch.Tensor
+    """Of the unscaled gradients, fp32 or fp64."""
+    coefficient: torch.Tensor
+    """What unscaled gradients are multiplied by to clip them: within [0, 1], fp32."""
+    divisor: torch.Tensor
+    """scale / coefficient, which a fused optimizer divides by to unscale and clip at once: fp32."""
+    found_inf: torch.Tensor
+    """1 if the norm is not finite, or the divisor is not (then the scale is too large), else 0: fp32."""
+
+    def factor(self, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return what unscales and clips gradients; if some are not finite, what unscales them: fp32, shape ()."""
+        if scale.device.type == "cpu":
+            return reciprocal(scale) if found_inf.item() else self.coefficient / scale
+        return torch.where(found_inf != 0, 1.0, self.coefficient) / scale
+
+
+def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype: torch.dtype = torch.float32) -> Clip:
+    """Find what clipping does, with the coefficient of `torch.nn.utils.clip_grad_norm_`, rounded as there::
+
+        coefficient = min(1, max_norm / (norm + 1e-6))    with norm = scaled_norm / scale
 
     Args:
-        scaled_norm: Of the scaled gradients, shape ().
+        scaled_norm: Of the scaled gradients, fp32 or fp64, shape ().
         scale: fp32, shape ().
         max_norm: >= 0.
-
-    Returns:
-        The norm; what the scaled gradients are divided by to unscale and clip them (fp32); and found_inf (fp32), 1 if a
-        gradient, or in fp32 the norm or the divisor, is not finite: then the scale is too large. Shape () each.
+        dtype: Of the norm: fp64 if a gradient is, so that it is as torch's.
     """
-    norm = scaled_norm / scale
-    if max_norm == 0.0:
-        return norm, torch.full_like(scale, math.inf), nonfinite([norm])
-    divisor = torch.maximum(torch.add(scaled_norm, scale, alpha=1e-6).div_(max_norm), scale).float()
-    return norm, divisor, ((divisor + norm.float()) * 0.0).nan_to_num_(nan=1.0)
-
-
-def clip_factor(divisor: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return what unscales and clips gradients; if they are not finite, what unscales them: fp32, shape ()."""
-    if scale.device.type == "cpu":
-        return (scale if found_inf.item() else divisor).reciprocal()
-    return torch.where(found_inf != 0, scale, divisor).reciprocal()
+    norm = (scaled_norm / scale).to(dtype)
+    if scale.device.type == "cpu":  # on the host, in torch's roundings: it divides by multiplying
+        fp32, known = ctypes.c_float, norm.item()
+        if dtype is torch.float32:
+            inverse = fp32(1.0 / fp32(known + _EPSILON).value).value
+            coefficient = min(fp32(inverse * fp32(max_norm).value).value, 1.0)
+        else:
+            coefficient = min(1.0 / (known + 1e-6) * max_norm, 1.0)
+        divisor = fp32(scale.item() / coefficient).value if coefficient else math.inf
+        found_inf = not math.isfinite(divisor if max_norm else known)
+        numbers = (coefficient, divisor, float(found_inf))
+        return Clip(norm, *[torch.full((), number, dtype=torch.float32, device="cpu") for number in numbers])
+    of_norm = norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    divisor_here = (scale / of_norm).float()
+    return Clip(norm, of_norm.float(), divisor_here, nonfinite([divisor_here if max_norm else norm]))
 
 
 def nonfinite(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 1 if one is not finite in fp32, else 0: fp32, shape ()."""
-    stacked = torch.stack([norm.float() for norm in norms])
-    return (stacked * 0.0).sum().nan_to_num_(nan=1.0)
+    if len(norms) == 1:
+        return (norms[0].float() * 0.0).nan_to_num_(nan=1.0)
+    return (torch.stack([norm.float() for norm in norms]) * 0.0).sum().nan_to_num_(nan=1.0)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
