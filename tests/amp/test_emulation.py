@@ -136,14 +136,15 @@ def warned() -> Warned:
 @HELD_TO_AVX2
 def test_a_region_that_is_compiled_first_warns_of_its_format() -> None:
     ((text, _, _, _),) = warned_of("compiled")["compiled"]
-    assert "torch.float16: its ops are emulated" in text
+    assert "torch.float16" in text
 
 
 @HELD_TO_AVX2
 @pytest.mark.parametrize("case", ["twice", "with_a_policy", "from_threads"])
 def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned: Warned) -> None:
     ((text, category, _, _),) = warned[case]
-    assert "torch.float16: its ops are emulated, often ten times and more slower than in torch.float32;" in text
+    assert "torch.float16" in text
+    assert ": its ops are emulated, often ten times and more slower than in torch.float32;" in text
     assert text.endswith("stay in torch.float32, or see `castwise doctor`")
     assert category == "UserWarning"
 
@@ -153,7 +154,8 @@ def test_each_format_is_told_once(warned: Warned) -> None:
     bf16, fp16 = (text for text, *_ in warned["both"])
     assert "torch.bfloat16" in bf16
     assert ": its ops are emulated, two to ten times and more slower than in torch.float32;" in bf16
-    assert "torch.float16: its ops are emulated, often ten times and more slower" in fp16
+    assert "torch.float16" in fp16
+    assert ": its ops are emulated, often ten times and more slower" in fp16
 
 
 @HELD_TO_AVX2
