@@ -34,7 +34,7 @@ import castwise
 import recording
 from castwise.bench.pairing import ratio, seconds
 from castwise.bench.recording import headline
-from castwise.monitor.diagnosis import diagnose
+from castwise.diagnosis.diagnosis import diagnose
 
 FP16 = torch.float16
 

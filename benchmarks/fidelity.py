@@ -30,10 +30,10 @@ from torch import Tensor, nn
 import castwise
 import recording
 from castwise.bench.recording import headline
-from castwise.cli.demo.corpus import Corpus, derive_seed, read_text
-from castwise.cli.demo.gpt import EMULATED, GPT, Size
-from castwise.cli.demo.gpt import loss as loss_of_text
-from castwise.cli.demo.training import digest
+from castwise.demo.corpus import Corpus, derive_seed, read_text
+from castwise.demo.gpt import EMULATED, GPT, Size
+from castwise.demo.gpt import loss as loss_of_text
+from castwise.demo.training import digest
 
 SEEDS = range(5)
 CONFIDENCE = 0.95

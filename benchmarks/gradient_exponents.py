@@ -22,8 +22,8 @@ from torch import nn
 
 import castwise
 import recording
-from castwise.cli.demo import gpt
-from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.demo import gpt
+from castwise.demo.corpus import Corpus, read_text
 from castwise.monitor.exponents import count, tally
 from castwise.monitor.formats import FP16
 from castwise.monitor.tally import Tally

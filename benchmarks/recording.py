@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise.bench.machine
-from castwise.cli.demo.run_folder import write_atomically, write_json
+from castwise.demo.run_folder import write_atomically, write_json
 
 HERE = Path(__file__).parent
 

@@ -24,8 +24,8 @@ import torch
 
 import castwise
 from castwise import schedules
-from castwise.cli.demo import gpt
-from castwise.cli.demo.corpus import Corpus, read_text
+from castwise.demo import gpt
+from castwise.demo.corpus import Corpus, read_text
 from castwise.monitor.run import Run
 
 TRACES = Path(__file__).parent / "traces"

@@ -29,8 +29,8 @@ def _emulated_formats_have_been_told() -> None:
 # page of the manual.
 _TOGETHER = (
     "tests/amp/test_agreement.py",
-    "tests/cli/test_demo_ranks.py",
-    "tests/cli/test_demo_results.py",
+    "tests/demo/test_ranks.py",
+    "tests/demo/test_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_policy_fsdp.py",
     "tests/docs/test_manual.py",

@@ -11,7 +11,7 @@ import pytest
 import castwise
 
 MODULES = [module.name for module in pkgutil.walk_packages(castwise.__path__, "castwise.")]
-WITH_EXAMPLES = ["castwise.amp.autocast_mode", "castwise.amp.grad_scaler", "castwise.amp.weight_cache"]
+WITH_EXAMPLES = ["castwise.amp.autocast_mode", "castwise.amp.grad_scaler", "castwise.weights.weight_cache"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])

@@ -10,7 +10,7 @@ import pytest
 from tests.monitor import recorded
 
 from castwise import Policy, _files, schedules
-from castwise.monitor.report import write_report
+from castwise.report.report import write_report
 
 
 def test_a_file_is_replaced_and_so_is_what_a_link_leads_to(tmp_path: Path) -> None:

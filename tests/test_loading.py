@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import castwise
-from castwise.cli.demo import checkpoint
-from castwise.cli.errors import UserError
+from castwise._user_error import UserError
+from castwise.demo import checkpoint
 
 SOURCE = Path(castwise.__file__).parent
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
@@ -22,7 +22,7 @@ MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpi
 OF_RANKS = {
     ("amp/agreement.py", "all_gather_object"),
     ("monitor/ranks.py", "all_gather_object"),
-    ("cli/demo/ranks.py", "broadcast_object_list"),
+    ("demo/ranks.py", "broadcast_object_list"),
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
 # What the user has named on the command line, to be run.

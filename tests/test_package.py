@@ -1,4 +1,4 @@
-"""Rules of the whole package: its face, its signatures, what it imports, and who imports whom."""
+"""Rules of the whole package: its public API, its signatures, what it imports, and in which direction."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ import torch
 import castwise
 
 SOURCE = Path(castwise.__file__).parent
-ROOMS_THAT_MAY_BE_IMPORTED = {
-    "amp": {"amp"},
-    "cuda": {"cuda", "amp"},
-    "cpu": {"cpu", "amp"},
-    "distributed": {"distributed", "amp"},
-    "monitor": {"monitor", "amp"},
-    "doctor": {"doctor", "amp"},
-    "installation": {"installation", "monitor", "amp"},
-    "integrations": {"integrations", "distributed", "monitor", "amp"},
-    "bench": {"bench", "amp", "monitor"},
-    "cli": {"cli", "bench", "doctor", "installation", "monitor", "amp"},
+# Lowest first: each package may import itself, those named, and the private modules beside them.
+MAY_IMPORT = {
+    "amp": set(),
+    "cuda": {"amp"},
+    "cpu": {"amp"},
+    "distributed": {"amp"},
+    "doctor": {"amp"},
+    "policy": {"amp"},
+    "weights": {"amp"},
+    "tracing": {"amp", "policy", "weights"},
+    "mistakes": {"amp", "tracing"},
+    "diagnosis": {"amp", "policy", "tracing", "mistakes"},
+    "monitor": {"amp", "policy", "tracing", "mistakes", "diagnosis"},
+    "report": {"amp", "monitor"},
+    "installation": {"amp", "policy", "weights", "mistakes", "monitor", "report"},
+    "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
+    "demo": {"monitor", "report"},
+    "bench": {"amp", "monitor", "demo"},
+    "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo", "bench"},
 }
-ROOMS_THAT_USE_THE_FACE = {"cli", "bench"}
-# What the benchmarks share with the demo: its model, text and training, and how files are written.
-PARTS_OF_CLI_FOR_BENCH = ("castwise.cli.demo.", "castwise.cli.errors.")
+USE_THE_PUBLIC_API = {"demo", "bench", "cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
 # Who runs torch's mixed precision: as a rival, or to replay what somebody else's region did.
-RUN_TORCHS_CLASSES = ("bench/", "cli/demo/training.py", "monitor/forward_state.py")
+RUN_TORCHS_CLASSES = ("bench/", "demo/training.py", "diagnosis/forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
     *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow"),
@@ -179,38 +185,95 @@ def test_the_test_of_the_light_import_can_fail() -> None:
     assert not set(EXTRAS) & loaded_after("import castwise")
 
 
-def imports(path: Path) -> set[str]:
-    """The modules of castwise that a file imports, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(code: str) -> set[str]:
+    """The names that code imports from castwise, wherever it does; not those that only type checkers look at."""
+    found, to_visit = set(), [ast.parse(code)]
+    while to_visit:
+        node: ast.AST = to_visit.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute here"
+            assert node.level == 0, "imports are absolute here"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            to_visit += ast.iter_child_nodes(node)
     return {name for name in found if name.split(".")[0] == "castwise"}
 
 
-@pytest.mark.parametrize("room", ROOMS_THAT_MAY_BE_IMPORTED)
-def test_the_arrow_of_imports(room: str) -> None:
-    files = list((SOURCE / room).rglob("*.py"))
-    assert files
-    for path in files:
-        for name in imports(path):
-            target = [*name.split("."), "castwise itself"][1]
-            private_to_package = target.startswith("_")
-            face = room in ROOMS_THAT_USE_THE_FACE and target in {"castwise itself", "__version__", *castwise.__all__}
-            version = room == "monitor" and path.name == "opening.py" and target == "castwise itself"
-            demo = room == "bench" and name.startswith(PARTS_OF_CLI_FOR_BENCH)
-            assert private_to_package or face or version or demo or target in ROOMS_THAT_MAY_BE_IMPORTED[room], (
-                f"{path}: {name}"
-            )
+def module_of(path: Path) -> str:
+    parts = ["castwise", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_every_room_is_under_the_rule() -> None:
-    assert {path.name for path in SOURCE.iterdir() if path.is_dir()} - {"__pycache__"} == set(
-        ROOMS_THAT_MAY_BE_IMPORTED
-    )
+MODULES = {module_of(path): path.read_text() for path in SOURCE.rglob("*.py")}
+
+
+def find_cycle(imported: dict[str, set[str]]) -> list[str]:
+    """A way through imports that ends where it began; empty if there is none."""
+    finished: set[str] = set()
+
+    def visit(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name not in finished:
+            for other in sorted(imported.get(name, ())):
+                if cycle := visit(other, [*way, name]):
+                    return cycle
+            finished.add(name)
+        return []
+
+    return next(filter(None, (visit(name, []) for name in sorted(imported))), [])
+
+
+def imported_modules(module: str) -> set[str]:
+    """The modules that a module names; of `from castwise.amp import x` that is `castwise.amp.x` if there is one."""
+    found = set()
+    for name in imports(MODULES[module]):
+        while name not in MODULES:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {module}
+
+
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert find_cycle({module: imported_modules(module) for module in MODULES}) == []
+
+
+def test_no_package_imports_itself_by_way_of_others() -> None:
+    packages: dict[str, set[str]] = {}
+    for module in MODULES:
+        packages.setdefault(package_of(module), set()).update(map(package_of, imported_modules(module)))
+    assert find_cycle({package: others - {package} for package, others in packages.items()}) == []
+
+
+def test_the_test_of_cycles_can_fail() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert imports("if TYPE_CHECKING:\n    import castwise.a\ndef f():\n    from castwise import b") == {"castwise.b"}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_in_one_direction(package: str) -> None:
+    allowed = {package, *MAY_IMPORT[package]}
+    if package in USE_THE_PUBLIC_API:
+        allowed |= {"castwise itself", "__version__", *castwise.__all__}
+    for module, code in MODULES.items():
+        if module.split(".")[1:2] == [package]:
+            targets = {[*name.split("."), "castwise itself"][1] for name in imports(code)}
+            assert {target for target in targets if target in ("__version__",) or target[0] != "_"} <= allowed, module
+
+
+def test_every_package_is_under_the_rule() -> None:
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    functions = {name for name in castwise.__all__ if inspect.isfunction(getattr(castwise, name))}
+    assert {"diagnose", "install", "trace", "verdict"} <= functions
+    assert {name for module in MODULES for name in module.split(".")}.isdisjoint({*functions, "compare", "tune"})
 
 
 def private_torch_names(code: str) -> set[str]:
@@ -225,7 +288,8 @@ def private_torch_names(code: str) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in (name.removesuffix(".__version__") for name in names):
             of_torch = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
-            if (of_torch and not name.startswith(allowed)) or name.split(".")[-1] in of_tensors:
+            of_tensor = isinstance(node, ast.Attribute) and name.split(".")[-1] in of_tensors
+            if (of_torch and not name.startswith(allowed)) or of_tensor:
                 found.add(name)
     return found
 

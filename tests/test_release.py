@@ -67,7 +67,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Built) -> None:
     names = zipfile.ZipFile(built.wheel).namelist()
     inside = {name.removeprefix("castwise/") for name in names if name.startswith("castwise/")}
     assert inside == files_of(SOURCE)
-    assert {"py.typed", "monitor/templates/report.html.j2"} <= inside
+    assert {"py.typed", "report/templates/report.html.j2"} <= inside
     beside = {name.partition("/")[2] for name in names if not name.startswith("castwise/")}
     assert beside == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 

@@ -29,7 +29,7 @@ OURS = [
     *("castwise.cuda", "castwise.cpu"),
     *("castwise", "castwise.amp", "castwise.amp.autocast_mode", "castwise.amp.grad_scaler"),
     *("castwise.policies", "castwise.schedules", "castwise.installation", "castwise.monitor.sinks"),
-    *("castwise.monitor.verdict", "castwise.cuda.amp", "castwise.cpu.amp"),
+    *("castwise.report.verdicts", "castwise.cuda.amp", "castwise.cpu.amp"),
     *("castwise.cuda.amp.autocast_mode", "castwise.cuda.amp.grad_scaler", "castwise.cuda.amp.common"),
     *("castwise.cpu.amp.autocast_mode", "castwise.cpu.amp.grad_scaler"),
     "castwise.distributed.fsdp.sharded_grad_scaler",

@@ -4,21 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from castwise import amp, cpu, cuda, policies, schedules
+from castwise._version import __version__ as __version__
 from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
 from castwise.amp.outcomes import Cause, ScaleExhausted
-from castwise.amp.policy import Policy
-from castwise.amp.tracing import trace
-from castwise.amp.weight_cache import WeightCache
+from castwise.policy.policy import Policy
+from castwise.tracing.tracing import trace
+from castwise.weights.weight_cache import WeightCache
 
 if TYPE_CHECKING:
+    from castwise.diagnosis.diagnosis import diagnose
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from castwise.installation import install, installed, uninstall
-    from castwise.monitor.diagnosis import diagnose
-    from castwise.monitor.mistakes.watch import MixedPrecisionMistake
+    from castwise.mistakes.watch import MixedPrecisionMistake
     from castwise.monitor.monitor import Monitor
-    from castwise.monitor.verdict import verdict
-
-__version__ = "0.2.0"
+    from castwise.report.verdicts import verdict
 
 __all__ = [
     "Cause",
@@ -49,13 +48,13 @@ __all__ = [
 # Loaded when they are asked for. Of the first, torch's class, of which it is an instance, loads all of FSDP.
 _LATER = {
     "ShardedGradScaler": "castwise.distributed.fsdp.sharded_grad_scaler",
-    "MixedPrecisionMistake": "castwise.monitor.mistakes.watch",
+    "MixedPrecisionMistake": "castwise.mistakes.watch",
     "Monitor": "castwise.monitor.monitor",
-    "diagnose": "castwise.monitor.diagnosis",
+    "diagnose": "castwise.diagnosis.diagnosis",
     "install": "castwise.installation",
     "installed": "castwise.installation",
     "uninstall": "castwise.installation",
-    "verdict": "castwise.monitor.verdict",
+    "verdict": "castwise.report.verdicts",
 }
 
 

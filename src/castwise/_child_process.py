@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import castwise
-
 # `python -c` and `python -m` look there first; -P turns that off from Python 3.11 on, before anything is imported.
 _SAFE = ["-P"] if sys.version_info >= (3, 11) else []
 _ELSEWHERE = "import sys; sys.path = [place for place in sys.path if place]"
@@ -15,7 +13,7 @@ _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alt
 
 def python(code: str, *arguments: str) -> list[str]:
     """Return the command that runs code, which finds castwise where this process has."""
-    ours = str(Path(castwise.__path__[0]).parent)
+    ours = str(Path(__file__).parents[1])
     return [sys.executable, *_SAFE, "-c", f"{_ELSEWHERE}; sys.path.append({ours!r})\n{code}", *arguments]
 
 

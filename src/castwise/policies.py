@@ -13,7 +13,7 @@ The last layer is the linear layer that was registered last; `Policy.explain` sh
 inside themselves, such as the softmax of `torch.nn.MultiheadAttention`, is as autocast has it.
 """
 
-from castwise.amp.policy import Policy
+from castwise.policy.policy import Policy
 
 __all__ = ["bf16", "bf16_stable", "fp16", "fp16_stable"]
 

@@ -20,7 +20,7 @@ import torch
 
 import castwise
 from castwise.amp.autocast_mode import autocast, autocast_decorator, is_autocast_available
-from castwise.amp.bound_policy import BoundPolicy
+from castwise.policy.bound_policy import BoundPolicy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

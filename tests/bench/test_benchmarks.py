@@ -30,8 +30,8 @@ from castwise.bench.benchmark import Benchmark, Record
 from castwise.bench.catalogue import BENCHMARKS
 from castwise.bench.pairing import CASTWISE, Rounds
 from castwise.bench.recording import verdicts
-from castwise.cli.demo.corpus import Corpus
-from castwise.cli.demo.gpt import GPT, Size
+from castwise.demo.corpus import Corpus
+from castwise.demo.gpt import GPT, Size
 
 TWICE = Rounds(2)
 TINY = Size(layers=1, heads=1, width=8, context=8, batch=2)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from castwise._user_error import UserError
 from castwise.bench import machine, recording
 from castwise.bench.benchmark import Benchmark, Record, Table
 from castwise.bench.catalogue import BENCHMARKS
-from castwise.cli.demo import run_folder
-from castwise.cli.errors import UserError
+from castwise.demo import run_folder
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
 

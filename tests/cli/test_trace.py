@@ -37,7 +37,7 @@ def run(*options: str) -> tuple[int, str]:
 
 def test_the_gpt_of_the_demo_is_traced_with_and_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "castwise.amp.weight_cache._MIN_TRAINED", 0
+        "castwise.weights.weight_cache._MIN_TRAINED", 0
     )  # else small weights are left to autocast in training
     code, plain = run()
     assert code == 0

@@ -14,12 +14,12 @@ import torch
 
 import castwise
 from castwise.amp.checkpoint import COUNTS, KEYS
-from castwise.cli.demo.comparison import metrics_line
-from castwise.cli.demo.gpt import EMULATED
-from castwise.cli.demo.settings import CASTWISE, Training
-from castwise.cli.demo.training import Step
+from castwise.demo.comparison import metrics_line
+from castwise.demo.gpt import EMULATED
+from castwise.demo.settings import CASTWISE, Training
+from castwise.demo.training import Step
+from castwise.mistakes.mistake import Mistake
 from castwise.monitor.formats import LOW_PRECISION
-from castwise.monitor.mistakes.mistake import Mistake
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from castwise.cli.demo.corpus import Corpus
-from castwise.cli.demo.gpt import Size
+from castwise.demo.corpus import Corpus
+from castwise.demo.gpt import Size
 from castwise.monitor.run import Run
 
 ROOT = Path(__file__).parents[2]

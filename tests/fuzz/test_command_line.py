@@ -16,16 +16,16 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import castwise
+from castwise._user_error import UserError
 from castwise.bench.catalogue import BENCHMARKS
 from castwise.bench.recording import page
 from castwise.cli import app, bench, run
-from castwise.cli.demo import checkpoint, command
-from castwise.cli.demo.checkpoint import Checkpoint
-from castwise.cli.demo.comparison import _results
-from castwise.cli.demo.run_folder import CHECKPOINT, SETTINGS, MetricsFile, create_run_folder, read_settings
-from castwise.cli.demo.settings import Settings
-from castwise.cli.errors import UserError
 from castwise.cli.policies import read_schedule
+from castwise.demo import checkpoint, command
+from castwise.demo.checkpoint import Checkpoint
+from castwise.demo.comparison import _results
+from castwise.demo.run_folder import CHECKPOINT, SETTINGS, MetricsFile, create_run_folder, read_settings
+from castwise.demo.settings import Settings
 from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
@@ -44,7 +44,7 @@ WORDS = [
     *("tiny", "cpu", "cuda", "xpu", "ddp", "bf16", "fp16", "bf15", "policy.toml", "policy.json", "folder"),
     *("script.py", "broken.py", "monitor.jsonl", "no.jsonl", "json", "Headroom", "Dynamic(init_scale=1024.0)"),
     *("Dynamic(1e999)", "Dynamic(", "Guard(1)", "Static(-1)", "exit()", "(" * 300),
-    *("castwise.cli.demo.gpt:example", "os:getcwd", "torch.nn:Linear", "a:b", ":", "..:x", "os:path", "castwise:x.y"),
+    *("castwise.demo.gpt:example", "os:getcwd", "torch.nn:Linear", "a:b", ":", "..:x", "os:path", "castwise:x.y"),
     *("2x4", "2x4:int64", "2x4:bfloat16", "2x4:load", "0x0", "-1x2", "x", "99999999x99999999", "1" * 400),
     *("2x2:float8_e4m3fn", "2x2:quint8"),
 ]
@@ -72,7 +72,7 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(bench, "_run", lambda *_: [])
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
         patch.setattr("castwise.cli.doctor.examine", lambda: checkup)
-        patch.setattr("castwise.monitor.report._plotly_js", lambda: "")
+        patch.setattr("castwise.report.report._plotly_js", lambda: "")
         patch.setattr(castwise, "trace", lambda *_, **__: seen)
         yield
 

@@ -298,7 +298,9 @@ def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
 
 
 def test_a_weight_cache_serves_all_regions_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.amp.weight_cache._MIN_TRAINED", 0)  # else small ones are left to autocast in training
+    monkeypatch.setattr(
+        "castwise.weights.weight_cache._MIN_TRAINED", 0
+    )  # else small ones are left to autocast in training
     expected = trained(small_model())
     with castwise.installed(weight_cache=True):
         got = trained(small_model())

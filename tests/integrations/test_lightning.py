@@ -267,7 +267,7 @@ def test_a_weight_cache_casts_once_per_step_and_changes_nothing(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "castwise.amp.weight_cache._MIN_TRAINED", 0
+        "castwise.weights.weight_cache._MIN_TRAINED", 0
     )  # else small weights are left to autocast in training
 
     class Reporting(pl.Callback):

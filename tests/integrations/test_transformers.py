@@ -31,7 +31,7 @@ from transformers import (
 import castwise
 from castwise.integrations.accelerate import prepare
 from castwise.integrations.transformers import ReportCallback
-from castwise.monitor.mistakes.watch import WATCH
+from castwise.mistakes.watch import WATCH
 from castwise.monitor.run import Run
 
 STEPS, BATCH = 4, 4

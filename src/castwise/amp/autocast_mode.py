@@ -45,12 +45,12 @@ from castwise.amp import _traced_region, emulation
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
-from castwise.amp.in_force import THREAD
 from castwise.amp.observers import OBSERVERS
+from castwise.amp.thread_state import THREAD
 
 if TYPE_CHECKING:
-    from castwise.amp.bound_policy import BoundPolicy
-    from castwise.amp.weight_cache import WeightCache
+    from castwise.policy.bound_policy import BoundPolicy
+    from castwise.weights.weight_cache import WeightCache
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 

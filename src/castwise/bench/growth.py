@@ -13,9 +13,9 @@ from castwise.bench.benchmark import Benchmark, Record, Table
 from castwise.bench.machine import why_it_does_not_fit
 from castwise.bench.pairing import QUICK_S, Rounds
 from castwise.bench.step_cost import Case, Shapes, needed_bytes, times_table, timings
-from castwise.cli.demo.corpus import Corpus, read_text
-from castwise.cli.demo.gpt import Size
-from castwise.cli.demo.settings import CASTWISE, Training
+from castwise.demo.corpus import Corpus, read_text
+from castwise.demo.gpt import Size
+from castwise.demo.settings import CASTWISE, Training
 
 OPTIMIZER = "fused AdamW"
 TENSORS = 100  # while parameters grow

@@ -14,11 +14,11 @@ import torch
 from castwise.bench.benchmark import Benchmark, Record, Table, left_out, shown
 from castwise.bench.pairing import QUICK_S, Rounds, compare, race, ratio
 from castwise.bench.training import steps, why_not
-from castwise.cli.demo.corpus import Corpus, read_text
-from castwise.cli.demo.gpt import EMULATED, SIZES, Size
-from castwise.cli.demo.ranks import Ranks
-from castwise.cli.demo.settings import CASTWISE, Training
-from castwise.cli.demo.training import Trainer
+from castwise.demo.corpus import Corpus, read_text
+from castwise.demo.gpt import EMULATED, SIZES, Size
+from castwise.demo.ranks import Ranks
+from castwise.demo.settings import CASTWISE, Training
+from castwise.demo.training import Trainer
 from castwise.monitor.monitor import Monitor
 from castwise.monitor.sinks import FILE_NAME
 

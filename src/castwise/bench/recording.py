@@ -11,7 +11,7 @@ from typing import Any
 from castwise.bench.benchmark import Benchmark, Record
 from castwise.bench.machine import described
 from castwise.bench.pairing import CANNOT_TELL
-from castwise.cli.demo.run_folder import write_atomically, write_json
+from castwise.demo.run_folder import write_atomically, write_json
 
 PAGE = "README.md"
 HEAD = """\

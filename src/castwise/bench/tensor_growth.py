@@ -12,9 +12,9 @@ from castwise.bench import monitor_cost, weight_cache
 from castwise.bench.benchmark import Benchmark, Record, Table
 from castwise.bench.growth import PARAMETERS, WIDTHS_SQUARED
 from castwise.bench.pairing import QUICK_S, Rounds
-from castwise.cli.demo.corpus import Corpus, read_text
-from castwise.cli.demo.gpt import GPT, Size
-from castwise.cli.demo.settings import CASTWISE, Training
+from castwise.demo.corpus import Corpus, read_text
+from castwise.demo.gpt import GPT, Size
+from castwise.demo.settings import CASTWISE, Training
 
 PER_LAYER = 12  # tensors of a GPT's layer
 _LAYERS_OF_WIDTHS = 4  # that `WIDTHS_SQUARED` speaks of

@@ -11,12 +11,12 @@ import torch
 from castwise.amp.emulation import is_native_here
 from castwise.bench.benchmark import Benchmark, Record, Table, left_out, shown
 from castwise.bench.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
-from castwise.cli.demo import settings
-from castwise.cli.demo.corpus import Corpus, read_text
-from castwise.cli.demo.gpt import SIZES, Size
-from castwise.cli.demo.ranks import Ranks
-from castwise.cli.demo.settings import Training
-from castwise.cli.demo.training import Trainer
+from castwise.demo import settings
+from castwise.demo.corpus import Corpus, read_text
+from castwise.demo.gpt import SIZES, Size
+from castwise.demo.ranks import Ranks
+from castwise.demo.settings import Training
+from castwise.demo.training import Trainer
 
 FP32 = "fp32"
 WIDE = Size(layers=2, heads=8, width=768, context=128, batch=2)  # 14 million parameters

@@ -1,7 +1,7 @@
 """The command line, one file or folder per command.
 
 `import castwise` never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
-user's mistake is one line and exit code 2 (`castwise.cli.errors`), and anything else deserves Python's full
+user's mistake is one line and exit code 2 (`castwise._user_error`), and anything else deserves Python's full
 traceback.
 """
 
@@ -15,11 +15,11 @@ import typer
 
 import castwise
 from castwise.cli.bench import bench as bench_command
-from castwise.cli.demo import command as demo_command
 from castwise.cli.doctor import doctor as doctor_command
 from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
-from castwise.cli.trace import trace as trace_command
+from castwise.cli.tracing import trace as trace_command
+from castwise.demo import command as demo_command
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(bench_command)

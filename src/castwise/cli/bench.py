@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from castwise._suggestions import nearest
-from castwise.cli.errors import UserError
+from castwise._user_error import UserError
 
 if TYPE_CHECKING:
     from castwise.bench import benchmark

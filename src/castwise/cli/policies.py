@@ -8,8 +8,8 @@ from typing import Any
 
 from castwise import Policy, policies, schedules
 from castwise._suggestions import listed, nearest
+from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
-from castwise.cli.errors import UserError
 
 _LARGEST_EXPONENT = 1024  # that of fp64 numbers; a power of Python's integers has 10,240 bits at most
 

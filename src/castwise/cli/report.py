@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from castwise.cli.errors import UserError
-from castwise.monitor.advice import Severity
-from castwise.monitor.number_text import headroom, percent, power_of_two, several
-from castwise.monitor.report import labels, write_report
+from castwise._number_text import headroom, percent, power_of_two, several
+from castwise._user_error import UserError
 from castwise.monitor.run import Run
-from castwise.monitor.run_facts import RunFacts, shown
 from castwise.monitor.sinks import FILE_NAME
-from castwise.monitor.verdict import judge
-from castwise.monitor.worst_modules import worst_modules
+from castwise.report.advice import Severity
+from castwise.report.report import labels, write_report
+from castwise.report.run_facts import RunFacts, shown
+from castwise.report.verdicts import judge
+from castwise.report.worst_modules import worst_modules
 
 PAGE = "report.html"
 WORST_SHOWN = 6

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from castwise.cli.errors import UserError
+from castwise._user_error import UserError
 from castwise.cli.policies import read_policy, read_schedule
 
 OUT = Path("castwise-run")

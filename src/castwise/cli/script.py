@@ -18,13 +18,13 @@ from types import TracebackType
 import castwise
 import castwise.installation
 from castwise._child_process import module, python
-from castwise.amp.policy import Policy
+from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
-from castwise.cli.errors import UserError
-from castwise.monitor.mistakes.mistake import Mistake
-from castwise.monitor.mistakes.watch import WATCH
+from castwise.mistakes.mistake import Mistake
+from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
 from castwise.monitor.sinks import FILE_NAME
+from castwise.policy.policy import Policy
 
 _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
 from castwise.installation.account import Account
 from castwise.installation.replacement import Replacement
 from castwise.installation.settings import Settings
+from castwise.policy.policy import Policy
 
 __all__ = ["install", "installed", "uninstall"]
 

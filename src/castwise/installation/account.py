@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from castwise._guard import Guard
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
 from castwise.installation.models import Models, model_with
-from castwise.monitor.guard import Guard
-from castwise.monitor.mistakes.mistake import Mistake
-from castwise.monitor.mistakes.watch import WATCH
+from castwise.mistakes.mistake import Mistake
+from castwise.mistakes.watch import WATCH
 from castwise.monitor.monitor import Monitor, check_every
 from castwise.monitor.ranks import Ranks, rank_now
 from castwise.monitor.sinks import FILE_NAME, JSONL
@@ -77,7 +77,7 @@ class Account(Observer):
         return self._write_report() if self.has_recorded and not self._rank else None
 
     def _write_report(self) -> Path | None:
-        from castwise.monitor.report import write_report_or_warn
+        from castwise.report.report import write_report_or_warn
 
         assert self.out is not None
         return write_report_or_warn(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)

@@ -17,8 +17,8 @@ from castwise._torch_private import load_compiler
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.installation.settings import Settings
-from castwise.monitor.mistakes.mistake import Place, caller
-from castwise.monitor.mistakes.watch import WATCH
+from castwise.mistakes.mistake import Place, caller
+from castwise.mistakes.watch import WATCH
 
 # Names in torch, each with the one at the same place in castwise.
 _NAMES = {

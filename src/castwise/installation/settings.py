@@ -9,12 +9,12 @@ from torch.compiler import is_dynamo_compiling
 
 from castwise._warnings import warn
 from castwise.amp.autocast_mode import autocast
-from castwise.amp.bound_policy import BoundPolicy
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.policy import Policy
 from castwise.amp.schedules import Schedule
-from castwise.amp.weight_cache import WeightCache
 from castwise.installation.models import Models, model_with
+from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.policy import Policy
+from castwise.weights.weight_cache import WeightCache
 
 
 class Settings:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations.accelerate import unwrapped
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.report import write_report_or_warn
+from castwise.report.report import write_report_or_warn
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

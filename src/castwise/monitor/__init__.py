@@ -1,1 +1,1 @@
-"""What happened to the numbers of a training: telemetry, the cause of a skipped step, advice and a report."""
+"""Telemetry: what a training run records about its numbers, and where that goes."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise._guard import Guard
 from castwise._torch_private import (
     are_functorch_transforms_active,
     is_backward_running,
@@ -16,12 +17,11 @@ from castwise._torch_private import (
     tree_leaves,
 )
 from castwise.amp.gradients import is_plain
-from castwise.amp.module_hooks import ModuleHooks, inside_fused_layers
+from castwise.diagnosis.replay import is_replaying
 from castwise.monitor import names
 from castwise.monitor.exponents import count
-from castwise.monitor.guard import Guard
-from castwise.monitor.replay import is_replaying
 from castwise.monitor.shards import is_split, part_of
+from castwise.tracing.module_hooks import ModuleHooks, inside_fused_layers
 
 
 class Activations:

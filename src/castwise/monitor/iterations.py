@@ -14,7 +14,7 @@ from castwise.amp.outcomes import DELAY, StepFacts
 from castwise.monitor.sample import Sample
 
 if TYPE_CHECKING:
-    from castwise.monitor.recording import MicroBatches
+    from castwise.diagnosis.recording import MicroBatches
 
 
 @dataclass

@@ -12,24 +12,24 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from castwise._guard import Guard
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp.outcomes import StepFacts
+from castwise.mistakes.mistake import Mistake
+from castwise.mistakes.watch import WATCH
 from castwise.monitor.activations import Activations
-from castwise.monitor.guard import Guard
 from castwise.monitor.iterations import Iteration, Iterations
-from castwise.monitor.mistakes.mistake import Mistake
-from castwise.monitor.mistakes.watch import WATCH
-from castwise.monitor.opening import run_record
 from castwise.monitor.ranks import Ranks, Skip, agreed
+from castwise.monitor.run_header import run_record
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
 
 if TYPE_CHECKING:
-    from castwise.monitor.diagnosis import Diagnosis
-    from castwise.monitor.recording import MicroBatches, Recording
+    from castwise.diagnosis.diagnosis import Diagnosis
+    from castwise.diagnosis.recording import MicroBatches, Recording
 
 _PARAMETERS_NAMED = 8
 
@@ -325,6 +325,6 @@ def _check(every: int, on_skip: object, steps_before: int) -> None:
 
 
 def _recording_of(model: nn.Module, scaler: Any) -> Recording:
-    from castwise.monitor.recording import Recording
+    from castwise.diagnosis.recording import Recording
 
     return Recording(model, lambda: int(scaler.iteration))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from castwise.amp.module_rules import named_modules
+from castwise.policy.module_rules import named_modules
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:

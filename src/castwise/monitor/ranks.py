@@ -14,7 +14,7 @@ from castwise.amp.outcomes import Cause, StepFacts
 from castwise.monitor import names
 
 if TYPE_CHECKING:
-    from castwise.monitor.diagnosis import Diagnosis
+    from castwise.diagnosis.diagnosis import Diagnosis
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
-from castwise.monitor.arrivals import Arrivals
 from castwise.monitor.exponents import count, tally
+from castwise.monitor.host_copies import Arrivals
 from castwise.monitor.shards import part_of
 from castwise.monitor.tally import Tally
 from castwise.monitor.updates import Updates, update_record

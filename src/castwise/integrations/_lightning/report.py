@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from castwise.integrations._lightning.scaling import Scaling
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.report import write_report_or_warn
+from castwise.report.report import write_report_or_warn
 
 _PAGE = "report.html"
 

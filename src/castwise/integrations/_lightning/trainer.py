@@ -12,11 +12,11 @@ from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened
 from castwise.amp.autocast_mode import autocast
-from castwise.amp.bound_policy import BoundPolicy
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.policy import Policy
-from castwise.amp.weight_cache import WeightCache
 from castwise.integrations._lightning.scaling import Precision, Scaling
+from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.policy import Policy
+from castwise.weights.weight_cache import WeightCache
 
 
 class TrainerPrecision(Scaling):

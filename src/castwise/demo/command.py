@@ -1,0 +1,180 @@
+"""The command itself: options in, exit code out. Everything a user can do wrong ends here as one line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from castwise._user_error import UserError
+from castwise.demo import account
+from castwise.demo.comparison import compare, verdicts, write_summary
+from castwise.demo.corpus import Corpus, read_text
+from castwise.demo.display import display_for
+from castwise.demo.gpt import SIZES
+from castwise.demo.hardware import choose_device, emulated_precisions, make_deterministic
+from castwise.demo.ranks import STRATEGIES, Ranks, is_first
+from castwise.demo.run_folder import SETTINGS, create_run_folder, read_settings
+from castwise.demo.settings import CASTWISE, DEFAULT_STEPS, Settings, size_of
+from castwise.demo.table import print_results
+from castwise.demo.training import Result, Trainer
+
+LOG_WIDTH = 120
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def demo(
+    context: typer.Context,
+    data: Annotated[
+        Path | None, typer.Option(help="Text to train on, a file or folder. [default: the standard library]")
+    ] = None,
+    preset: Annotated[str, typer.Option(metavar=f"[{'|'.join(SIZES)}]", help="Size of the model.")] = "tiny",
+    steps: Annotated[int, typer.Option(help="Steps of each of the six trainings.")] = DEFAULT_STEPS,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
+    seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(STRATEGIES)}]",
+            help="Split the model between processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results of runs.")] = Path("runs"),
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a run to go on with, runs/<time>; its settings stay as they are."),
+    ] = None,
+) -> None:
+    """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
+
+    Takes one to two minutes on two CPU cores. At its end it trains in fp16 once more, under a monitor, and writes a
+    report of what happened to the numbers.
+
+    Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
+    done, and 130 after Ctrl-C.
+    """
+    folder = resume
+    try:
+        if folder is None:
+            chosen = choose_device(device)
+            with Ranks(strategy, chosen) as ranks:
+                settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, ranks)
+                made = folder = ranks.first(lambda: create_run_folder(out, settings.to_json()))
+                identical = _run(made, settings, corpus, ranks)
+        else:
+            _refuse_other_options(context)
+            settings, corpus = _reopen(folder)
+            with Ranks(settings.strategy, choose_device(settings.device)) as ranks:
+                _refuse_other_processes(settings, ranks)
+                identical = _run(folder, settings, corpus, ranks)
+    except UserError as error:
+        _say(str(error))
+        raise typer.Exit(USER_ERROR) from error
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
+        advice = f"continue with: castwise demo --resume {folder}" if folder else "nothing was written yet"
+        _say(f"stopped; {advice}")
+        raise typer.Exit(INTERRUPTED) from interrupt
+    raise typer.Exit(0 if identical else 1)
+
+
+def _say(message: str) -> None:
+    if is_first():
+        typer.echo(f"castwise demo: {message}", err=True)
+
+
+def _console() -> Console:
+    """Prints what it is given: a path may well hold what rich takes for markup."""
+    width = None if sys.stdout.isatty() else LOG_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width, quiet=not is_first())
+
+
+def _new(
+    data: Path | None,
+    preset: str,
+    steps: int,
+    device: torch.device,
+    seed: int,
+    checkpoint_every: int,
+    ranks: Ranks,
+) -> tuple[Settings, Corpus]:
+    context = size_of(preset).context
+    corpus = Corpus(read_text(data), context)
+    settings = Settings(
+        data=None if data is None else str(data.resolve()),
+        preset=preset,
+        steps=steps,
+        device=str(device),
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+        threads=torch.get_num_threads(),
+        emulated=ranks.first(lambda: emulated_precisions(device)),
+        strategy=ranks.strategy,
+        processes=ranks.size,
+        text_digest=corpus.digest,
+    )
+    return settings, corpus
+
+
+def _reopen(folder: Path) -> tuple[Settings, Corpus]:
+    settings = Settings.from_json(read_settings(folder), source=str(folder / SETTINGS))
+    data = None if settings.data is None else Path(settings.data)
+    corpus = Corpus(read_text(data), size_of(settings.preset).context)
+    if corpus.digest != settings.text_digest:
+        source = settings.data or "the standard library"
+        raise UserError(f"the text of {source} has changed since {folder} was started: start a new run")
+    return settings, corpus
+
+
+def _refuse_other_options(context: typer.Context) -> None:
+    """A resumed run has its settings already; to take others in silence would be a different run."""
+    given = []
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name != "resume" and source is not None and source.name == "COMMANDLINE":
+            given.append("--" + name.replace("_", "-"))
+    if given:
+        raise UserError(f"--resume takes its settings from the run's folder: leave out {', '.join(given)}")
+
+
+def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
+    if settings.processes != ranks.size:
+        raise UserError(f"the run was started with {settings.processes} processes, and goes on with as many")
+
+
+def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool:
+    """Train, print and write the outcome; returns whether all pairs are identical."""
+    console = _console()
+    torch.set_num_threads(settings.threads)
+    warnings.filterwarnings("ignore", ".*its ops are emulated")  # the table says so
+    make_deterministic(torch.device(settings.device))
+    source = settings.data or "Python's standard library"
+    where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"
+    console.print(f"{corpus.n_bytes:,} bytes of {source}, {where}, writing to {folder}", soft_wrap=True)
+    results = compare(folder, settings, corpus, display_for(console), ranks)
+    ranks.first(lambda: write_summary(folder, settings, results))
+    print_results(console, settings, results)
+    is_unchanged = ranks.strategy is not None or _account(folder, settings, corpus, ranks, results, console)
+    console.print(f"results: {folder}", soft_wrap=True)
+    return all(verdicts(results).values()) and is_unchanged
+
+
+def _account(
+    folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
+) -> bool:
+    """Train once more under a monitor and write a report; returns whether the weights are those without one."""
+    training = next(t for t in settings.trainings() if (t.precision, t.library) == ("fp16", CASTWISE))
+    expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
+    console.print("fp16 castwise once more, under a monitor ...")
+    trainer = Trainer(training, corpus, torch.device(settings.device), settings.seed, ranks)
+    is_unchanged = account.train_under_monitor(folder, trainer) == expected
+    console.print(f"the monitor changed {'no' if is_unchanged else 'SOME'} bits of the weights.")
+    console.print(f"report: {account.report(folder)}", soft_wrap=True)
+    return is_unchanged

@@ -1,0 +1,132 @@
+"""Text as bytes, and batches of it.
+
+Two facts shape this file. A run must be resumable on bit-identical data, so files are read in a fixed order,
+the bytes have a digest, and a batch depends on the seed and the step alone, never on the batches drawn before
+it. And no folder may be too large for the demo, so reading stops at `LIMIT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from castwise._user_error import UserError
+from castwise.demo.gpt import Size
+from castwise.demo.run_folder import is_run_folder
+
+LIMIT = 4 * 2**20
+VALIDATION_SHARE = 20  # one byte in so many is held out
+# Installed packages and test suites differ between machines that have the same Python.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests"})
+
+
+class Corpus:
+    """Bytes to train on and a held-out tail to judge by.
+
+    Args:
+        text: All bytes, at least `2 * (context + 1)` of them.
+        context: The longest sequence that will be asked for.
+
+    Example:
+        >>> corpus = Corpus(bytes(range(256)), context=4)
+        >>> tokens, targets = corpus.batch(Size(1, 1, 8, context=4, batch=2), seed=0, step=7)
+        >>> tokens.shape, bool((targets == tokens + 1).all())
+        (torch.Size([2, 4]), True)
+    """
+
+    def __init__(self, text: bytes, context: int) -> None:
+        needed = 2 * (context + 1)
+        if len(text) < needed:
+            raise UserError(
+                f"needs at least {needed} bytes of text (a context of {context} to train on, another to validate), "
+                f"got {len(text)}: give --data more text"
+            )
+        self.digest = hashlib.sha256(text).hexdigest()
+        self.n_bytes = len(text)
+        held_out = max(context + 1, len(text) // VALIDATION_SHARE)
+        everything = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._train, self._validation = everything[:-held_out], everything[-held_out:]
+
+    def batch(self, size: Size, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Sequences to train on at one step, the same ones whenever it is asked.
+
+        Returns:
+            Tokens and the tokens that follow them, each of shape (batch, context), int64, on the CPU.
+        """
+        generator = torch.Generator().manual_seed(derive_seed(seed, f"step {step}"))
+        starts = torch.randint(len(self._train) - size.context, (size.batch,), generator=generator)
+        return _sequences(self._train, starts, size.context)
+
+    def validation(self, size: Size, n_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Evenly spaced sequences of the held-out tail, in batches shaped as those of `batch`."""
+        last = len(self._validation) - size.context - 1
+        starts = torch.linspace(0, last, n_batches * size.batch).long()
+        return (_sequences(self._validation, chunk, size.context) for chunk in starts.view(n_batches, -1))
+
+
+def _sequences(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    window = text[starts[:, None] + torch.arange(context + 1)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def derive_seed(seed: int, use: str) -> int:
+    """A generator's seed for one use of the user's seed; any integer will do, and no two uses share their numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {use}".encode()).digest()[:7], "big")
+
+
+def read_text(data: Path | None) -> bytes:
+    """At most `LIMIT` bytes: of a file, of a folder's files in order of their names, or of the standard library.
+
+    Binary files (those with a NUL byte) are left out, and so are hidden folders and earlier runs of the demo.
+
+    Raises:
+        UserError: `data` is missing, unreadable, or holds no text.
+    """
+    if data is None:
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        return _join(path for path in _walk(stdlib, _NOT_STDLIB) if path.suffix == ".py")
+    try:
+        data.stat()
+    except (OSError, ValueError) as error:  # of a NUL byte in the name
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise UserError(f"--data {data} {reason}: give a file or folder of text") from error
+    text = _join(_walk(data, frozenset()) if data.is_dir() else [data])
+    if not text:
+        raise UserError(
+            f"--data {data} holds no text: give a file or folder with some that is not binary or unreadable"
+        )
+    return text
+
+
+def _walk(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        shown = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        folders[:] = [name for name in shown if not is_run_folder(Path(root, name))]
+        yield from (Path(root, name) for name in sorted(names))
+
+
+def _join(paths: Iterable[Path]) -> bytes:
+    text = bytearray()
+    for path in paths:
+        text += _read_file(path, LIMIT - len(text))
+        if len(text) == LIMIT:
+            break
+    return bytes(text)
+
+
+def _read_file(path: Path, limit: int) -> bytes:
+    """The start of a text file; nothing of a binary, special or unreadable one, as folders hold them."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            text = file.read(limit)
+    except OSError:
+        return b""
+    return b"" if b"\0" in text else text

@@ -1,0 +1,174 @@
+"""One run's folder: `settings.json`, `metrics.jsonl`, `checkpoint.pt`, `summary.json`.
+
+A process may be killed between any two instructions, so each file is written so that every moment is a good
+one to die: the folder appears under its name only when it is complete, whole files are written aside and
+renamed, and lines of metrics that no checkpoint vouches for are cut off before new ones follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from castwise._user_error import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+SETTINGS, METRICS, CHECKPOINT, SUMMARY = "settings.json", "metrics.jsonl", "checkpoint.pt", "summary.json"
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder was made by `create_run_folder`."""
+    try:
+        return (folder / SETTINGS).is_file() and (folder / METRICS).is_file()
+    except OSError:  # a folder that may not be looked into
+        return False
+
+
+def create_run_folder(out: Path, settings: dict[str, object]) -> Path:
+    """Make `out/<time>` with its settings and no metrics yet.
+
+    Raises:
+        UserError: `out` cannot be written to.
+    """
+    name = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        aside = out / f".{name}-{os.getpid()}"
+        aside.mkdir()
+        write_json(aside / SETTINGS, settings)
+        (aside / METRICS).touch()
+        return _rename_to_free_name(aside, out / name)
+    except OSError as error:
+        raise cannot_write(out, error) from error
+
+
+def _rename_to_free_name(aside: Path, wanted: Path) -> Path:
+    """Two runs may start within one second; a run's folder is never empty, so renaming onto it fails."""
+    for attempt in range(2, 100):
+        try:
+            return aside.rename(wanted if attempt == 2 else wanted.with_name(f"{wanted.name}-{attempt - 1}"))
+        except OSError as error:
+            taken = error
+    raise taken
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a new file, then put it in the place of `path`: readers see old bytes or new ones.
+
+    Both the file and the folder are synced, so this holds across a power cut, not only a kill.
+
+    Raises:
+        UserError: The disk is full or the folder cannot be written to.
+    """
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with aside.open("w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:  # also on Ctrl-C; after the renaming there is nothing left
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":  # Windows cannot open a folder, and its renames are journaled
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write one JSON document atomically."""
+    write_atomically(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
+
+
+def read_settings(folder: Path) -> dict[str, object]:
+    """The settings a run was started with.
+
+    Raises:
+        UserError: `folder` is not a run's folder.
+    """
+    try:
+        settings = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder} is not the folder of a run: no readable {SETTINGS} in it") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder / SETTINGS} was not written by castwise demo")
+    return settings
+
+
+class MetricsFile:
+    """One JSON object a line, appended to by one process at a time.
+
+    Args:
+        path: An existing file.
+        n_bytes: How much of it to keep: what the checkpoint that we continue from had seen.
+
+    Raises:
+        UserError: The file is missing, in use, shorter than `n_bytes`, or not writable.
+    """
+
+    def __init__(self, path: Path, n_bytes: int) -> None:
+        self._path = path
+        try:
+            self._file = path.open("r+b")
+            _lock(self._file, path)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        found = self._file.seek(0, os.SEEK_END)
+        if found < n_bytes:
+            self._file.close()
+            raise UserError(f"{path} has {found} bytes, its checkpoint knows of {n_bytes}: the file was changed")
+        self._file.truncate(n_bytes)
+        self._file.seek(n_bytes)
+
+    def append(self, line: dict[str, object]) -> None:
+        """Write one line and hand it to the system, so that `tail -f` sees it."""
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+
+    def sync(self) -> int:
+        """Bring all lines to the disk; returns the length in bytes, for a checkpoint to vouch for."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Keep a second `--resume` out; the system releases the lock when this process ends, however it ends."""
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{path.parent} is in use by another process: wait for it or stop it") from error
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The line a user sees when the disk is full or a folder read-only."""
+    return UserError(f"cannot write {path}: {error.strerror or error}")

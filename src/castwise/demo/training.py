@@ -1,0 +1,221 @@
+"""One training: the loop every user of mixed precision writes, once, with the library as a parameter.
+
+Whatever the precision and the library, the same lines run: fp32 is a disabled region and a disabled scaler,
+so a difference between two rows of the table can only come from the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import castwise
+from castwise.demo import gpt
+from castwise.demo.corpus import Corpus, derive_seed
+from castwise.demo.gpt import GPT
+from castwise.demo.hardware import PRECISIONS, synchronize
+from castwise.demo.memory import PeakMemory
+from castwise.demo.ranks import Ranks
+from castwise.demo.settings import CASTWISE, TORCH, Training
+from castwise.monitor.monitor import Monitor
+
+LEARNING_RATE = 5e-4
+MAX_NORM = 1.0
+VALIDATION_BATCHES = 8
+WARM_UP_STEPS = 3  # these build kernels and fill the allocator; their times say nothing about the rest
+
+_AUTOCASTS = {TORCH: torch.amp.autocast, CASTWISE: castwise.autocast}
+_SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known after a step: its number (from 1), loss, duration, scale and the skipped steps so far."""
+
+    number: int
+    loss: float
+    seconds: float
+    scale: float
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished training: a row of the table, plain values only.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16".
+        library: "torch.amp" or "castwise".
+        steps: Batches seen.
+        loss: Mean loss of held-out text, in nats per byte.
+        step_ms: Median duration of a step.
+        tokens_per_s: Tokens of a step over that duration.
+        peak_bytes: The most memory in use over that before the training, or None where unknown.
+        skipped: Steps that the scaler left out.
+        weights_sha256: Digest of all weights.
+    """
+
+    precision: str
+    library: str
+    steps: int
+    loss: float
+    step_ms: float
+    tokens_per_s: float
+    peak_bytes: int | None
+    skipped: int
+    weights_sha256: str
+
+
+class Trainer:
+    """A model, its optimizer and its scaler, and how far they have come.
+
+    Args:
+        training: What to train, in which precision, by which library.
+        corpus: Where batches come from.
+        device: Where the model lives.
+        seed: Decides the first weights and the batches.
+        ranks: The processes that train together.
+    """
+
+    def __init__(self, training: Training, corpus: Corpus, device: torch.device, seed: int, ranks: Ranks) -> None:
+        self.training, self._corpus, self._device, self._seed = training, corpus, device, seed
+        self._ranks = ranks
+        self._memory = PeakMemory(device)
+        torch.manual_seed(derive_seed(seed, "weights"))
+        # Drawn on the CPU: the same first weights on every device.
+        self._model = ranks.split(GPT(training.size).to(device))
+        # torch's sharded scaler cannot unscale_ before a fused step on a CPU, and lets ranks disagree about it.
+        fused = ranks.strategy is None
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=not fused)
+        self._autocast = _AUTOCASTS[training.library]
+        scaler = (_SCALERS if ranks.strategy is None else sharded_scalers())[training.library]
+        self._scaler = scaler(device.type, enabled=training.precision == "fp16")
+        self._seconds: list[float] = []
+        self._skipped = 0
+        self._peak_before: int | None = 0  # in an earlier process
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken so far, skipped ones included."""
+        return len(self._seconds)
+
+    def step(self) -> Step:
+        """Train on the next batch. Reads loss and scale back, so the host waits for the device."""
+        batch = self._corpus.batch(self.training.size, self._seed, self.steps_done)
+        tokens, targets = self._to_device(batch, self._ranks.share)
+        scale_before = self._scaler.get_scale()
+        synchronize(self._device)
+        start = time.perf_counter()
+        loss = self._update(tokens, targets)
+        synchronize(self._device)
+        self._seconds.append(time.perf_counter() - start)
+        scale = self._scaler.get_scale()
+        self._skipped += scale < scale_before  # the only public sign of a skipped step, and the same for both
+        return Step(self.steps_done, self._ranks.mean(loss), self._seconds[-1], scale, self._skipped)
+
+    def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self._optimizer.zero_grad()
+        with self._region():
+            loss = gpt.loss(self._model(tokens), targets)
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._optimizer)
+        self._ranks.clip_grad_norm_(self._model, MAX_NORM)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return loss.detach()
+
+    def _region(self) -> AbstractContextManager[object]:
+        precision = self.training.precision
+        dtype = None if precision == "fp32" else PRECISIONS[precision]
+        return self._autocast(self._device.type, dtype=dtype, enabled=precision != "fp32")
+
+    def _to_device(
+        self, batch: tuple[Tensor, Tensor], part: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> tuple[Tensor, Tensor]:
+        tokens, targets = batch
+        return part(tokens).to(self._device), part(targets).to(self._device)
+
+    def result(self) -> Result:
+        """The row of the table, once all steps are done."""
+        training = self.training
+        peak_bytes = self._peak_bytes()
+        seconds = statistics.median(self._seconds[WARM_UP_STEPS:] or self._seconds)
+        return Result(
+            precision=training.precision,
+            library=training.library,
+            steps=self.steps_done,
+            loss=self._validation_loss(),
+            step_ms=1000 * seconds,
+            tokens_per_s=training.size.tokens / seconds,
+            peak_bytes=peak_bytes,
+            skipped=self._skipped,
+            weights_sha256=self.digest(),
+        )
+
+    def monitor(self, every: int, folder: Path) -> Monitor:
+        """A monitor of this training, to be entered, that samples every so many steps and records in a folder."""
+        return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
+
+    def digest(self) -> str:
+        """SHA-256 of the weights there are now."""
+        return digest(self._ranks.weights(self._model))
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        losses = []
+        for batch in self._corpus.validation(self.training.size, VALIDATION_BATCHES):
+            with self._region():
+                tokens, targets = self._to_device(batch)
+                losses.append(gpt.loss(self._model(tokens), targets).item())
+        return statistics.fmean(losses)
+
+    def _peak_bytes(self) -> int | None:
+        peak = self._memory.read()
+        return None if peak is None or self._peak_before is None else max(peak, self._peak_before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps depend on, and what the result will need."""
+        return {
+            "model": self._ranks.weights(self._model),
+            "optimizer": self._ranks.optimizer_state(self._model, self._optimizer),
+            "scaler": self._scaler.state_dict(),
+            "seconds": self._seconds,
+            "skipped": self._skipped,
+            "peak_bytes": self._peak_bytes(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` gave."""
+        self._ranks.load(self._model, self._optimizer, state["model"], state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+        self._seconds = list(state["seconds"])
+        self._skipped = state["skipped"]
+        self._peak_before = state["peak_bytes"]
+
+
+def sharded_scalers() -> dict[str, Any]:
+    """The libraries' scalers for several processes, which take a while to import."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return {TORCH: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all weights with their names and shapes: equal digests are equal bits (-0.0 is not 0.0)."""
+    sha256 = hashlib.sha256()
+    for name, weight in weights.items():
+        cpu = weight.detach().cpu().contiguous()
+        sha256.update(f"{name} {cpu.dtype} {tuple(cpu.shape)}".encode())
+        # Through ctypes and not numpy, which torch does not require.
+        sha256.update(ctypes.string_at(cpu.data_ptr(), cpu.nbytes))
+    return sha256.hexdigest()

@@ -1,0 +1,275 @@
+"""`diagnose`: which module and op made the first inf or NaN of a step, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise.diagnosis.cases import OfLoss, OfOutput
+from castwise.diagnosis.fault_search import Found, find
+from castwise.diagnosis.origins import Birth, Phase
+from castwise.diagnosis.ranges import Range, Value, first_not_finite, range_of
+from castwise.diagnosis.remedies import Remedy, remedy_of
+from castwise.policy.module_rules import named_modules
+from castwise.tracing.batches import Batch, arguments_of
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """An inf or NaN that an op of the forward made, and that reaches neither the loss nor a gradient.
+
+    Args:
+        module: As of `Diagnosis`.
+        in_loss: As of `Diagnosis`.
+        op: As "aten.convolution".
+        value: "nan" or "inf".
+        is_finite_in_float32: Whether the op has a finite result in fp32: it overflowed in a low precision.
+        line: As of `Diagnosis`.
+    """
+
+    module: str
+    in_loss: bool
+    op: str
+    value: Literal[""] | Value
+    is_finite_in_float32: bool
+    line: str = ""
+
+    def __str__(self) -> str:
+        in_float32 = " (finite in fp32)" if self.is_finite_in_float32 else ""
+        return f"{_where(self.module, self.in_loss)}: {self.op} gives {self.value}{in_float32}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What made the first inf or NaN that reaches the loss or a gradient; true if there is one.
+
+    Args:
+        found: Whether there is one.
+        phase: Where it came in: "weight" and "input" were not finite before; "forward", also where activation
+            checkpointing runs it again in the backward; "loss", in the loss function or by scaling the loss;
+            "backward"; "" if nothing was found.
+        module: Qualified name of the innermost module, without wrappers; "" for the model itself, for the loss
+            function, and for inputs.
+        in_loss: Whether the op is one of the loss function, in the forward or the backward.
+        op: As "aten.bmm"; "" for weights and inputs.
+        inputs: Ranges of the op's floating-point inputs, before it ran.
+        outputs: Ranges of its results, or of the weight or input.
+        in_float32: Ranges of the results that the op has in fp32, if it computed in a low precision and can be
+            computed again.
+        parameter: The weight that is not finite, or the first whose gradient is not; of a loss that is not finite "".
+        argument: The input that is not finite: its position, or its name.
+        index: Of the first value that is not finite, in that input or weight.
+        value: "nan", "inf" or "-inf": that value, or what the op made.
+        scale: Of the loss.
+        loss: Its value before scaling; None if it is not known.
+        remedy: What would help: a lower "scale", the module in "float32", another "input" or "weight", other "code".
+        advice: The same in words.
+        line: Where the code of the model, or of the loss, calls the op: "model.py:31"; "" if that is not known, as in
+            the backward.
+        source: That line itself.
+        harmless: What else was not finite in the forward and reaches nothing, such as an overflow before a sigmoid: of
+            each module and op one.
+    """
+
+    found: bool
+    phase: Phase = ""
+    module: str = ""
+    in_loss: bool = False
+    op: str = ""
+    inputs: tuple[Range, ...] = ()
+    outputs: tuple[Range, ...] = ()
+    in_float32: tuple[Range, ...] | None = None
+    parameter: str = ""
+    argument: str = ""
+    index: tuple[int, ...] = ()
+    value: Literal[""] | Value = ""
+    scale: float = 1.0
+    loss: float | None = None
+    remedy: Remedy = ""
+    advice: str = ""
+    line: str = ""
+    source: str = ""
+    harmless: tuple[Harmless, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
+        harmless = [f"  seen and harmless: {each}" for each in self.harmless]
+        if not self.found:
+            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *harmless])
+        lines = [f"{self.phase}: {self._what()}{loss}"]
+        lines += [f"  at {self.line}: {self.source}"] if self.line else []
+        lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
+        lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
+        lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
+        return "\n".join([*lines, *harmless, self.advice])
+
+    def _what(self) -> str:
+        if self.phase == "weight":
+            return f"{self.parameter} is {self.value} at {self.index}"
+        if self.phase == "input":
+            return f"input {self.argument} is {self.value} at {self.index}"
+        reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+        if not self.op and self.phase == "loss" and self.loss is None:
+            return f"the gradient of the model's output is {self.value}"
+        if not self.op:
+            return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
+        where = _where(self.module, self.in_loss)
+        verb = "gives" if self.outputs else "reads"
+        return f"{where}: {self.op} {verb} {self.value}{reached}"
+
+
+def _where(module: str, in_loss: bool) -> str:
+    return module or ("the loss function" if in_loss else "the model itself")
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor],
+    batch: Batch,
+    scaler: Any = None,
+) -> Diagnosis:
+    """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
+
+    The forward and the loss run in the autocast region that the caller is in, and the backward outside of it: call
+    this where the training calls the model. Weights, buffers, gradients (the same tensors), tensors in `batch`, the
+    state of random number generators and training flags are put back, also when the model raises. Not put back are
+    other attributes that the forward sets (counters, caches, tensors that are no buffers), what hooks and `loss_fn` do,
+    and generators that the program has made. What overlaps the backward (optimizers in it, DDP's all-reduce) does not
+    run; collectives that the forward calls need all ranks to call this.
+
+    Infinities and NaNs that reach neither are no fault: those of masks, or of a weight that the batch does not use. Of
+    those that an op of the forward made `harmless` tells. Every op syncs with the host: a replay takes several times a
+    step, and twice that if the scale may be the cause.
+
+    Args:
+        model: In the mode it trains in. DDP and `torch.compile` are looked through: the replay is eager and alone.
+        loss_fn: Of the model's output, which gives the loss: one element.
+        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        scaler: Its present scale multiplies the loss; None is 1. It is not changed.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the loss is not a tensor.
+        RuntimeError: The loss has more elements than one.
+        Exception: What the model or the loss raises.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> with torch.no_grad():
+        ...     _ = model[1].weight.fill_(1e5)
+        >>> with castwise.autocast("cpu", dtype=torch.float16):
+        ...     found = diagnose(model, lambda y: y.float().mean(), torch.ones(2, 4))
+        >>> found.module, found.op, found.remedy
+        ('1', 'aten.to', 'float32')
+    """
+    model = _unwrapped(model)
+    args, kwargs = arguments_of(batch)
+    case = OfLoss(model, args, kwargs, loss_fn)
+    scale = _scale_of(scaler)
+    return _diagnosis(find(case, scale), scale, case.loss)
+
+
+def diagnose_replay(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output_gradients: Sequence[torch.Tensor | None],
+    *,
+    scale: float = 1.0,
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    loss_is_finite: bool | None = None,
+    with_backward: bool = True,
+) -> Diagnosis:
+    """Do what `diagnose` does without a loss: the backward begins with gradients of the model's output.
+
+    If these are not finite and the output is, they overflowed or the fault is one of the loss: phase "loss", without
+    an op.
+
+    Args:
+        model: As for `diagnose`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output_gradients: Gradients, scaled, of the tensors in the output that `cases.outputs_of` lists; None of those
+            that the loss did not use.
+        scale: Of these gradients.
+        region: Makes what the forward runs in; it is called for each replay.
+        loss_is_finite: Whether the loss was; None if it is not known.
+        with_backward: False looks for faults of the forward only.
+
+    Raises:
+        Exception: What the model raises.
+    """
+    case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
+    return _diagnosis(find(case, scale), scale, None)
+
+
+def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
+    fault, harmless = found.fault, tuple(map(_harmless, found.harmless))
+    if fault is None:
+        return Diagnosis(False, scale=scale, loss=loss, harmless=harmless)
+    remedy, advice = remedy_of(fault, scale)
+    birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
+    ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
+    at = None if birth.tensor is None else first_not_finite(birth.tensor)
+    return Diagnosis(
+        found=True,
+        phase="loss" if fault.reached == "scaled loss" else birth.phase,
+        module="" if birth.kind == "input" else birth.module or "",
+        in_loss=birth.module is None and birth.phase in {"loss", "backward"},
+        op=birth.op,
+        inputs=birth.inputs,
+        outputs=birth.outputs or (() if birth.op else ranges),
+        in_float32=birth.in_float32,
+        parameter=birth.name if birth.kind == "weight" else fault.parameter,
+        argument=birth.name if birth.kind == "input" else "",
+        index=() if at is None else at[0],
+        value=_value(birth.outputs or birth.inputs or ranges) if at is None else at[1],
+        scale=scale,
+        loss=loss,
+        remedy=remedy,
+        advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
+        line="" if birth.place is None else str(birth.place),
+        source="" if birth.place is None else birth.place.source,
+        harmless=harmless,
+    )
+
+
+def _harmless(birth: Birth) -> Harmless:
+    line = "" if birth.place is None else str(birth.place)
+    in_loss = birth.module is None
+    return Harmless(birth.module or "", in_loss, birth.op, _value(birth.outputs), birth.is_finite_in_float32, line)
+
+
+_PHASE_WITHOUT_BIRTH: dict[str, Phase] = {
+    "scaled loss": "loss",
+    "gradient of the output": "loss",
+    "gradient": "backward",
+}
+
+
+def _value(ranges: Sequence[Range]) -> Literal[""] | Value:
+    if any(found.nan for found in ranges):
+        return "nan"
+    return "inf" if any(found.inf for found in ranges) else ""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return next(module for _, module in named_modules(model))
+
+
+def _scale_of(scaler: Any) -> float:
+    if scaler is None:
+        return 1.0
+    if not hasattr(scaler, "get_scale"):
+        raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}")
+    return float(scaler.get_scale())

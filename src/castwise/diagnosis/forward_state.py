@@ -1,0 +1,82 @@
+"""What a forward depends on beside what it is given, to have it again later: random numbers and autocast regions."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.devices import has_autocast
+from castwise.amp.thread_state import THREAD
+from castwise.policy.casting import in_native_state, native_state_of
+
+
+class RandomState:
+    """The state of random number generators when it is made: of torch on all devices, of Python, of numpy if in use.
+
+    Generators that a program has made for itself are not in it.
+    """
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        accelerator = _accelerator()
+        self._of_devices = None if accelerator is None else accelerator.get_rng_state_all()
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put it back."""
+        torch.set_rng_state(self._torch)
+        accelerator = _accelerator()
+        if accelerator is not None and self._of_devices is not None:
+            accelerator.set_rng_state_all(self._of_devices)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class CastingState:
+    """The autocast regions, torch's and castwise's, that a thread is in when it is made.
+
+    A `WeightCache` is not in it: casts are the same without.
+
+    Args:
+        device_types: Types of device whose regions matter.
+    """
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._native = {kind: native_state_of(kind) for kind in device_types if has_autocast(kind)}
+        self._policy = THREAD.state
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Be in these regions for a while, and in no others.
+
+        Raises:
+            RuntimeError: A policy among them is not bound any more.
+        """
+        policy = self._policy
+        with ExitStack() as stack:
+            for kind, (enabled, dtype, cache) in self._native.items():
+                stack.enter_context(in_native_state(kind, enabled, dtype, cache))
+            if policy is not None:
+                stack.enter_context(autocast(policy.device, policy=policy.bound, cache_enabled=policy.cache))
+                enabled, dtype, cache = self._native[policy.device]
+                if (enabled, dtype) != (policy.bound.dtype is not None, torch.get_autocast_dtype(policy.device)):
+                    # A region of torch's own that suspends the policy, or a module's rule.
+                    stack.enter_context(torch.autocast(policy.device, dtype, enabled, cache))
+            yield
+
+
+def _accelerator() -> Any:
+    """Return the module of torch for the accelerator that is in use, if it has generators: `torch.cuda`, ..."""
+    found = torch.accelerator.current_accelerator()
+    module = None if found is None else torch.get_device_module(found)
+    in_use = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return module if in_use and hasattr(module, "get_rng_state_all") else None

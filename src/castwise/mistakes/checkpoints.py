@@ -1,0 +1,71 @@
+"""Checkpoints that hold an optimizer's state and not its scaler's."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.mistake import Place, caller
+
+
+class Checkpoints(Finder):
+    """Finds them when the next step comes, or the end, and nobody has asked for the scaler's state in between."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._hooks: list[RemovableHandle] = []
+        self._is_scaled: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._saved_alone: Place | None = None
+        self._scaler_saved = False
+        self._file_saved = False
+
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look out for its state being asked for."""
+        with suppress(AttributeError):  # of one that wraps another and is no whole Optimizer itself
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._optimizer_asked))
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Say so if the checkpoint before this step was without the scaler."""
+        self._say()
+        self._scaler_saved = self._file_saved = False
+        self._is_scaled[optimizer] = scaler.is_enabled()
+
+    def file_saved(self) -> None:
+        """What was asked for before is in a file now."""
+        self._file_saved = self._saved_alone is not None
+
+    def _optimizer_asked(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        with self.watch.guard:
+            if self._is_scaled.get(optimizer) and not self._scaler_saved:
+                self._saved_alone = self._saved_alone or caller()
+
+    def saved(self, scaler: Any) -> None:
+        """All is well."""
+        self._scaler_saved = True
+        self._saved_alone = None
+
+    def ending(self) -> None:
+        """No step will come."""
+        self._say()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _say(self) -> None:
+        place, self._saved_alone = self._saved_alone, None
+        if place is not None and self._file_saved:
+            self.watch.say(
+                "scaler-not-saved",
+                "the optimizer's state is saved here without the scaler's: a training that goes on from it begins with "
+                "the first scale again, and skips steps until it has found its own",
+                f'{place.source}\n"scaler": scaler.state_dict(),  # into the same checkpoint',
+                place,
+            )

@@ -1,0 +1,58 @@
+"""Losses that are computed in low precision, after the region has ended."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from castwise._torch_private import graph_nodes_made, number_of_node
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.mistake import caller
+
+# What may follow on a loss that the region has computed, and costs no precision to speak of.
+_HARMLESS = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Reshape", "Alias")
+
+
+class Losses(Finder):
+    """Finds them by the numbers of graph nodes: those made after the region come after it."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._of_thread = threading.local()
+
+    def left(self, region: Any) -> None:
+        """Remember how many nodes there were."""
+        if region._enabled:
+            self._of_thread.nodes = graph_nodes_made()
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Look at what the loss was made by."""
+        nodes = getattr(self._of_thread, "nodes", None)
+        if loss.dtype not in (torch.float16, torch.bfloat16) or nodes is None or not self.watch.is_looking:
+            return
+        if torch.is_autocast_enabled(loss.device.type) or not _is_computed_after(loss.grad_fn, nodes):
+            return
+        self.watch.say(
+            "loss-outside-autocast",
+            f"this loss is computed in {str(loss.dtype).removeprefix('torch.')}, outside of the autocast region, which "
+            "would compute it in fp32: it overflows and loses digits",
+            "with torch.autocast(...):\n    output = model(input)\n    loss = loss_fn(output, target)",
+            caller(),
+        )
+
+
+def _is_computed_after(node: Any, nodes: int) -> bool:
+    """Say whether a node of the graph, or one that it needs, was made after so many others and does more than scale."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or number_of_node(node) < nodes:
+            continue
+        seen.add(node)
+        name = node.name()
+        if not name.startswith(_HARMLESS) and "AccumulateGrad" not in name:
+            return True
+        waiting += [before for before, _ in node.next_functions]
+    return False

@@ -1,0 +1,76 @@
+"""Regions in fp16 that nothing scales for, and models that are in low precision themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from castwise._torch_private import graph_nodes_made
+from castwise.amp.gradients import params_of
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.mistake import Place, caller
+
+
+class Regions(Finder):
+    """Finds fp16 autocast without any scaler, and autocast of a model whose weights are fp16."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._entered: list[tuple[Place | None, int]] = []
+        self._in_fp16: Place | None = None
+        self._in_any: Place | None = None
+
+    def entered(self, region: Any) -> None:
+        """Remember where, and how many nodes of a graph there are."""
+        is_looking = region._enabled and self.watch.is_looking and torch.is_grad_enabled()
+        self._entered.append((caller() if is_looking else None, graph_nodes_made()))
+
+    def left(self, region: Any) -> None:
+        """If the region has made nodes of a graph, gradients may come through it."""
+        place, nodes = self._entered.pop() if self._entered else (None, 0)
+        if place is not None and graph_nodes_made() > nodes:
+            self._in_any = place
+            if region.fast_dtype is torch.float16:
+                self._in_fp16 = place
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say what is wrong with the step that follows on such a region."""
+        if self._in_any is None:
+            return
+        trained = [param for param in params_of(optimizer) if param.grad is not None]
+        if not trained:
+            return
+        if self._in_fp16 is not None and not self.watch.has_scaled:
+            self.watch.say(
+                "fp16-without-scaler",
+                "this region computes in fp16, and no GradScaler scales the loss: gradients below 2**-24 become zero",
+                "scaler = torch.amp.GradScaler(device.type)  # once, before the loop\n"
+                "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
+                "# or dtype=torch.bfloat16, which needs none",
+                self._in_fp16,
+            )
+        self._look_for_half(trained)
+
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Of fp16 weights this fails."""
+        self.stepping(scaler, optimizer)
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Of fp16 weights this fails."""
+        if self._in_any is not None:
+            self._look_for_half(params_of(optimizer))
+
+    def _look_for_half(self, trained: list[torch.Tensor]) -> None:
+        if any(param.dtype is torch.float16 for param in trained):
+            self.watch.say(
+                "half-with-autocast",
+                "weights of the model are fp16, as after model.half(), and autocast is on: autocast wants them in "
+                "fp32; in fp16 small updates of theirs are lost, and their gradients cannot be unscaled",
+                "model.float()  # instead of model.half(): autocast casts what it computes with",
+                self._in_any,
+            )
+
+    def ticked(self) -> None:
+        """Forget the regions of the iteration."""
+        self._in_fp16 = self._in_any = None

@@ -1,0 +1,125 @@
+"""Who makes use of how large gradients are while they are still multiplied by the scale.
+
+Between a scaled backward and the unscaling a gradient's Python object is, for a few iterations, of a class that is
+told of each torch function it is given to; so is what is computed from it. Tensors, memory and results stay the same.
+Only where a number comes out of it, or a bound is put on it, does it matter by how much it was multiplied.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from castwise._guard import Guard
+from castwise._torch_private import PlainFunctions, never_traced, tree_leaves
+from castwise.mistakes.mistake import Place, caller
+
+# What puts a bound on it.
+_CLIPS = frozenset(
+    [name + suffix for name in ("clamp", "clip", "clamp_min", "clamp_max") for suffix in ("", "_")]
+    + ["_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max", "_foreach_clamp_min"]
+)
+# What gives it to Python.
+_READS = frozenset(["item", "tolist", "numpy", "__array__", "__float__", "__repr__", "__format__"])
+# Where another number than 0 decides.
+_COMPARISONS = frozenset(["gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__"])
+# What may be an unscaling by hand, of a gradient in place.
+_SCALINGS = frozenset(["mul_", "div_", "__imul__", "__itruediv__", "copy_", "_foreach_mul_", "_foreach_div_", "set_"])
+_QUOTIENTS = frozenset(["div", "true_divide", "divide", "__truediv__", "__rtruediv__", "cosine_similarity", "sign"])
+
+
+class ScaledGradient(torch.Tensor):
+    """A gradient that is still scaled, or what was computed from it, while a `Window` is open."""
+
+    window: Window | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with PlainFunctions():
+            result = func(*args, **(kwargs or {}))
+        if cls.window is not None and not is_dynamo_compiling():
+            cls.window.note(func, args, result)
+        return result
+
+    # What is copied or saved is a plain tensor.
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+
+    def _plain(self) -> torch.Tensor:
+        with PlainFunctions():
+            return self.as_subclass(torch.Tensor)
+
+
+class Window:
+    """The time between a scaled backward and the unscaling.
+
+    Args:
+        params: Those whose gradients the backward has brought.
+        guard: Under which is looked at what they are given to.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], guard: Guard) -> None:
+        self._guard = guard
+        self.clipped: Place | None = None
+        self.measured: Place | None = None
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        for param in params:
+            self._take(param.grad)
+        ScaledGradient.window = self
+
+    @never_traced
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """Look at a torch function that was called with a scaled gradient."""
+        with self._guard:
+            self._look_at(func, args, result)
+
+    def _look_at(self, func: Any, args: Any, result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if name in _CLIPS:
+            self.clipped = self.clipped or caller()
+        elif name in _READS or (name in _COMPARISONS and not _is_zero(args[-1])):
+            self.measured = self.measured or caller()
+        elif name in _SCALINGS:
+            for leaf in tree_leaves(args):
+                _put_back(leaf)
+            return
+        elif name in _QUOTIENTS and sum(type(leaf) is ScaledGradient for leaf in tree_leaves(args)) != 1:
+            return  # of two that are scaled: it does not depend on the scale
+        for leaf in tree_leaves(result):
+            self._take(leaf)
+
+    def close(self) -> None:
+        """Make all of them what they were."""
+        ScaledGradient.window = None
+        for reference in self._tensors:
+            _put_back(reference())
+        self._tensors.clear()
+
+    def _take(self, tensor: Any) -> None:
+        if type(tensor) is torch.Tensor and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.__class__ = ScaledGradient
+            self._tensors.append(weakref.ref(tensor))
+
+
+def is_one(scaler: Any) -> bool:
+    """Say whether nothing is scaled, as far as the host knows without waiting."""
+    scale = scaler._get_scale_async()
+    return scale is not None and scale.device.type == "cpu" and scale.item() == 1.0
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _put_back(tensor: Any) -> None:
+    if type(tensor) is ScaledGradient:
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # it is an object of either

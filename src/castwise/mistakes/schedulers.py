@@ -1,0 +1,81 @@
+"""Learning-rate schedules that advance although the step was skipped."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from castwise._torch_private import version
+from castwise.amp.outcomes import StepFacts
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.mistake import Place, caller
+
+_REMEMBERED = 8
+
+
+class _Step:
+    """A step of an optimizer, by the number of its scaler's iteration."""
+
+    def __init__(self, iteration: int, rates: list[object], place: Place | None) -> None:
+        self.iteration, self.rates, self.place, self.skipped = iteration, rates, place, False
+
+
+class Schedulers(Finder):
+    """Finds schedules that have moved the learning rate after each step, a skipped one among them.
+
+    A schedule that moves once an epoch may do so after a skipped step.
+    """
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, deque[_Step]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[torch.optim.Optimizer, Place | None] = WeakKeyDictionary()
+
+    def advanced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember where."""
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner  # Accelerate's are wrapped
+        self._places[optimizer] = caller()
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of the learning rate."""
+        has_schedule = optimizer in self._places or hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if not scaler.is_enabled() or not has_schedule:
+            return  # whoever computes the rate from the number of the step means to
+        steps = self._steps.setdefault(optimizer, deque(maxlen=_REMEMBERED))
+        place = self._places[optimizer] if optimizer in self._places else caller()
+        steps.append(_Step(scaler.iteration, [_now(group["lr"]) for group in optimizer.param_groups], place))
+        self._look(optimizer, list(steps))
+
+    def told(self, facts: StepFacts) -> None:
+        """Take note of which step was skipped."""
+        optimizer = facts.optimizer
+        if not facts.skipped or optimizer is None:
+            return
+        for step in self._steps.get(optimizer, ()):
+            step.skipped = step.skipped or step.iteration == facts.iteration
+
+    def _look(self, optimizer: torch.optim.Optimizer, steps: list[_Step]) -> None:
+        moved = [before.rates != after.rates for before, after in pairwise(steps)]
+        for place, (first, second) in enumerate(pairwise(moved)):
+            if first and second and (steps[place].skipped or steps[place + 1].skipped):
+                self._say(self._places.get(optimizer) or steps[place].place)
+
+    def _say(self, place: Place | None) -> None:
+        self.watch.say(
+            "schedule-advanced-on-skip",
+            "a step was skipped, and the learning-rate schedule has advanced all the same: it runs ahead of the "
+            "training",
+            "scale = scaler.get_scale()\nscaler.update()\n"
+            "if scaler.get_scale() >= scale:\n    scheduler.step()\n"
+            "# or castwise's scaler.step_scheduler(scheduler)",
+            place,
+        )
+
+
+def _now(rate: object) -> object:
+    return (id(rate), version(rate)) if isinstance(rate, torch.Tensor) else rate

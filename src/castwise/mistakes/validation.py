@@ -1,0 +1,80 @@
+"""Validation in another precision than that of the training."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.mistake import caller, passes_through
+from castwise.tracing.module_hooks import ModuleHooks
+
+# Who runs a model once to look at it.
+_EXPORTS = ("torch/jit/_trace.py", "torch/export/__init__.py", "torch/onnx/__init__.py")
+
+
+class Validation(Finder):
+    """Finds forwards of a model in evaluation mode, outside of autocast, after others in training mode inside of it.
+
+    The model itself has a hook for that, but none that is compiled in place.
+    """
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._hooks = ModuleHooks()
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._regions = threading.local()
+        self._trains_in_autocast = False
+
+    def model_found(self, model: nn.Module) -> None:
+        """Look at each of its forwards."""
+        is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
+        if model not in self._models and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
+            self._models.add(model)
+            self._hooks.put_on(model, self._look)
+
+    def entered(self, region: Any) -> None:
+        """Count regions: whoever disables autocast for a validation means to."""
+        self._regions.depth = getattr(self._regions, "depth", 0) + 1
+
+    def left(self, region: Any) -> None:
+        """Count them."""
+        self._regions.depth = getattr(self._regions, "depth", 1) - 1
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not is_jit_tracing():
+            with self.watch.guard:
+                self._look_at(model, args, kwargs)
+
+    def _look_at(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if device is None:
+            return
+        is_cast, is_in_region = torch.is_autocast_enabled(device), getattr(self._regions, "depth", 0) > 0
+        if model.training:
+            self._trains_in_autocast = self._trains_in_autocast or is_cast
+        elif self._trains_in_autocast and not (is_cast or is_in_region or passes_through(*_EXPORTS)):
+            place = caller()
+            source = place.source if place else "model(input)"
+            self.watch.say(
+                "validation-outside-autocast",
+                "the model is trained inside autocast and evaluated outside of it here: slower, and with other numbers "
+                "than the training's",
+                f"with torch.autocast(device.type, dtype=...):\n    {source}",
+                place,
+            )
+
+    def ticked(self) -> None:
+        """Put the hooks back that were in torch's way."""
+        self._hooks.put_back()
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        self._hooks.remove()
+        self._models.clear()

@@ -1,0 +1,294 @@
+"""`Watch`: looks over a script's shoulder, and says each of its mistakes once."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from castwise._guard import Guard
+from castwise._torch_private import at_the_end_of_this_backward, never_traced
+from castwise.amp.observers import OBSERVERS, Observer
+from castwise.mistakes.accumulation import Accumulation
+from castwise.mistakes.backwards import Backwards
+from castwise.mistakes.checkpoints import Checkpoints
+from castwise.mistakes.compiled_regions import CompiledRegions
+from castwise.mistakes.finder import Finder
+from castwise.mistakes.graph import leaves_of
+from castwise.mistakes.losses import Losses
+from castwise.mistakes.mistake import Mistake, Place
+from castwise.mistakes.regions import Regions
+from castwise.mistakes.scalers import Scalers
+from castwise.mistakes.schedulers import Schedulers
+from castwise.mistakes.unscaling import Unscaling
+from castwise.mistakes.validation import Validation
+
+# Iterations that are looked at closely: the first ones, and two of each so many after, as what is done every so many
+# iterations is done in the first or in the last of them.
+_FIRST, _EVERY = 12, 50
+_PER_KIND = 3  # whoever makes a mistake in more places knows of it by now
+
+_EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
+
+Told = Callable[[Mistake], object]
+
+
+class MixedPrecisionMistake(UserWarning):
+    """A script does something with mixed precision that it should not."""
+
+
+class Watch(Observer):
+    """Tells of mistakes while anybody wants to know of them: finders look for them, each for its own.
+
+    It changes nothing that is computed, and never ends a training: a finder that fails is warned of, once.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[WeakMethod[Told]] = []
+        self._told_of_gradients: list[WeakMethod[Told]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.guard = Guard()
+        """Whatever a finder does in a hook of its own, it does under this."""
+        self.found: list[Mistake] = []
+        self.warns = True
+        """Whether to warn of what is found."""
+        self.has_scaled = False
+        """Whether an enabled scaler has scaled a loss."""
+        self.is_stepping = False
+        """Whether `step` of an enabled scaler is running."""
+        self.is_by_hand = False
+        """Whether the scale was asked for in this iteration: somebody may scale or unscale with it."""
+        self._ticks = 0
+        self._thread: int | None = None
+        self._finders: list[Finder] = []
+        self._listening: dict[str, list[Finder]] = {}
+        self._handles: list[Any] = []
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._scalers: WeakSet[Any] = WeakSet()
+
+    # -- beginning and end --------------------------------------------------------------------------------------
+
+    def begin_telling(self, told: Told, *, of_gradients: bool = False) -> None:
+        """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did.
+
+        Args:
+            told: A method, of an object that is not kept alive.
+            of_gradients: Also look for what is done with scaled gradients, which have another class for that.
+        """
+        if not self._told:
+            self._start()
+        self._told.append(WeakMethod(told, self._end_if_nobody_is_left))
+        if of_gradients:
+            self._told_of_gradients.append(self._told[-1])
+        for mistake in self.found:
+            told(mistake)
+
+    def end_telling(self, told: Told) -> None:
+        """Tell somebody of what is left to say, and of no more; look for none if nobody is left."""
+        if told in [each() for each in self._told]:
+            self._each("ending")
+            self._told = [each for each in self._told if each() not in (None, told)]
+            self._end_if_nobody_is_left()
+
+    def stop(self) -> None:
+        """Say what is left to say, and tell nobody of any more."""
+        self._each("ending")
+        self._told = []
+        self._end_if_nobody_is_left()
+
+    def _end_if_nobody_is_left(self, gone: object = None) -> None:
+        self._told = [each for each in self._told if each is not gone]
+        if not self._told and self in OBSERVERS:
+            OBSERVERS.remove(self)
+            self._each("stop")
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            atexit.unregister(self.stop)
+
+    def _start(self) -> None:
+        self._forget()
+        atexit.register(self.stop)  # weak references do not outlive the modules that they are made by
+        kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
+        self._finders = [*(kind(self) for kind in kinds), CompiledRegions(self)]
+        self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        OBSERVERS.append(self)
+
+    # -- what finders ask and say -------------------------------------------------------------------------------
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether this iteration is looked at closely."""
+        return self._ticks < _FIRST or self._ticks % _EVERY in (0, _EVERY - 1)
+
+    @property
+    def may_change_gradients(self) -> bool:
+        """Whether gradients may be of another class while they are scaled: castwise is installed."""
+        return any(each in self._told for each in self._told_of_gradients)
+
+    def say(self, name: str, text: str, corrected: str, place: Place | None) -> None:
+        """Say a mistake, unless it was said before."""
+        of_kind = [each for each in self.found if each.name == name]
+        if len(of_kind) >= _PER_KIND or any(each.place == place for each in of_kind):
+            return
+        mistake = Mistake(name, text, corrected, place)
+        self.found.append(mistake)
+        for reference in tuple(self._told):
+            if (told := reference()) is not None:
+                told(mistake)
+        if not self.warns:
+            return
+        file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
+        with suppress(MixedPrecisionMistake):  # where warnings are errors
+            warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
+
+    def model_found(self, model: nn.Module) -> None:
+        """Look at what is done with a model that is trained."""
+        self._each("model_found", model)
+
+    def file_saved(self) -> None:
+        """Tell the finders of a file."""
+        self._each("file_saved")
+
+    def advanced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders of a learning-rate schedule."""
+        self._each("advanced", optimizer)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
+        """Tell the finders."""
+        self._each("scaler_made", scaler, wanted=wanted)
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Tell the finders, and look out for the backward that begins here."""
+        if self._is_elsewhere():
+            return
+        self.has_scaled = True
+        self._each("scaled", scaler, loss, scaled)
+        if scaled.requires_grad and self.is_looking:
+            with self.guard:
+                self._look_out_for_backward(scaler, scaled)
+
+    def _look_out_for_backward(self, scaler: Any, scaled: torch.Tensor) -> None:
+        leaves = leaves_of(scaled)
+
+        def start(_: torch.Tensor) -> None:
+            with self.guard:
+                self._tell("backward_starts", leaves)
+                at_the_end_of_this_backward(lambda: self._tell("backward_ended", leaves, scaler))
+
+        scaled.register_hook(start)  # type: ignore[no-untyped-call]  # torch's
+
+    def asked(self, scaler: Any) -> None:
+        """Take note of it."""
+        self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
+
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders, unless it is the scaler that does so."""
+        if not self.is_stepping and not self._is_elsewhere():
+            self._meet(optimizer)
+            self._each("unscaling", scaler, optimizer)
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders."""
+        if self._is_elsewhere():
+            return
+        self._meet(optimizer)
+        self.is_stepping = scaler.is_enabled()
+        if scaler not in self._scalers:
+            self._scalers.add(scaler)
+            self._handles.append(scaler.register_step_hook(lambda facts: self._each("told", facts)))
+        self._each("stepping", scaler, optimizer)
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the finders."""
+        if not self._is_elsewhere():
+            self.is_stepping = False
+            self._each("stepped", scaler, optimizer)
+
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """Tell the finders that an iteration ends."""
+        if not self._is_elsewhere():
+            self._each("updating", scaler, is_set=is_set)
+            self._tick()
+
+    def saved(self, scaler: Any) -> None:
+        """Tell the finders."""
+        self._each("saved", scaler)
+
+    def loaded(self, scaler: Any) -> None:
+        """Tell the finders."""
+        self._each("loaded", scaler)
+
+    def entered(self, region: Any) -> None:
+        """Tell the finders."""
+        self._each("entered", region)
+
+    def left(self, region: Any) -> None:
+        """Tell the finders."""
+        self._each("left", region)
+
+    def compiled(self, device_type: str, enabled: bool) -> None:
+        """Tell the finders."""
+        self._each("compiled", device_type, enabled)
+
+    @never_traced
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._is_elsewhere():
+            self._meet(optimizer)
+            self._each("optimizer_steps", optimizer)
+
+    @never_traced
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self.is_stepping and not self._is_elsewhere():
+            self._tick()
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._optimizers:
+            self._thread = self._thread or get_ident()
+            self._optimizers.add(optimizer)
+            self._each("optimizer_found", optimizer)
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._each("ticked")
+        self.is_by_hand = False
+
+    @never_traced
+    def _is_elsewhere(self) -> bool:
+        """Say whether this is a training in a thread of its own: what is looked at is the first one."""
+        return self._thread is not None and self._thread != get_ident()
+
+    def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
+        if not self._is_elsewhere():
+            self._tell(event, *args, **kwargs)
+
+    @never_traced  # by Dynamo, which goes on after a break of its graph with whatever is called
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Tell the finders, in whatever thread a backward runs."""
+        for finder in self._listening.get(event, ()):
+            with self.guard:
+                getattr(finder, event)(*args, **kwargs)
+
+
+def _listens(finder: Finder, event: str) -> bool:
+    return getattr(type(finder), event) is not getattr(Finder, event)
+
+
+WATCH = Watch()
+"""The one of this process: what torch calls is called for all trainings in it."""

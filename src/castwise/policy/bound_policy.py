@@ -1,0 +1,515 @@
+"""`BoundPolicy`: a policy with its names looked up in a model, and what holds while the modules of the model run.
+
+A module that a rule changes gets a `forward` of its own, `_RuledForward`. It does nothing unless the thread is in a
+region of the policy, and autocast's native state is as the policy has set it: a region within, ours or torch's, that
+sets another state suspends the policy. Hooks would not do: torch calls none after a `KeyboardInterrupt`, and runs
+`nn.TransformerEncoderLayer` by another algorithm where a module has some.
+
+Activation checkpointing runs a forward again, within a backward and outside of any region. Torch puts back the native
+state; in which state of the policy the forward ran first is found by the number that autograd has given to the node
+of the graph whose turn it is: regions and rules note which numbers were given while they held.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from castwise._torch_private import (
+    backwards_without_autocast,
+    fsdp_mixed_precision,
+    graph_node_running,
+    graph_nodes_made,
+    is_backward_running,
+    only_inlined,
+)
+from castwise.amp.thread_state import THREAD
+from castwise.policy import op_rules
+from castwise.policy.casting import (
+    Casts,
+    cast_floats,
+    native_state_of,
+    restore_native_state,
+    set_native_state,
+)
+from castwise.policy.module_rules import Decision, decide
+
+if TYPE_CHECKING:
+    from castwise.policy.policy import Policy
+
+_LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_REMEMBERED = 16384  # regions and modules whose forwards may still be run again
+# Modules that in inference may compute what is in them by one op, unless a TorchFunctionMode is there.
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_numbers = itertools.count()
+
+
+class State(NamedTuple):
+    """A policy in force.
+
+    Args:
+        key: The policy's. torch.compile guards on the value of a string, but not on which object another one is.
+        bound: The policy.
+        device: Type of device of the region.
+        enabled: Whether autocast's native lists are on.
+        dtype: The low precision they cast to.
+        cache: Whether the region keeps casts of weights.
+        ops: Whether op rules hold.
+        writes: Whether the rule for writes in place holds.
+        again: Whether checkpointing runs a forward again, within a backward.
+    """
+
+    key: str
+    bound: BoundPolicy
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+    ops: bool = True
+    writes: bool = True
+    again: bool = False
+
+    @only_inlined
+    def is_native(self) -> bool:
+        """Return True if torch's own state is as the policy has set it: else a region inside has changed it."""
+        return torch.is_autocast_enabled(self.device) is self.enabled and (
+            not self.enabled or torch.get_autocast_dtype(self.device) is self.dtype
+        )
+
+
+class _Forward(NamedTuple):
+    """The graph nodes made while a state held: in a region, or in the forward of a module with a rule."""
+
+    start: int
+    stop: int
+    thread: object
+    device: str
+    native: tuple[bool, torch.dtype | None]  # enabled, and if so the dtype
+    state: State | None  # None where the policy was suspended
+
+
+class BoundPolicy:
+    """A policy for one model: what `castwise.autocast(..., policy=...)` takes. Made by `Policy.bind`.
+
+    Args:
+        policy: The policy.
+        model: The model, which gets hooks; it is not referenced.
+    """
+
+    def __init__(self, policy: Policy, model: nn.Module) -> None:
+        self.policy = policy
+        self.op_rules = op_rules.rules_of(policy)
+        self.dtype = _LOW_PRECISION.get(policy.compute)
+        names = {policy.compute, *policy.modules.values(), *policy.ops.values()}
+        self.low_precisions = [dtype for name, dtype in _LOW_PRECISION.items() if name in names]
+        self.output = None if policy.output is None else getattr(torch, policy.output)
+        decisions = decide(policy, model)
+        _check_what_fsdp_gathers(decisions)
+        self.key = f"policy {next(_numbers)}"
+        self.is_bound = True
+        self._has_rules = bool(policy.modules or self.op_rules)
+        self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
+        self._ruled: list[_RuledForward] = []
+        for decision, rule in self._rules(decisions):
+            if not isinstance(decision.module, torch.jit.ScriptModule):
+                forward = vars(decision.module).get("forward")
+                if not isinstance(forward, _RuledForward):
+                    forward = vars(decision.module)["forward"] = _RuledForward(decision.module, forward)
+                forward.rules[self.key] = rule
+                self._ruled.append(forward)
+            elif rule.precision or rule.output:
+                self.unbind()
+                raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
+
+    def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
+        """Yield the modules for which the policy changes anything, each once."""
+        of_names = {decision.name: decision.in_force for decision in decisions}
+        # Rules that say what the region does anyway are needed only within a module of another one.
+        needed = set(of_names.values()) - {None, "inherit", self.policy.compute if self.dtype else None}
+        seen: set[nn.Module] = set()
+        unfused: list[str] = []
+        for decision in decisions:
+            name, module, _, in_force, compute, _, _ = decision
+            if module in seen:
+                continue
+            seen.add(module)
+            precision = None if in_force == "inherit" or not needed else in_force
+            output = self.output if name == "" else None
+            # Where checkpointing runs a forward again, its module puts op rules in force.
+            calls_ops = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
+            fast_path = None
+            if isinstance(module, _WITH_FAST_PATH):
+                prefix = f"{name}." if name else ""
+                inside = [
+                    each for each in decisions if each.name.startswith(prefix) and not _is_never_called(each.module)
+                ]
+                if any(each.compute != compute for each in inside):
+                    fast_path = False
+                elif self.op_rules and not name.startswith(tuple(unfused)):
+                    fast_path = all(op_rules.calls_no_rule(each, self.op_rules) for each in module.modules())
+                if fast_path is False:
+                    unfused.append(prefix)
+            if precision or output or calls_ops or fast_path is not None:
+                yield decision, _Rule(self, precision, output, fast_path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a bound policy cannot be pickled or copied: do so with the policy and the model, and bind again"
+        )
+
+    def unbind(self) -> None:
+        """Take the rules off the model; modules get back the `forward` of their class.
+
+        No region can be entered with it any more, by whoever has bound an equal policy to the model and got this.
+        """
+        self.is_bound = False
+        for forward in self._ruled:
+            forward.take_off(self.key)
+        self._ruled.clear()
+
+    @only_inlined
+    def check_is_bound(self) -> None:
+        """Raise a RuntimeError if its rules are not on the model any more."""
+        if not self.is_bound:
+            raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Put the policy in force, as it is now, when a checkpointed function is run again.
+
+        Not needed for rules of modules, nor for op rules in modules that are called. Without it, ops that a
+        checkpointed function calls by itself are run again without their rules.
+
+        Example:
+            >>> import castwise
+            >>> from torch.utils.checkpoint import checkpoint
+            >>> bound = castwise.Policy(compute="bfloat16", ops={"softmax": "float32"}).bind(nn.Linear(4, 4))
+            >>> x = torch.ones(4, requires_grad=True)
+            >>> with castwise.autocast("cpu", policy=bound):
+            ...     y = checkpoint(lambda x: x.bfloat16().softmax(0) ** 2, x, use_reentrant=False,
+            ...                    context_fn=bound.checkpoint_contexts)
+            >>> y.sum().backward()
+        """
+        state = THREAD.state
+        return nullcontext(), _Again(state if state is not None and state.bound is self else None)
+
+    @only_inlined
+    def mode(self) -> op_rules.OpRuleMode | None:
+        """Return what applies the rules for ops, if there are any."""
+        return op_rules.OpRuleMode(self) if self.op_rules else None
+
+    @only_inlined
+    def cast_output(self, value: Any, device: str) -> Any:
+        """Cast what a function returns that a region with the policy decorates.
+
+        Args:
+            value: What it returns.
+            device: The `type` of the region's device.
+        """
+        return value if self.output is None else cast_floats(value, device, self.output)
+
+    @only_inlined
+    def enter(self, region: Any) -> Any:
+        """Put the policy in force in this thread while a region lasts; return what `leave` takes.
+
+        Args:
+            region: The `castwise.autocast` that is entered, whose switches are set.
+        """
+        self.check_is_bound()
+        state = State(self.key, self, region.device, region._enabled, region.fast_dtype, region._caches)
+        THREAD.state = state
+        mode = self.mode()
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        if is_dynamo_compiling():
+            return state, mode, None, None
+        # Rules hold in compiled code as in eager code: torch would run the backward of a module that a rule runs in
+        # fp32 in the dtype of the region around (pytorch#179804).
+        backwards = backwards_without_autocast() if self._has_rules else None
+        if backwards is not None:
+            backwards.__enter__()
+        return state, mode, backwards, graph_nodes_made()
+
+    @only_inlined
+    def leave(self, token: Any) -> None:
+        """Put no policy in force.
+
+        Args:
+            token: What `enter` has returned.
+        """
+        state, mode, backwards, start = token
+        if backwards is not None:
+            backwards.__exit__(None, None, None)
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        self.remember(start, state.device, (state.enabled, state.dtype), state)
+        THREAD.state = None
+
+    @only_inlined
+    def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
+        """Note in which state the nodes of the graph were made that there are since a number of them.
+
+        Args:
+            start: That number; None notes nothing.
+            device: The `type` of the region's device.
+            native: Whether autocast is enabled, and its dtype.
+            state: The policy's; None where it is not in force.
+        """
+        if start is not None and start != (stop := graph_nodes_made()):
+            self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
+
+    @only_inlined
+    def forward_again(self) -> _Forward | None:
+        """Return the forward that a backward runs again, if any."""
+        node = graph_node_running()
+        if node is None:
+            return None
+        thread, found = THREAD.token, None
+        for forward in reversed(self._forwards.copy()):
+            # On a CPU a backward runs where it is called, elsewhere in a thread of its device.
+            if forward.thread is not thread and forward.device == "cpu":
+                continue
+            if forward.stop <= node:
+                break
+            # Of those around each other it is that in which the checkpoint was made: torch has put back its state.
+            is_inner = forward.start <= node and (found is None or forward.start >= found.start)
+            if is_inner and forward.native == _compared(native_state_of(forward.device)[:2]):
+                found = forward
+        return found
+
+
+@only_inlined
+def _compared(native: tuple[bool, torch.dtype]) -> tuple[bool, torch.dtype | None]:
+    """Leave out the dtype of an autocast that is off."""
+    return native if native[0] else (False, None)
+
+
+class _Again:
+    """Puts a state in force while a checkpointed function is run again."""
+
+    def __init__(self, state: State | None) -> None:
+        self._state = state
+
+    @only_inlined
+    def __enter__(self) -> None:
+        self._outer, self._mode = THREAD.state, None
+        if self._state is not None:
+            THREAD.state = self._state._replace(again=True)
+            self._mode = self._state.bound.mode()
+            if self._mode is not None:
+                self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    @only_inlined
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        THREAD.state = self._outer
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+class _Rule(NamedTuple):
+    """What one policy says of one module.
+
+    Args:
+        bound: The policy.
+        precision: A dtype by name or "exclude"; None leaves the precision of the code around.
+        output: To what its results are cast.
+        fast_path: Of a module that may compute all that is in it by one op: whether it still may, although there are op
+            rules (none of which concern it), or no longer, because a rule changes something in it. None leaves it.
+    """
+
+    bound: BoundPolicy
+    precision: str | None
+    output: torch.dtype | None
+    fast_path: bool | None
+
+    @only_inlined
+    def state_inside(self, outer: State) -> State:
+        """Return the state in which the module runs."""
+        name = self.precision
+        if name is None:
+            return outer
+        if name in _LOW_PRECISION:
+            return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
+        return outer._replace(enabled=False, ops=False, writes=name != "exclude")
+
+
+class _Seen(TorchFunctionMode):
+    """Does nothing, but is there: modules that have a fast path do not take it."""
+
+    @only_inlined
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _RuledForward:
+    """The `forward` of a module that policies have rules for.
+
+    Args:
+        module: The module, of which this becomes an attribute; it is not referenced.
+        before: The `forward` that it had as an attribute, if any.
+    """
+
+    def __init__(self, module: Any, before: Any) -> None:
+        self._module, self.before = weakref.ref(module), before
+        self.rules: dict[str, _Rule] = {}
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without rules: `inspect.signature` asks for it."""
+        module: Any = self._module()
+        return self.before or type(module).forward.__get__(module)
+
+    def take_off(self, key: str) -> None:
+        """Forget the rule of a policy, and give the module back its own forward if it was the last."""
+        self.rules.pop(key, None)
+        module = self._module()
+        if not self.rules and module is not None and vars(module).get("forward") is self:
+            if self.before is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RuledForward:
+        module = self._module()
+        twin = _RuledForward(memo.get(id(module), module), copy.deepcopy(self.before, memo))
+        twin.rules.update(self.rules)  # a copy of the model follows the policies as well
+        return twin
+
+    def __reduce__(self) -> Any:
+        """A model from a file is not bound to any policy, and needs no castwise."""
+        return (getattr, (self._module(), "forward")) if self.before is None else self.before.__reduce_ex__(4)
+
+    @only_inlined
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = outer = THREAD.state
+        mode: TorchFunctionMode | None = None
+        compiling = is_dynamo_compiling()
+        if not compiling and (outer is None or not outer.again) and is_backward_running():
+            forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forward_again())]
+            again = max(forwards, key=lambda forward: forward.start).state if forwards else None
+            if again is not None:
+                outer, mode = again._replace(again=True), again.bound.mode()
+        rule = None if outer is None else self.rules.get(outer.key)
+        if rule is None:
+            return self.__wrapped__(*args, **kwargs)
+        start = None if compiling else graph_nodes_made()
+        native = native_state_of(outer.device)
+        if not outer.is_native():
+            try:
+                return self.__wrapped__(*args, **kwargs)
+            finally:
+                outer.bound.remember(start, outer.device, native[:2], None)
+        state, casts = rule.state_inside(outer), None
+        if rule.precision is not None and not state.enabled:
+            casts = Casts(outer.device, torch.float32)
+            args = tuple([casts.cast(arg) for arg in args])
+            kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
+        cuda = hidden = None
+        if rule.fast_path is False and compiling and outer.device != "cuda":
+            # Dynamo overlooks modes where torch asks for them, but not autocast of CUDA, for which torch asks anywhere.
+            cuda = native_state_of("cuda")
+        elif rule.fast_path is False and not outer.bound.op_rules:
+            mode = _Seen()
+        elif rule.fast_path and mode is None and not compiling:
+            hidden = op_rules.hide(outer.bound)
+        THREAD.state = state
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        if rule.precision is not None:
+            # Torch keeps one cast of a weight, whatever its dtype: only those of the region's dtype are to be kept.
+            cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
+            set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
+        if cuda is not None:
+            set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+        try:
+            result = self.__wrapped__(*args, **kwargs)
+        finally:
+            if cuda is not None:
+                restore_native_state("cuda", *cuda)
+            if rule.precision is not None:
+                restore_native_state(outer.device, *native)
+                outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
+            if mode is not None:
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            if hidden is not None:
+                hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            THREAD.state = before
+            if casts is not None:
+                casts.give_back()
+        output = rule.output
+        if output is None and not outer.enabled and rule.precision in _LOW_PRECISION:
+            output = torch.float32  # what runs without autocast could not use anything else
+        return result if output is None else cast_floats(result, outer.device, output)
+
+
+# By model and policy; with each what there was by name, wrapped modules and their types included.
+_Modules = list[tuple[str, "weakref.ref[nn.Module]", type]]
+_BOUND: weakref.WeakKeyDictionary[nn.Module, dict[Policy, tuple[BoundPolicy, _Modules]]] = weakref.WeakKeyDictionary()
+
+
+def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
+    """Bind a policy to a model, or return what an earlier call has bound if the model is the same."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    bound = is_bound_to(policy, model)
+    if bound is not None:
+        return bound
+    new = BoundPolicy(policy, model)
+    modules = [(name, weakref.ref(module), type(module)) for name, module in _named(model)]
+    of_model = _BOUND.setdefault(model, {})
+    if policy in of_model:
+        of_model[policy][0].unbind()
+    of_model[policy] = (new, modules)
+    return new
+
+
+def is_bound_to(policy: Policy, model: nn.Module) -> BoundPolicy | None:
+    """Return what a policy has been bound to a model as, if neither has changed since."""
+    bound, modules = _BOUND.get(model, {}).get(policy, (None, []))
+    if bound is None or not bound.is_bound:
+        return None
+    now = _named(model)
+    same = len(now) == len(modules) and all(
+        name == name_then and then() is module and type_then is type(module)
+        for (name, module), (name_then, then, type_then) in zip(now, modules, strict=True)
+    )
+    return bound if same else None
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules(remove_duplicate=False))
+
+
+def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
+    """Refuse a module that would not get its weights in the dtype it computes in."""
+    units: dict[str, tuple[str, torch.dtype | None]] = {}
+    for name, module, _, _, compute, _, _ in decisions:
+        mixed_precision = fsdp_mixed_precision(module)
+        if mixed_precision is None:
+            units[name] = units.get(name.rpartition(".")[0], ("", None))
+        else:
+            units[name] = name, mixed_precision.param_dtype
+        unit, dtype = units[name]
+        owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
+        if owns and dtype is not None and dtype is not getattr(torch, compute):
+            raise ValueError(
+                f"the policy has {name!r} compute in {compute}, but FSDP gathers the weights of {unit!r} in {dtype}: "
+                "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"
+            )

@@ -1,0 +1,52 @@
+"""What `Policy.explain` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from castwise._text_table import aligned
+from castwise.policy import fsdp_units, op_rules
+from castwise.policy.module_rules import Decision, decide
+
+if TYPE_CHECKING:
+    from castwise.policy.policy import Policy
+
+
+def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
+    """Return the effective dtypes of a model's modules as a table, and those of ops and outputs below it."""
+    decisions = decide(policy, model)
+    op_rules.rules_of(policy)
+    header = ["module", "type", "parameters", "computes in", "decided by"]
+    rows = [
+        [
+            decision.name or "(root)",
+            type(decision.module).__name__,
+            f"{sum(param.numel() for param in decision.module.parameters(recurse=False)):,}",
+            decision.compute + (" (autocast off)" if decision.value == "exclude" else ""),
+            _reason(decision),
+        ]
+        for decision in decisions
+    ]
+    if units is not None:
+        header.insert(4, "gathered in")
+        gathered = fsdp_units.gathered(policy, decisions, units)
+        for row, decision in zip(rows, decisions, strict=True):
+            row.insert(4, gathered[decision.name])
+    lines = [aligned([header, *rows], right={2})]
+    if policy.ops:
+        lines.append("ops: " + ", ".join(f"{op} in {dtype}" for op, dtype in policy.ops.items()))
+    if policy.in_place == "cast":
+        lines.append("writes in place: the source is cast to the destination")
+    if policy.output is not None:
+        lines.append(f"outputs: {policy.output}")
+    return "\n".join(lines)
+
+
+def _reason(decision: Decision) -> str:
+    if decision.key is None:
+        return "compute"
+    key = decision.key or "(root)"
+    return key if decision.around is None else f"{key} (of {decision.around or '(root)'})"

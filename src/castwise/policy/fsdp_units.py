@@ -1,0 +1,96 @@
+"""In which dtype FSDP2 is to gather the parameters of which modules, so that it agrees with a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castwise.policy.module_rules import Decision, decide, matches, spelled
+from castwise.policy.op_rules import canonical
+
+# Modules whose weights autocast casts, and the ops that do it; others use theirs in the dtype they have.
+_WEIGHTS_CAST = (
+    nn.Linear,
+    *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)),
+    nn.PReLU,
+)
+_OPS_WITH_WEIGHTS = {"linear", "prelu", *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3))}
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from castwise.policy.policy import Policy
+
+
+def policies(
+    policy: Policy, model: nn.Module, units: Iterable[Any], reduce_dtype: torch.dtype
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return an iterator over what is to be sharded, inner modules first, and how."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"reduce_dtype must be a torch.dtype, got {reduce_dtype!r}")
+    decisions = decide(policy, model)
+    dtypes = _dtypes(policy, decisions, units)
+    modules = {decision.name: decision.module for decision in decisions}
+    return iter(
+        [
+            (
+                modules[name],
+                MixedPrecisionPolicy(
+                    param_dtype=dtype,
+                    reduce_dtype=reduce_dtype,
+                    output_dtype=getattr(torch, policy.output) if name == "" and policy.output else None,
+                    cast_forward_inputs=False,
+                ),
+            )
+            for name, dtype in sorted(dtypes.items(), key=lambda item: -len(item[0].split(".")) if item[0] else 0)
+        ]
+    )
+
+
+def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
+    """Return by module in which dtype its parameters are gathered, and in which unit."""
+    dtypes, first = _dtypes(policy, decisions, units), _first_names(decisions)
+    described = {}
+    for decision in decisions:
+        unit = _unit_of(first[id(decision.module)], dtypes)
+        dtype = dtypes[unit]
+        described[decision.name] = (
+            f"{str(dtype).removeprefix('torch.') if dtype else 'own dtype'} with {unit or '(root)'}"
+        )
+    return described
+
+
+def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
+    """Return by unit the low precision in which all of its parameters are used, or None if there is no such."""
+    of_ops = {dtype for op, dtype in policy.ops.items() if canonical(op) in _OPS_WITH_WEIGHTS}
+    if isinstance(units, str):
+        raise TypeError(f"units must be several keys, as in [{units!r}]")
+    named = [(decision.name, decision.module) for decision in decisions]
+    first = _first_names(decisions)
+    modules = dict(named)
+    names = {first[id(modules[name])] for key in units for name in matches(spelled(key), named, "units")} | {""}
+    used: dict[str, set[str]] = {name: set() for name in names}
+    for decision in decisions:
+        if next(decision.module.parameters(recurse=False), None) is not None:
+            cast = {decision.compute, *of_ops} if isinstance(decision.module, _WEIGHTS_CAST) else {"float32"}
+            used[_unit_of(first[id(decision.module)], names)] |= cast
+    return {
+        name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None
+        for name, dtypes in used.items()
+    }
+
+
+def _first_names(decisions: list[Decision]) -> dict[int, str]:
+    """Return by the id of a module the first of its names: fully_shard takes each module once."""
+    return {id(decision.module): decision.name for decision in reversed(decisions)}
+
+
+def _unit_of(name: str, units: Iterable[Any]) -> str:
+    while name not in units:
+        name = name.rpartition(".")[0]
+    return name

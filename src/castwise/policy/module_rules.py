@@ -1,0 +1,232 @@
+"""Which rule of a policy decides the precision of which module.
+
+Everything here is a function of names and types; what holds while a module runs is `bound_policy`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from castwise._suggestions import nearest
+
+if TYPE_CHECKING:
+    from castwise.policy.policy import Policy
+
+_MAYBE = "maybe:"
+_KINDS = ("re:", "type:", "last:")
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Decision(NamedTuple):
+    """What a policy says of one module.
+
+    Args:
+        name: Qualified name without wrappers; "" for the model itself.
+        module: The module, or what a wrapper wraps.
+        value: A dtype, "inherit" or "exclude", as the rule says; None if no rule names the module.
+        in_force: The same, or what the rule of a container says that has no forward of its own, such as a ModuleList.
+        compute: The dtype that the module computes in, its own or that of the modules around it.
+        key: The rule that decided `compute`; None is the policy's default.
+        around: Name of the module that this rule names, if it is one around.
+    """
+
+    name: str
+    module: nn.Module
+    value: str | None
+    in_force: str | None
+    compute: str
+    key: str | None
+    around: str | None
+
+
+def spelled(key: Any) -> Any:
+    """Return a module rule's key as a string: types and compiled expressions have a spelling of their own."""
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return f"type:{_full_name(key)}"
+    if isinstance(key, re.Pattern):
+        flags = "".join(letter for letter in "aimsx" if key.flags & re.RegexFlag[letter.upper()])
+        return f"re:(?{flags}){key.pattern}" if flags else f"re:{key.pattern}"
+    return key
+
+
+def decide(policy: Policy, model: nn.Module) -> list[Decision]:
+    """Decide for every name of every module, outer ones first.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: A key matches nothing, or rules contradict each other.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    named = list(named_modules(model))
+    deciding: dict[str, str] = {}
+    for key in sorted(policy.modules, key=_rank):  # a stable sort: of equals the later one decides
+        for name in matches(key, named):
+            deciding[name] = key
+    _check_none_is_overruled(policy, named, deciding)
+    _agree_on_shared_modules(policy, named, deciding)
+    _check_forwards_are_called(model, named, deciding)
+    decisions: dict[str, Decision] = {}
+    for name, module in named:
+        value = policy.modules[deciding[name]] if name in deciding else None
+        outer = decisions[name.rpartition(".")[0]] if name else None
+        if value is not None and value != "inherit":
+            compute, key, around = ("float32" if value == "exclude" else value), deciding[name], None
+        elif outer is None:
+            compute, key, around = policy.compute, None, None
+        else:
+            is_decided_there = outer.key is not None and outer.around is None
+            compute, key, around = outer.compute, outer.key, outer.name if is_decided_there else outer.around
+        in_force = outer.in_force if value is None and outer is not None and not _has_forward(outer.module) else value
+        decisions[name] = Decision(name, module, value, in_force, compute, key, around)
+    return list(decisions.values())
+
+
+def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules") -> list[str]:
+    """Return the names of the modules that a key matches.
+
+    Raises:
+        ValueError: It matches none and does not begin with "maybe:", or its "re:" is no regular expression.
+    """
+    bare = key.removeprefix(_MAYBE)
+    kind = next((kind for kind in _KINDS if bare.startswith(kind)), "")
+    pattern = bare.removeprefix(kind)
+    found = _FINDERS[kind](pattern, named)
+    if not found and not key.startswith(_MAYBE):
+        if kind in {"type:", "last:"}:
+            known = {cls.__name__ for _, module in named for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+        else:
+            known = {name for name, _ in named}
+        raise ValueError(f"{where}[{key!r}] matches no module of the model{nearest(pattern, sorted(known))}")
+    return found
+
+
+def _by_name(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
+    return [name for name, _ in named if name == pattern or fnmatchcase(name, pattern)]
+
+
+def _by_expression(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"'re:{pattern}' is not a regular expression: {error}") from error
+    return [name for name, _ in named if expression.fullmatch(name)]
+
+
+def _by_type(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
+    return [name for name, module in named if _is_of_type(module, pattern)]
+
+
+def _last(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
+    found = [
+        name
+        for name, module in named
+        if _is_of_type(module, pattern) and any(param.ndim > 1 for param in module.parameters(recurse=False))
+    ]
+    return found[-1:]
+
+
+_FINDERS = {"": _by_name, "re:": _by_expression, "type:": _by_type, "last:": _last}
+
+
+def _is_of_type(module: nn.Module, pattern: str) -> bool:
+    """Say whether a module's type, or one it derives from, has a name: alone, or where it is defined or imported."""
+    place, _, name = pattern.rpartition(".")
+    imported = getattr(sys.modules.get(place), name, None)
+    return any(
+        cls is imported or fnmatchcase(cls.__name__, pattern) or fnmatchcase(_full_name(cls), pattern)
+        for cls in type(module).__mro__
+        if issubclass(cls, nn.Module)
+    )
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _rank(key: str) -> int:
+    """Order keys by how much they say: types, patterns, names."""
+    bare = key.removeprefix(_MAYBE)
+    if bare.startswith(("type:", "last:")):
+        return 0
+    return 1 if bare.startswith("re:") or any(sign in bare for sign in "*?[") else 2
+
+
+def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by all of their names, the outer ones first, and of wrappers only what they wrap."""
+    while (wrapped := _wrapped(module)) is not None:
+        module = wrapped
+    yield name, module
+    for part, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{name}.{part}" if name else part)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module._modules["module"]
+    return next((child for part, child in module._modules.items() if part in _WRAPPED), None)
+
+
+def _check_none_is_overruled(policy: Policy, named: list[tuple[str, nn.Module]], deciding: Mapping[str, str]) -> None:
+    for key, value in policy.modules.items():
+        if key in deciding.values():
+            continue
+        others = {deciding[name] for name in matches(key, named)}
+        contrary = [other for other in others if policy.modules[other] != value]
+        if contrary:
+            raise ValueError(
+                f"modules[{key!r}] = {value!r} contradicts modules[{contrary[0]!r}] = {policy.modules[contrary[0]]!r}, "
+                "which decides wherever it matches: a name decides over a pattern, a pattern over a type, and a later "
+                "rule over an earlier one"
+            )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
+
+
+def _check_forwards_are_called(
+    model: nn.Module, named: list[tuple[str, nn.Module]], deciding: Mapping[str, str]
+) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ValueError(
+                "DataParallel runs copies of the model in threads of its own, where no policy is in force: use "
+                "DistributedDataParallel"
+            )
+    modules = dict(named)
+    for name, key in deciding.items():
+        outer = modules.get(name.rpartition(".")[0])
+        if isinstance(outer, nn.MultiheadAttention) and name.endswith("out_proj") and _rank(key) > 0:
+            raise ValueError(
+                f"modules[{key!r}] names {name!r}, whose forward torch.nn.MultiheadAttention never calls: name the "
+                "attention itself"
+            )
+
+
+def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]], deciding: dict[str, str]) -> None:
+    """Let what decides one name of a module decide its other names."""
+    names: dict[int, list[str]] = {}
+    for name, module in named:
+        names.setdefault(id(module), []).append(name)
+    for of_one in names.values():
+        keys = [deciding[name] for name in of_one if name in deciding]
+        if len(of_one) == 1 or not keys:
+            continue
+        rank = max(map(_rank, keys))
+        first, *others = (key for key in keys if _rank(key) == rank)
+        for key in others:
+            if policy.modules[key] != policy.modules[first]:
+                raise ValueError(
+                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{first!r}] = "
+                    f"{policy.modules[first]!r} contradicts modules[{key!r}] = {policy.modules[key]!r}"
+                )
+        deciding.update(dict.fromkeys(of_one, first))

@@ -1,0 +1,335 @@
+"""`Policy`: which module and which op runs in which precision, as a value that can be compared, hashed and stored.
+
+A policy knows names only. `bind` looks them up in a model and in the running torch, and is where a name that is not
+there is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castwise import _files
+from castwise._suggestions import listed, nearest
+from castwise.policy.bound_policy import BoundPolicy, bind
+from castwise.policy.module_rules import spelled
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_COMPUTE = ("float16", "bfloat16", "float32")
+_MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
+_IN_PLACE = ("raise", "cast")
+_LARGEST = 2**20  # bytes of a file
+_LONGEST = 4096  # characters of a line of TOML: what a dotted key takes to read grows with the square of its length
+
+
+class FrozenRules(Mapping[str, str]):
+    """An immutable, hashable mapping whose order counts: of two patterns for one module the later one decides."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
+        self._dict = dict(pairs)
+        self._hash = hash(tuple(self._dict.items()))
+
+    def __getitem__(self, name: str) -> str:
+        return self._dict[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dict)
+
+    def __len__(self) -> int:
+        return len(self._dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FrozenRules) and list(self.items()) == list(other.items())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return FrozenRules, (tuple(self.items()),)  # another process has other hashes
+
+    def __repr__(self) -> str:
+        return repr(self._dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """In which precision which modules and ops of a model run, for `castwise.autocast(..., policy=policy.bind(model))`.
+
+    Dtypes are given by name, `"float16"`, `"bfloat16"` or `"float32"`, or as a `torch.dtype`. What no rule names runs
+    as in `torch.autocast` with the dtype `compute`, natively.
+
+    A module rule holds while the forward of the module runs, also when activation checkpointing runs it again; modules
+    inside follow it unless a rule names them. It says one of
+
+    * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
+    * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
+      dataclasses are looked into) are cast to fp32. Lists and dicts that the module changes are changed for the caller,
+      but what it writes in place to a tensor that was cast stays with the cast;
+    * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
+    * `"inherit"`: as around the module, to take it out of a wider pattern.
+
+    Where autocast is off, what modules and ops return that a rule has run in a low precision is cast to fp32.
+
+    A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
+    regular expression for all of the name, a module type, or `"type:"` and a glob of type names (`"type:*Norm*"`, of
+    the type or one it derives from). `"last:"` and such a glob, as in `"last:Linear"`, is the last module of those that
+    was registered and has a weight of two or more dimensions. Names are those of the model without wrappers (DDP, FSDP,
+    `torch.compile`, checkpointing). A name decides over a pattern, a pattern over a type or a `"last:"`, and a later
+    rule over an earlier one. `"maybe:"` before a key lets it match nothing.
+
+    An op rule runs an op on arguments cast to a dtype, with autocast off. It holds for calls that the model's code
+    makes (`x.softmax(-1)`, `torch.softmax`, `F.softmax` alike) where `"float32"` and `"exclude"` do not hold, but not
+    for variants that write in place or to `out=`, nor for what functions of torch do inside themselves. A function that
+    is checkpointed, rather than a module, needs `use_reentrant=False` and `BoundPolicy.checkpoint_contexts` for its own
+    ops: without the latter torch raises, and a reentrant checkpoint runs them again without rules.
+
+    In a region that a module's own code begins, no rule holds. Make no checkpoint in there if the module has a rule of
+    another dtype than `compute`, and the region the dtype of `compute`: it is run again with the rules of the modules
+    in it. torch then raises an error, or with `use_reentrant=True` computes wrong gradients.
+
+    A checkpoint around modules with rules breaks the graph of compiled code, unless
+    `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
+
+    A policy is in force in the thread that has entered the region.
+
+    Torch runs `nn.TransformerEncoder`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` by one fused op in
+    inference on a CPU, whose values and dtype under autocast are others than those of the modules one by one. A policy
+    leaves that alone unless a rule changes something inside of such a module, which then runs one by one.
+
+    Args:
+        compute: Dtype of the region; `"float32"` leaves autocast off where no rule says otherwise.
+        modules: Dtypes by module.
+        ops: Dtypes by op: `"softmax"`, `"torch.nn.functional.softmax"`, `"aten.softmax"`, `"linalg.norm"`, ...
+        output: To what floating-point results (fp64 excepted) of the bound model, and of functions that the region
+            decorates, are cast; None, the default, leaves them.
+        in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
+            `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
+            it is cast to the destination's. `"raise"`, the default, leaves the error to torch.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A dtype or `in_place` is not one of those allowed.
+
+    Example:
+        >>> import castwise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+        >>> policy = castwise.Policy(compute="bfloat16", modules={nn.LayerNorm: "float32"}, output="float32")
+        >>> with castwise.autocast("cpu", policy=policy.bind(model)):
+        ...     model(torch.ones(1, 4)).dtype
+        torch.float32
+        >>> policy.explain(model)
+        module  type        parameters  computes in  decided by
+        (root)  Sequential           0  bfloat16     compute
+        0       Linear              20  bfloat16     compute
+        1       LayerNorm            8  float32      type:torch.nn.modules.normalization.LayerNorm
+        2       Linear              10  bfloat16     compute
+        outputs: float32
+    """
+
+    compute: str
+    modules: Mapping[Any, Any] = dataclasses.field(default_factory=FrozenRules)
+    ops: Mapping[str, Any] = dataclasses.field(default_factory=FrozenRules)
+    output: str | None = None
+    in_place: str = "raise"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("compute", _dtype("compute", self.compute, _COMPUTE))
+        put("modules", _rules("modules", self.modules, _MODULE_RULES))
+        put("ops", _rules("ops", self.ops, _COMPUTE))
+        if self.output is not None:
+            put("output", _dtype("output", self.output, _COMPUTE))
+        if self.in_place not in _IN_PLACE:
+            raise ValueError(f"in_place must be one of {listed(_IN_PLACE)}, got {self.in_place!r}")
+
+    def bind(self, model: nn.Module) -> BoundPolicy:
+        """Look up all names in a model; bind anew after modules were added to it or replaced.
+
+        To bind the same model again gives the same object, after a look at all names of modules: bind before a loop
+        rather than in it. A module that a rule changes gets a `forward` attribute, which does nothing outside of the
+        policy's regions; deep copies of the model follow the policy, too, and pickled ones do not. Take it off with
+        `BoundPolicy.unbind` for what needs the module's own: `torch.jit.script`, `copy.copy`, `nn.DataParallel`.
+
+        Raises:
+            TypeError: `model` is not a `torch.nn.Module`.
+            ValueError: A key matches no module, an op is unknown, rules contradict each other (two spellings of an op,
+                two names of one module, a rule that others overrule everywhere), FSDP gathers the weights of a
+                module in another dtype than it computes in, or a rule could not hold (`nn.DataParallel`, a
+                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`).
+        """
+        return bind(self, model)
+
+    def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> None:
+        """Print by module: type, parameters of its own, dtype of its computation, and the rule that decided it.
+
+        Args:
+            model: As for `bind`, whose errors are raised; nothing is done to it.
+            units: As for `fsdp`: adds a column with the dtype in which FSDP2 gathers the module's parameters.
+        """
+        from castwise.policy import explanation
+
+        print(explanation.table(self, model, units))
+
+    def fsdp(
+        self, model: nn.Module, units: Iterable[Any], *, reduce_dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+        """Yield what FSDP2 is to shard, inner modules first and the model last, each with its matching policy:
+
+        ```python
+        for module, mp_policy in policy.fsdp(model, [nn.LayerNorm, Block]):
+            fully_shard(module, mp_policy=mp_policy)
+        ```
+
+        The parameters of a unit are gathered in a low precision if all of them are used in that one: the unit's modules
+        that have some are linear layers and convolutions which compute in it. Otherwise, as beside a norm or an
+        embedding, whose weights autocast does not cast, they are gathered in their own dtype: make norms units of their
+        own. Inputs stay as they are, since the region casts; the outputs of the model are cast to `output`.
+
+        Args:
+            model: As for `bind`, whose errors are raised.
+            units: Keys, as in `modules`, of what is to be sharded as a unit of its own, such as types of modules.
+            reduce_dtype: In which gradients are reduced over the ranks.
+        """
+        from castwise.policy import fsdp_units
+
+        return fsdp_units.policies(self, model, units, reduce_dtype)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Policy:
+        """Read a policy from a file, as `to_file` writes it, of at most 1 MiB; a line of TOML has 4,096 characters.
+
+        Args:
+            path: Of a file whose name ends in `.toml` or `.json`.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is not TOML or JSON, or not a policy; the text names the file.
+            ModuleNotFoundError: Python 3.10 reads TOML only with the package `tomli`.
+        """
+        path = Path(path)
+        kind, content = _kind(path), path.read_bytes()
+        try:
+            if len(content) > _LARGEST:
+                raise ValueError(f"a policy has at most {_LARGEST:,} bytes, got {len(content):,}")
+            text = content.decode("utf-8-sig")
+            if kind == ".toml":
+                _check_lines(text)
+            fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
+            if not isinstance(fields, dict):
+                raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
+            known = [field.name for field in dataclasses.fields(cls)]
+            for name in fields:
+                if name not in known:
+                    raise ValueError(f"unknown field {name!r}, fields are {listed(known)}{nearest(name, known)}")
+            if "compute" not in fields:
+                raise ValueError("the field 'compute' is missing")
+            return cls(**fields)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a file, whole or not at all.
+
+        Args:
+            path: A name that ends in `.toml` or `.json`; a file of that name is replaced.
+
+        Raises:
+            OSError: The file cannot be written.
+            ValueError: The name ends otherwise, or a rule's key has a lone surrogate or is too long, for TOML.
+        """
+        path = Path(path)
+        text = self._as_json() if _kind(path) == ".json" else self._as_toml()
+        try:
+            if _kind(path) == ".toml":
+                _check_lines(text)
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}: TOML cannot hold {error.object[error.start]!r}, use .json") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        _files.replace(path, content)
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            field.name: dict(value) if isinstance(value, FrozenRules) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+
+    def _as_json(self) -> str:
+        return json.dumps(self._fields(), indent=2) + "\n"
+
+    def _as_toml(self) -> str:
+        fields = self._fields()
+        lines = [f"{name} = {_quoted(value)}" for name, value in fields.items() if isinstance(value, str)]
+        for table, rules in fields.items():
+            if isinstance(rules, dict) and rules:
+                lines += ["", f"[{table}]", *(f"{_quoted(key)} = {_quoted(dtype)}" for key, dtype in rules.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if not isinstance(name, str):
+        raise TypeError(f"{where} must be one of {listed(allowed)}, got {value!r}")
+    if name not in allowed:
+        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}{nearest(name, allowed)}")
+    return name
+
+
+def _rules(where: str, given: object, allowed: tuple[str, ...]) -> FrozenRules:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{where} must be a mapping, got {type(given).__name__}")
+    rules: dict[str, str] = {}
+    for key, value in given.items():
+        name = spelled(key) if where == "modules" else key
+        if not isinstance(name, str):
+            raise TypeError(f"a key of {where} must be a string, got {key!r}")
+        if name in rules:
+            raise ValueError(f"{where} has two rules for {name!r}")
+        rules[name] = _dtype(f"{where}[{name!r}]", value, allowed)
+    return FrozenRules(rules.items())
+
+
+def _kind(path: Path) -> str:
+    if path.suffix not in {".toml", ".json"}:
+        raise ValueError(f"a policy's file must end in .toml or .json, got {str(path)!r}")
+    return path.suffix
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"a name is there twice: {listed(name for name, _ in pairs)}")
+    return fields
+
+
+def _check_lines(text: str) -> None:
+    if max(map(len, text.split("\n"))) > _LONGEST:
+        raise ValueError(f"a line of TOML has more than {_LONGEST:,} characters: write a rule a line, or use .json")
+
+
+def _toml() -> Any:
+    for name in ("tomllib", "tomli"):  # the first since Python 3.11
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            pass
+    raise ModuleNotFoundError("Python 3.10 reads TOML only with the package tomli: pip install tomli, or use .json")
+
+
+def _quoted(text: str) -> str:
+    """Write a TOML string: JSON's, except that TOML knows no surrogates and wants U+007F escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

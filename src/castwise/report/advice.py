@@ -1,0 +1,58 @@
+"""One piece of advice, and how its numbers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from castwise._number_text import bits, percent, power_of_two
+
+Severity = Literal["critical", "warning", "note", "good"]
+"""How much an advice matters, the gravest first."""
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "good")
+Measured = float | str | tuple[str, ...]
+Evidence = Mapping[str, Measured]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, and the numbers behind it.
+
+    Args:
+        text: One or two sentences.
+        evidence: What was measured, by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
+            `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); text else.
+        severity: "critical" if training is lost or will be, "warning" if numbers are being lost, "note" for what is
+            worth knowing, "good" for what was checked and holds.
+    """
+
+    text: str
+    evidence: Evidence
+    severity: Severity
+
+    def shown_evidence(self) -> list[tuple[str, str]]:
+        """Names and numbers as people read them."""
+        return [
+            (name.removesuffix("_share").replace("_", " "), _written(name, value))
+            for name, value in self.evidence.items()
+        ]
+
+    def __str__(self) -> str:
+        numbers = "; ".join(f"{name} {value}" for name, value in self.shown_evidence())
+        return f"{self.severity}: {self.text} ({numbers})"
+
+
+def _written(name: str, value: Measured) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (int, float)):
+        return ", ".join(value)
+    unit = name.rpartition("_")[2]
+    if unit == "share":
+        return percent(value)
+    if unit == "bits":
+        return bits(value)
+    if unit == "scale":
+        return power_of_two(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -1,0 +1,214 @@
+"""Heat maps of headroom and underflow, module by sampled step: where precision runs out.
+
+Bands of colour end at the numbers that the verdict judges by, and get steadily darker (on dark pages: brighter)
+towards danger, so that they order themselves without hue. What overflows or underflows beyond the last is marked too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from castwise.monitor.formats import LOW_PRECISION
+from castwise.report.downsampling import in_buckets
+from castwise.report.figures import Figure, Trace, plain
+from castwise.report.range_advice import FLUSH_IS_CRITICAL
+from castwise.report.record_numbers import Record, number
+from castwise.report.run_facts import shown
+from castwise.report.scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
+from castwise.report.underflow import Underflow
+
+# Columns beyond this are thinner than three pixels on a laptop.
+MAX_COLUMNS = 120
+KINDS = {"gradients": "modules", "outputs": "activations"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that is mapped.
+
+    Args:
+        key: Its name in records.
+        title: Its name for people.
+        edges: Ascending bounds between bands.
+        labels: What each band is called, one more than edges.
+        safe_first: Whether the lowest band is the harmless one.
+        mark_from: Cells past this bound, towards danger, are marked as well as coloured.
+        mark_label: What a mark means.
+        hover: plotly's format of a value.
+    """
+
+    key: str
+    title: str
+    edges: tuple[float, ...]
+    labels: tuple[str, ...]
+    safe_first: bool
+    mark_from: float
+    mark_label: str
+    hover: str
+
+    def bands(self) -> list[tuple[str, str]]:
+        """CSS variable and label of each band, in ascending order of the number."""
+        numbers = range(len(self.labels))
+        order = numbers if self.safe_first else reversed(numbers)
+        return [(f"--band-{band}", label) for band, label in zip(order, self.labels, strict=True)]
+
+    def worse(self, one: float, other: float) -> float:
+        """The one of two values that is nearer to danger."""
+        return max(one, other) if self.safe_first else min(one, other)
+
+    def is_marked(self, value: float) -> bool:
+        """Whether a value is past `mark_from`."""
+        return value >= self.mark_from if self.safe_first else value < self.mark_from
+
+
+HEADROOM = Measure(
+    "headroom_bits",
+    "Headroom to overflow",
+    edges=(0.0, 1.0, GRADIENT_HEADROOM_BITS, 4.0, 8.0, 12.0),
+    labels=("overflows", "0 to 1 bit", "1 to 2", "2 to 4", "4 to 8", "8 to 12", "over 12 bits"),
+    safe_first=False,
+    mark_from=0.0,
+    mark_label="overflow, inf or NaN",
+    hover="headroom %{z:.1f} bits",
+)
+FLUSH = Measure(
+    "flush",
+    "Underflow to zero",
+    edges=(0.0001, 0.001, 0.01, FLUSH_MATTERS, FLUSH_IS_CRITICAL, 0.5),
+    labels=("under 0.01%", "to 0.1%", "to 1%", "to 5%", "to 25%", "to 50%", "over 50%"),
+    safe_first=True,
+    mark_from=FLUSH_IS_CRITICAL,
+    mark_label="25% or more lost",
+    hover="%{z:.2~%} flush to zero",
+)
+MEASURES = (HEADROOM, FLUSH)
+
+
+def heat_map(measure: Measure, samples: Sequence[Record], rows: Mapping[str, Sequence[str]]) -> Figure:
+    """Return the map of one measure.
+
+    Args:
+        measure: What to map.
+        samples: The run's sample records.
+        rows: The modules from the top, by what is mapped: "gradients" and "outputs".
+
+    Returns:
+        A figure whose choices are "gradients/fp16" and so on, the first of them shown; each has its rows' labels.
+    """
+    columns = in_buckets(samples, MAX_COLUMNS)
+    steps = [column[-1]["step"] for column in columns]
+    choices: dict[str, dict[str, Any]] = {
+        f"{kind}/{name}": {
+            "data": _traces(measure, _grid(measure, columns, rows[kind], key, name), steps),
+            "names": [shown(module) for module in rows[kind]],
+            "labels": [plain(shown(module)) for module in rows[kind]],
+        }
+        for kind, key in KINDS.items()
+        for name in LOW_PRECISION
+    }
+    steps_shown = _range(steps)
+    layout = {
+        "xaxis": {
+            "range": steps_shown,
+            "title": {"text": "step"},
+            "tickformat": ",d",
+            "nticks": 7,
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "yaxis": {"showgrid": False, "zeroline": False},
+        "hovermode": "closest",
+    }
+    return {
+        "data": _base_traces(measure, next(iter(choices.values()))["data"]),
+        "layout": layout,
+        "choices": choices,
+        "height": 70 + max(18 * max(map(len, rows.values())), 60),
+    }
+
+
+def _range(steps: Sequence[int]) -> list[float]:
+    """From half a column before the first to half a column after the last."""
+    half = (steps[-1] - steps[0]) / (2 * (len(steps) - 1)) if len(steps) > 1 else 0.5
+    return [steps[0] - half, steps[-1] + half]
+
+
+def _grid(
+    measure: Measure, columns: Sequence[Sequence[Record]], modules: Sequence[str], key: str, name: str
+) -> list[list[float | None]]:
+    """The worst value of each module in each column; None without one, NaN where numbers were not finite."""
+    judged = [[(sample, Underflow.of(sample, key)) for sample in column] for column in columns]
+    return [[_worst(measure, column, module, key, name) for column in judged] for module in modules]
+
+
+def _worst(
+    measure: Measure, column: Sequence[tuple[Record, Underflow]], module: str, key: str, name: str
+) -> float | None:
+    worst: float | None = None
+    for sample, underflow in column:
+        stats: Mapping[str, Any] | None = sample.get(key, {}).get(module)
+        if stats is None:
+            continue
+        if number(stats["nonfinite"]) > 0:
+            return math.nan
+        value = (
+            underflow.share(module, stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
+        )
+        worst = value if worst is None else measure.worse(worst, value)
+    return worst
+
+
+def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[Trace]:
+    marked = [
+        (steps[column], row)
+        for row, values in enumerate(grid)
+        for column, value in enumerate(values)
+        if value is not None and (math.isnan(value) or measure.is_marked(value))
+    ]
+    return [
+        {"x": steps, "z": [[_rounded(value) for value in values] for values in grid]},
+        {"x": [step for step, _ in marked], "y": [row for _, row in marked]},
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    """Three digits are what a sample tells, and make small files; without end is the headroom where all is zero."""
+    return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
+
+
+def _base_traces(measure: Measure, first: list[Trace]) -> list[Trace]:
+    lowest, highest = (0.0, 1.0) if measure.safe_first else (-4.0, 24.0)
+    return [
+        {
+            "type": "heatmap",
+            "zmin": lowest,
+            "zmax": highest,
+            "colorscale": _stepwise(measure, lowest, highest),
+            "showscale": False,
+            "xgap": 0,
+            "ygap": 1,
+            "hoverongaps": False,
+            "hovertemplate": f"%{{y}}<br>step %{{x:,}}<br>{measure.hover}<extra></extra>",
+            **first[0],
+        },
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "marker": {"symbol": "x", "size": 5, "color": "--mark", "line": {"color": "--mark-line", "width": 1}},
+            "showlegend": False,
+            "hoverinfo": "skip",
+            **first[1],
+        },
+    ]
+
+
+def _stepwise(measure: Measure, lowest: float, highest: float) -> list[list[Any]]:
+    """A colour scale of flat bands: each inner bound appears twice."""
+    at = [0.0, *((edge - lowest) / (highest - lowest) for edge in measure.edges), 1.0]
+    return [
+        [bound, color] for (color, _), bounds in zip(measure.bands(), pairwise(at), strict=True) for bound in bounds
+    ]

@@ -1,0 +1,184 @@
+"""Scale, loss and gradient norm over the steps, with every skip marked by its cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from castwise._number_text import several
+from castwise.amp.outcomes import Cause
+from castwise.report.downsampling import Point, changes, extremes, in_buckets
+from castwise.report.figures import Figure, Trace, plain, power_label
+from castwise.report.record_numbers import number
+from castwise.report.run_facts import RunFacts, Skips
+
+# Colour and shape of each cause: shapes are told apart where colours are not.
+MARKERS: dict[str, tuple[str, str]] = {
+    Cause.OVERFLOW: ("--cause-overflow", "triangle-up"),
+    Cause.NONFINITE_LOSS: ("--cause-loss", "x"),
+    Cause.NONFINITE_WEIGHTS: ("--cause-weights", "square"),
+    Cause.ANOTHER_RANK: ("--cause-rank", "diamond"),
+}
+OTHER_MARKER = ("--cause-other", "circle")
+# With more skips than pixels, neighbours share a mark that counts them.
+MAX_MARKS = 1500
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the diagrams under each other.
+
+    Args:
+        axis: Its y axis as plotly calls it; the same panel has the same in every run, so that ranges can be aligned.
+        title: What it shows.
+        height: Relative to the others.
+        traces: What is drawn in it.
+        layout: Of the axis.
+    """
+
+    axis: str
+    title: str
+    height: float
+    traces: list[Trace]
+    layout: dict[str, Any]
+
+
+def timeline(facts: RunFacts) -> Figure | None:
+    """Return the figure of one run: a strip of skips, the scale, the loss and the gradient norm, as far as recorded."""
+    steps = facts.run.steps
+    panels = []
+    if facts.skips:
+        hidden = {"range": [-1, 1], "visible": False}
+        panels.append(Panel("", "skips", 0.35, [_strip(skips) for skips in facts.skips], hidden))
+    if facts.scales:
+        panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
+    loss = extremes([(record["step"], number(record.get("loss"))) for record in steps])
+    if loss:
+        panels.append(Panel("3", "loss", 1.0, [_line("loss", loss, "--accent")], {"range": _range(loss), "nticks": 5}))
+    norm = extremes([point for record in steps if (point := (record["step"], number(record.get("grad_norm"))))[1] > 0])
+    if norm:
+        logs = _range([(step, math.log10(value)) for step, value in norm])
+        axis = {"type": "log", "range": logs, "nticks": 4}
+        panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
+    return _stacked(panels, last=max(record["step"] for record in steps)) if panels else None
+
+
+def marks(skips: Skips, limit: int = MAX_MARKS) -> list[tuple[int, str]]:
+    """Return where to mark the skips of one cause, and what to say there; every skip is in one mark."""
+    return [
+        (chunk[0], f"step {chunk[0]:,}")
+        if len(chunk) == 1
+        else (chunk[0], f"{several(len(chunk), 'skip')} in steps {chunk[0]:,} to {chunk[-1]:,}")
+        for chunk in in_buckets(skips.steps, limit)
+    ]
+
+
+def _marker(cause: str, size: int) -> dict[str, Any]:
+    color, symbol = MARKERS.get(cause, OTHER_MARKER)
+    return {"color": color, "symbol": symbol, "size": size, "line": {"width": 0}}
+
+
+def _strip(skips: Skips) -> Trace:
+    marked = marks(skips)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": f"{plain(skips.cause)} ({len(skips.steps):,})",
+        "x": [step for step, _ in marked],
+        "y": [0] * len(marked),
+        "text": [plain(text) for _, text in marked],
+        "marker": _marker(skips.cause, 10),
+        "hovertemplate": f"skipped: {plain(skips.cause)}<br>%{{text}}<extra></extra>",
+        "legendgroup": skips.cause,
+    }
+
+
+def _scale(facts: RunFacts) -> Iterable[Trace]:
+    line = _line("scale", changes(facts.scales), "--ink-soft")
+    line["line"]["shape"] = "hv"
+    line["y"] = [math.log2(scale) if scale > 0 else None for scale in line["y"]]
+    line["hovertemplate"] = "step %{x:,}<br>scale 2^%{y:.4~g}<extra></extra>"
+    yield line
+    at = dict(facts.scales)
+    for skips in facts.skips:
+        marked = [(step, text) for step, text in marks(skips) if at.get(step, 0) > 0]
+        yield {
+            **_strip(skips),
+            "x": [step for step, _ in marked],
+            "y": [math.log2(at[step]) for step, _ in marked],
+            "text": [plain(text) for _, text in marked],
+            "marker": _marker(skips.cause, 9),
+            "showlegend": False,
+        }
+
+
+def _line(name: str, points: Sequence[Point], color: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(points) > 1 else "markers",
+        "name": name,
+        "x": [step for step, _ in points],
+        "y": [float(f"{value:.6g}") for _, value in points],
+        "line": {"color": color, "width": 1.5},
+        "marker": {"color": color},
+        "hovertemplate": f"step %{{x:,}}<br>{name} %{{y:.4~g}}<extra></extra>",
+        "showlegend": False,
+    }
+
+
+def _range(points: Sequence[Point]) -> list[float]:
+    lowest, highest = min(value for _, value in points), max(value for _, value in points)
+    margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
+    return [lowest - margin, highest + margin]
+
+
+def _powers(scales: Iterable[float]) -> dict[str, Any]:
+    """An axis of exponents with at most seven ticks in the range of the scales."""
+    exponents = [math.log2(scale) for scale in scales if scale > 0] or [0.0]
+    lowest, highest = math.floor(min(exponents)), math.ceil(max(exponents))
+    ticks = range(-130, 131, max(1, -(-(highest - lowest) // 6)))
+    return {
+        "tickvals": list(ticks),
+        "ticktext": [power_label(tick) for tick in ticks],
+        "range": [lowest - 0.7, highest + 0.7],
+    }
+
+
+def _stacked(panels: Sequence[Panel], last: int) -> Figure:
+    """Put panels under each other on one axis of steps."""
+    gap, total = 0.07, sum(panel.height for panel in panels) or 1.0
+    free = 1.0 - gap * max(len(panels) - 1, 0)
+    data: list[Trace] = []
+    layout: dict[str, Any] = {"annotations": [], "hovermode": "closest"}
+    top = 1.0
+    for panel in panels:
+        bottom = max(0.0, top - free * panel.height / total)
+        layout[f"yaxis{panel.axis}"] = {"domain": [bottom, top], "zeroline": False, **panel.layout}
+        data += [{**trace, "yaxis": f"y{panel.axis}"} for trace in panel.traces]
+        layout["annotations"].append(_title(panel.title, top))
+        top = bottom - gap
+    layout["xaxis"] = {
+        "range": [0.5 - 0.01 * last, 0.5 + 1.01 * last],
+        "anchor": f"y{panels[-1].axis if panels else ''}",
+        "title": {"text": "step"},
+        "tickformat": ",d",
+        "nticks": 8,
+        "zeroline": False,
+    }
+    layout["legend"] = {"orientation": "h", "x": 0, "y": 1.05, "yanchor": "bottom"}
+    return {"data": data, "layout": layout, "height": 110 + round(150 * total)}
+
+
+def _title(text: str, top: float) -> dict[str, Any]:
+    return {
+        "text": f"<b>{text}</b>",
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0,
+        "y": top,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+    }

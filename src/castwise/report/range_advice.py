@@ -1,0 +1,251 @@
+"""Advice from sampled ranges: whether fp16 is enough and at which scale, and what bf16 weights would lose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from castwise._number_text import bits, percent, power_of_two, several
+from castwise.report.advice import Advice, Measured
+from castwise.report.run_facts import Ranges, RunFacts, shown
+from castwise.report.scale_window import FLUSH_MATTERS, Fit, flush_at
+from castwise.report.underflow import MOSTLY
+
+# Fewer samples say nothing about how ranges move.
+ENOUGH_SAMPLES = 3
+# At a quarter, what is lost is no tail of the gradient any more.
+FLUSH_IS_CRITICAL = 0.25
+# Outputs are not scaled, so nothing reacts when they grow: a factor of two is little for batches never seen.
+ACTIVATION_HEADROOM_BITS = 1.0
+# One update in twenty lost acts like a learning rate 5% lower, unevenly: about what one would still tune for.
+LOST_UPDATES_MATTER = 0.05
+# Longer lists are in the report's table.
+MODULES_SHOWN = 3
+
+
+def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
+    """Say at which scales the gradients fit fp16, and by how much to move the scale if it is not one of them.
+
+    Args:
+        facts: Of the run.
+        in_trouble: Whether other advice forbids to call fp16 safe.
+    """
+    gradients = facts.gradients.values()
+    fit = Fit.of(gradients)
+    if fit is None or not _enough(facts):
+        return
+    if fit.lowest > fit.highest:
+        if not fit.is_guess:  # else `underflow` tells it
+            yield _no_scale_fits(facts, fit)
+        return
+    used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
+    exponent = fit.highest if used is None else fit.nearest(used)
+    worst = max(gradients, key=lambda ranges: flush_at(ranges, exponent))
+    evidence: dict[str, Measured] = {
+        "headroom_bits": fit.headroom_bits(exponent),
+        "largest_gradient_in": shown(fit.largest.module),
+        "most_flushed_share": flush_at(worst, exponent),
+        "most_flushed_in": shown(worst.module),
+        "lowest_safe_scale": 2.0**fit.lowest,
+        "highest_safe_scale": 2.0**fit.highest,
+        "skipped_steps": facts.skipped,
+        "recorded_steps": len(facts.run.steps),
+        "finite_samples": fit.largest.samples,
+    }
+    window = f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
+    if fit.is_guess:
+        needed = fit.lowest - 1
+        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and up to 2^{fit.highest} nothing overflows"
+    if used is None and facts.has_cut_off:
+        if not fit.is_guess:
+            window = f"up to 2^{fit.highest} nothing overflows"
+        text = f"Nothing was scaled here, and some gradients have vanished in fp16: scale the loss, {window}."
+        yield Advice(text, evidence, "warning")
+        return
+    if used is None:
+        yield Advice(f"Nothing was scaled here. With fp16, {window}.", evidence, "note")
+        return
+    off = math.log2(used) - exponent
+    evidence = {"last_scale": used, **evidence}
+    if off >= 1:
+        text = f"The scale could be lowered by {bits(off)} bits to 2^{exponent}, for more headroom: {window}."
+        yield Advice(text, evidence, "note")
+    elif off < 0:
+        text = f"The scale should be raised, by {bits(-off)} to {bits(fit.highest - math.log2(used))} bits: {window}."
+        yield Advice(text, evidence, "note")
+    elif coarse := [ranges for ranges in gradients if ranges.mean_subnormal >= MOSTLY or ranges.flush >= FLUSH_MATTERS]:
+        yield _coarse(max(coarse, key=lambda ranges: ranges.mean_subnormal), used, fit)
+    elif not in_trouble:
+        yield Advice(f"fp16 is safe here at scale {power_of_two(used)}: {window}.", evidence, "good")
+    else:
+        yield Advice(f"The scale of {power_of_two(used)} suits the gradients: {window}.", evidence, "good")
+
+
+def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
+    can_rise = math.log2(used) < fit.highest
+    return Advice(
+        f"Gradients of {shown(ranges.module)} are at fp16's lower end at scale {power_of_two(used)}, where they lose "
+        f"bits or vanish: {f'raise it, up to 2^{fit.highest} nothing overflows' if can_rise else 'use bf16'}.",
+        {
+            "mean_subnormal_share": ranges.mean_subnormal,
+            "worst_flushed_share": ranges.flush,
+            "worst_step": ranges.flush_step,
+            "last_scale": used,
+            "highest_safe_scale": 2.0**fit.highest,
+            "finite_samples": ranges.samples,
+        },
+        "warning" if ranges.mean_subnormal >= MOSTLY else "note",
+    )
+
+
+def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
+    return Advice(
+        f"No scale fits all gradients into fp16: {shown(fit.neediest.module)} needs 2^{fit.lowest}, but "
+        f"{shown(fit.largest.module)} allows no more than 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
+        {
+            "largest_gradient": fit.largest.largest,
+            "largest_gradient_step": fit.largest.largest_step,
+            "flushed_there_share": max(flush_at(fit.neediest, fit.highest), fit.neediest.cut_off_share),
+            "lowest_safe_scale": 2.0**fit.lowest,
+            "highest_safe_scale": 2.0**fit.highest,
+            "finite_samples": fit.largest.samples,
+        },
+        "warning",
+    )
+
+
+def underflow(facts: RunFacts) -> Iterator[Advice]:
+    """Name modules whose gradients round to zero, and what would keep them."""
+    fit = Fit.of(facts.gradients.values())
+    if fit is None or not (facts.is_scaled or facts.has_cut_off) or not _enough(facts):
+        return
+    losing = [
+        ranges
+        for ranges in facts.gradients.values()
+        if ranges.mean_flush >= FLUSH_MATTERS or ranges.flush >= FLUSH_IS_CRITICAL
+    ]
+    losing.sort(key=lambda ranges: -ranges.mean_flush)
+    for ranges in losing[:MODULES_SHOWN]:
+        yield _underflow_of(ranges, fit)
+    if len(losing) > MODULES_SHOWN:
+        rest = losing[MODULES_SHOWN:]
+        yield Advice(
+            f"{several(len(rest), 'more module')} lose {percent(FLUSH_MATTERS)} or more of their gradients.",
+            {
+                "modules": tuple(shown(ranges.module) for ranges in rest[:MODULES_SHOWN]),
+                "most_flushed_share": rest[0].mean_flush,
+            },
+            "warning",
+        )
+
+
+def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
+    lost, then = ranges.mean_flush, flush_at(ranges, fit.highest)
+    told = ranges.flush if ranges.vanished_samples else lost
+    evidence: dict[str, Measured] = {
+        "mean_flushed_share": lost,
+        "worst_flushed_share": ranges.flush,
+        "worst_step": ranges.flush_step,
+        "mean_subnormal_share": ranges.mean_subnormal,
+        "highest_safe_scale": 2.0**fit.highest,
+        "finite_samples": ranges.samples,
+    }
+    if ranges.cut_off_share >= lost / 2:
+        up_to = "up to "
+        why = " (they are zero, and the rest ends at fp16's smallest number)"
+        if ranges.vanished_samples:
+            evidence["vanished_samples"] = ranges.vanished_samples
+            found = f"{ranges.vanished_samples:,} of {several(ranges.samples, 'sample')}"
+            why = f" (all of them were zero in {found}, while those of other modules were not)"
+        can_rise = math.log2(ranges.scale) < fit.highest
+        remedy = f"bf16{f', or a higher scale: up to 2^{fit.highest} nothing overflows' if can_rise else ''}"
+    else:
+        evidence["flushed_at_highest_safe_scale_share"] = then
+        up_to, why = "", f" ({percent(ranges.flush)} at step {ranges.flush_step:,})"
+        if then < FLUSH_MATTERS:
+            remedy = f"bf16 or a higher scale; 2^{fit.highest} is safe and leaves {percent(then)}"
+        else:
+            remedy = f"bf16, as even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
+    return Advice(
+        f"{shown(ranges.module)} loses {up_to}{percent(told)} of its gradients to underflow in fp16{why}: {remedy}.",
+        evidence,
+        "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
+    )
+
+
+def outputs(facts: RunFacts) -> Iterator[Advice]:
+    """Name the innermost modules whose outputs come near to fp16's largest number, with the rule that keeps them."""
+    near = _innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
+    for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
+        over = ranges.headroom_bits < 0
+        yield Advice(
+            f"Outputs of {shown(ranges.module)} {'are too large for' if over else 'come near to the limit of'} fp16: "
+            f'keep it in fp32 with Policy(compute="float16", modules={{"{ranges.module}": "float32"}}), or use bf16.',
+            {
+                "largest_output": ranges.largest,
+                "largest_output_step": ranges.largest_step,
+                "headroom_bits": ranges.headroom_bits,
+                "finite_samples": ranges.samples,
+            },
+            "warning",
+        )
+    broken = _innermost([each for each in facts.activations.values() if each.nonfinite_samples])
+    for ranges in broken[:1]:
+        yield Advice(
+            f"Outputs of {shown(ranges.module)} were inf or NaN, of all modules the first in the model's order.",
+            {
+                "nonfinite_samples": ranges.nonfinite_samples,
+                "finite_samples": ranges.samples,
+                "largest_finite_output": ranges.largest,
+                "modules_like_it": len(broken) - 1,
+            },
+            "warning",
+        )
+
+
+def _innermost(modules: list[Ranges]) -> list[Ranges]:
+    """Those without another of them inside: what a module returns, the ones around it often return too."""
+    return [each for each in modules if not any(_inside(other.module, each.module) for other in modules)]
+
+
+def _inside(module: str, other: str) -> bool:
+    return module != other and (not other or module.startswith(f"{other}."))
+
+
+def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
+    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates."""
+    lost, sizes = facts.lost_in_bf16, facts.sizes
+    if not lost or not _enough(facts):
+        return
+    weights = {name: sizes.get(name, 1) for name in lost}
+    mean = sum(lost[name] * size for name, size in weights.items()) / sum(weights.values())
+    worst = max(lost, key=lambda name: lost[name])
+    matters = mean >= LOST_UPDATES_MATTER
+    yield Advice(
+        f"bf16 weights would drop {percent(mean)} of updates: "
+        + ("keep fp32 master weights." if matters else "weights in pure bf16 would be all right here."),
+        {
+            "lost_updates_share": mean,
+            "worst_parameter": worst,
+            "lost_there_share": lost[worst],
+            "parameters": len(lost),
+            "taken_samples": len(facts.run.samples),
+        },
+        "note",
+    )
+
+
+def too_little(facts: RunFacts) -> Iterator[Advice]:
+    """Say that there are too few samples to judge a format by."""
+    if not _enough(facts):
+        yield Advice(
+            f"Too little was recorded to judge a format: {several(facts.finite_samples, 'finite sample')} of ranges in "
+            f"{several(len(facts.run.steps), 'step')}, and {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
+            "a smaller `every`.",
+            {"finite_samples": facts.finite_samples, "recorded_steps": len(facts.run.steps)},
+            "note",
+        )
+
+
+def _enough(facts: RunFacts) -> bool:
+    return facts.finite_samples >= ENOUGH_SAMPLES

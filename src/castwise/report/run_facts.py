@@ -1,0 +1,256 @@
+"""What the records of a run add up to: skips by cause, the scale's way, and ranges of each module over time.
+
+The verdict, the report and the terminal all read these, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from castwise.amp.outcomes import Cause
+from castwise.monitor.run import Run
+from castwise.report.record_numbers import Record, exponent_counts, number
+from castwise.report.underflow import Underflow
+
+WHOLE_MODEL = "(whole model)"
+
+
+def shown(module: str) -> str:
+    """The name of a module for people: the model itself has none in torch."""
+    return module or WHOLE_MODEL
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The skipped steps of one cause.
+
+    Args:
+        cause: As recorded: a value of `Cause`, or what a later castwise has written.
+        steps: Their numbers, ascending.
+        parameters: Those whose gradients were not finite, with the number of such steps, most first.
+    """
+
+    cause: str
+    steps: Sequence[int]
+    parameters: Sequence[tuple[str, int]]
+
+
+@dataclass
+class Ranges:
+    """The magnitudes of one module's gradients or outputs, over all samples in which they were finite.
+
+    Args:
+        module: Its qualified name; "" is the model.
+        exponents: Number of elements v with 2^e <= |v| < 2^(e + 1) by e, unscaled.
+        elements: Number of elements looked at, zeros too.
+        largest: Largest magnitude, unscaled; 0 if all were zero.
+        largest_step: Where it was seen.
+        headroom_bits: Lowest of log2(largest fp16 number / largest scaled magnitude); inf if all were zero.
+        headroom_step: Where it was seen.
+        flush: Largest share of elements lost to underflow in fp16 in one sample, see `Underflow`.
+        flush_step: Where it was seen.
+        flushed: Elements lost to underflow in fp16 at the scale of their sample.
+        cut_off: Those of them that are zeros which fp16 has probably made.
+        vanished_samples: Number of samples in which all were zero, and not before the first that were not.
+        scale: Of the last sample.
+        subnormal: Elements that are subnormal there.
+        samples: Number of finite samples.
+        nonfinite_samples: Number of samples with an inf or NaN, which count nowhere else.
+    """
+
+    module: str
+    exponents: Counter[int] = field(default_factory=Counter)
+    elements: int = 0
+    largest: float = 0.0
+    largest_step: int = 0
+    headroom_bits: float = math.inf
+    headroom_step: int = 0
+    flush: float = 0.0
+    flush_step: int = 0
+    flushed: float = 0.0
+    cut_off: float = 0.0
+    vanished_samples: int = 0
+    scale: float = 1.0
+    subnormal: float = 0.0
+    samples: int = 0
+    nonfinite_samples: int = 0
+
+    @property
+    def mean_flush(self) -> float:
+        """Share of all elements of all samples that were lost to underflow in fp16 at the scale of their sample."""
+        return self.flushed / self.elements if self.elements else 0.0
+
+    @property
+    def cut_off_share(self) -> float:
+        """Share of all elements of all samples that fp16 has probably made zero."""
+        return self.cut_off / self.elements if self.elements else 0.0
+
+    @property
+    def mean_subnormal(self) -> float:
+        """Share of all elements of all samples that are subnormal in fp16 at the scale of their sample."""
+        return self.subnormal / self.elements if self.elements else 0.0
+
+    def share_below(self, exponent: int) -> float:
+        """Share of all elements v with 0 < |v| < 2^exponent; exact, because bins begin at powers of two."""
+        below = sum(count for bin_exponent, count in self.exponents.items() if bin_exponent < exponent)
+        return below / self.elements if self.elements else 0.0
+
+    def add(self, step: int, stats: Record, underflow: Underflow) -> None:
+        """Count one sample's STATS record; `underflow` is that of the sample."""
+        if number(stats["nonfinite"]) > 0:
+            self.nonfinite_samples += 1
+            return
+        numel, fp16 = int(stats["numel"]), stats["formats"]["fp16"]
+        self.samples += 1
+        self.elements += numel
+        self.exponents.update(exponent_counts(stats))
+        self.scale = underflow.scale
+        largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
+        flush = underflow.share(self.module, stats, "fp16")
+        if not self.largest and largest and not underflow.is_cut_off(self.module):
+            # Zero until now and healthy at once: what was learnt first was a weight that began as zero.
+            self.flush, self.flush_step, self.flushed, self.cut_off, self.vanished_samples = 0.0, 0, 0.0, 0.0, 0
+        if largest > self.largest:
+            self.largest, self.largest_step = largest, step
+        if headroom < self.headroom_bits:
+            self.headroom_bits, self.headroom_step = headroom, step
+        if flush > self.flush:
+            self.flush, self.flush_step = flush, step
+        self.flushed += flush * numel
+        self.cut_off += (flush - number(fp16["flush"])) * numel
+        self.vanished_samples += flush == 1.0 and not largest
+        self.subnormal += number(fp16["subnormal"]) * numel
+
+
+class RunFacts:
+    """What a run's records add up to; each property is computed once, when asked for.
+
+    Args:
+        run: The records.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @cached_property
+    def skips(self) -> list[Skips]:
+        """Skipped steps by cause, most frequent first."""
+        steps: dict[str, list[int]] = {}
+        named: dict[str, Counter[str]] = {}
+        for record in self.run.steps:
+            if record["skipped"]:
+                cause = record.get("cause") or Cause.UNKNOWN.value
+                steps.setdefault(cause, []).append(record["step"])
+                named.setdefault(cause, Counter()).update(record.get("parameters") or [])
+        return sorted(
+            (Skips(cause, sorted(at), named[cause].most_common()) for cause, at in steps.items()),
+            key=lambda skips: -len(skips.steps),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return sum(len(skips.steps) for skips in self.skips)
+
+    @cached_property
+    def longest_streak(self) -> tuple[int, int]:
+        """Length of the longest row of consecutive skips, and the step it began at; (0, 0) without any."""
+        best, length = (0, 0), 0
+        for record in self.run.steps:
+            length = length + 1 if record["skipped"] else 0
+            if length > best[0]:
+                best = (length, record["step"] - length + 1)
+        return best
+
+    @cached_property
+    def skips_to_the_end(self) -> Sequence[Record]:
+        """The records of the skips since the last step that was taken."""
+        taken = max((place for place, record in enumerate(self.run.steps) if not record["skipped"]), default=-1)
+        return self.run.steps[taken + 1 :]
+
+    @cached_property
+    def scales(self) -> list[tuple[int, float]]:
+        """Step and scale of every step that had one; empty where nothing was scaled."""
+        pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
+        return [(step, scale) for step, scale in pairs if math.isfinite(scale)]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses were scaled: bf16 and fp32 train without, or at scale 1."""
+        return any(scale != 1.0 for _, scale in self.scales)
+
+    @property
+    def has_cut_off(self) -> bool:
+        """Whether gradients have lost what fp16 does not hold, so that they were computed in it."""
+        return any(ranges.cut_off > 0 for ranges in self.gradients.values())
+
+    @cached_property
+    def nonfinite_losses(self) -> list[int]:
+        """Steps whose recorded loss is inf or NaN."""
+        losses = ((record["step"], record.get("loss")) for record in self.run.steps)
+        return [step for step, loss in losses if loss is not None and not math.isfinite(number(loss))]
+
+    @cached_property
+    def finite_samples(self) -> int:
+        """Number of samples in which all gradients were finite."""
+        return sum(not _has_nonfinite_gradients(sample) for sample in self.run.samples)
+
+    @cached_property
+    def poisoned(self) -> list[int]:
+        """Sampled steps that were taken with gradients that were not finite."""
+        skipped = {record["step"] for record in self.run.steps if record["skipped"]}
+        bad = (sample["step"] for sample in self.run.samples if _has_nonfinite_gradients(sample))
+        return [step for step in bad if step not in skipped]
+
+    @cached_property
+    def gradients(self) -> dict[str, Ranges]:
+        """Ranges of the gradients of each module's own parameters, in the model's order."""
+        return _ranges(self.run.samples, "modules")
+
+    @cached_property
+    def activations(self) -> dict[str, Ranges]:
+        """Ranges of each module's outputs, in the model's order."""
+        return _ranges(self.run.samples, "activations")
+
+    @cached_property
+    def lost_in_bf16(self) -> dict[str, float]:
+        """Mean share of updates that bf16 weights would have lost, by parameter."""
+        lost: dict[str, list[float]] = {}
+        for sample in self.run.samples:
+            for name, stats in sample.get("weights", {}).items():
+                share = number(stats["lost_in_bf16"])
+                if math.isfinite(share):
+                    lost.setdefault(name, []).append(share)
+        return {name: sum(shares) / len(shares) for name, shares in lost.items()}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of each parameter whose gradient was sampled."""
+        gradients = (pair for sample in self.run.samples for pair in sample.get("gradients", {}).items())
+        return {name: int(stats["numel"]) for name, stats in gradients}
+
+    def blamed(self, module: str) -> int:
+        """Number of skips in which a parameter of the module itself was not finite, as far as they were named."""
+        return sum(
+            count
+            for skips in self.skips
+            for parameter, count in skips.parameters
+            if parameter.rpartition(".")[0] == module
+        )
+
+
+def _has_nonfinite_gradients(sample: Record) -> bool:
+    return any(number(stats["nonfinite"]) > 0 for stats in sample.get("modules", {}).values())
+
+
+def _ranges(samples: Iterable[Record], kind: str) -> dict[str, Ranges]:
+    found: dict[str, Ranges] = {}
+    for sample in samples:
+        underflow = Underflow.of(sample, kind)
+        for module, stats in sample.get(kind, {}).items():
+            found.setdefault(module, Ranges(module)).add(sample["step"], stats, underflow)
+    return found

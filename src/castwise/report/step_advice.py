@@ -1,0 +1,225 @@
+"""Advice from the records of steps: which were skipped and why, and what became of the scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from castwise._number_text import percent, power_of_two, several
+from castwise.amp.outcomes import Cause
+from castwise.amp.schedules import Schedule
+from castwise.report.advice import Advice, Measured, Severity
+from castwise.report.record_numbers import number
+from castwise.report.run_facts import RunFacts, Skips
+
+# Dynamic probes for the highest scale by one overflow in growth_interval (2000) steps, 0.05% of them. Twenty times that
+# is work thrown away: at 1% of skips the scale is too high more often than it pays to find out.
+OVERFLOWS_MATTER = 0.01
+# A first scale of 2^16 that is 2^16 too high needs 16 halvings: that many skips at the very start are the search for
+# the scale, not its failure.
+WARM_UP_SKIPS = 16
+# As many skips in a row as a scaler waits by default before it warns: 20 halvings, a millionth of the scale.
+STREAK_MATTERS = Schedule.patience
+# Below 1 gradients are made smaller than they are: there is no overflow left that a scale could be to blame for.
+COLLAPSED_BELOW = 1.0
+NAMES_SHOWN = 3
+
+
+def lost_weights(facts: RunFacts) -> Iterator[Advice]:
+    """Say when the weights stopped being numbers."""
+    for skips in _of_cause(facts, Cause.NONFINITE_WEIGHTS):
+        yield Advice(
+            f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN. Go back to a checkpoint "
+            "from before it, and look at what is said of the steps before.",
+            _evidence(facts, skips),
+            "critical",
+        )
+
+
+def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
+    """Say that steps were taken with gradients that were not finite: without a scaler nothing skips them."""
+    if not facts.poisoned or _of_cause(facts, Cause.NONFINITE_WEIGHTS):
+        return
+    first = facts.poisoned[0]
+    later = [sample["step"] for sample in facts.run.samples if sample["step"] > first]
+    before = [sample["step"] for sample in facts.run.samples if sample["step"] < first]
+    is_lost = set(later) <= set(facts.poisoned)
+    what = f"gradients are inf or NaN from step {first:,} on" if is_lost else f"gradients were not finite at {first:,}"
+    yield Advice(
+        f"Training is lost: {what}, and the steps were taken. Go back to a checkpoint from before it, and train on "
+        "with schedule=castwise.schedules.Guard(), which skips such steps."
+        if is_lost
+        else f"A step was taken with inf or NaN: {what}. GradScaler(schedule=castwise.schedules.Guard()) skips such "
+        "steps.",
+        {
+            "first_step": first,
+            "last_finite_sample_step": max(before, default=0),
+            "nonfinite_samples": len(facts.poisoned),
+            "taken_samples": len(facts.run.samples),
+        },
+        "critical" if is_lost else "warning",
+    )
+
+
+def bad_losses(facts: RunFacts) -> Iterator[Advice]:
+    """Say that losses were not finite: the scale is innocent of that."""
+    for skips in _of_cause(facts, Cause.NONFINITE_LOSS):
+        is_diagnosed = any(record["step"] in skips.steps for record in facts.run.diagnoses)
+        yield Advice(
+            f"The loss was inf or NaN at {several(len(skips.steps), 'step')}, first at step {skips.steps[0]:,}: the "
+            "forward or the data is at fault, the scale is innocent."
+            + ("" if is_diagnosed else " castwise.diagnose on that batch names the module."),
+            _evidence(facts, skips),
+            "warning",
+        )
+    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
+    taken = [step for step in facts.nonfinite_losses if step not in skipped]
+    if taken:
+        yield Advice(
+            f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
+            f"{taken[0]:,}: the forward or the data is at fault.",
+            {"first_step": taken[0], "affected_steps": len(taken), "recorded_steps": len(facts.run.steps)},
+            "warning",
+        )
+
+
+def overflows(facts: RunFacts) -> Iterator[Advice]:
+    """Say how many steps the scale cost, and whether that is the usual price."""
+    unfinished = {record["step"] for record in facts.skips_to_the_end}
+    told_by_collapse = unfinished if _is_endless(facts) else set()
+    for skips in _of_cause(facts, Cause.OVERFLOW):
+        counted = [step for step in skips.steps if step not in told_by_collapse]
+        if not counted:
+            continue
+        share = sum(step > WARM_UP_SKIPS for step in counted) / len(facts.run.steps)
+        skipped = f"{several(len(skips.steps), 'step')} skipped for overflow"
+        severity: Severity = "note"
+        if unfinished.issuperset(counted):
+            text = f"{skipped}, and none was taken since: what scale fits is not known yet."
+        elif share > OVERFLOWS_MATTER:
+            text, severity = _cost_of_overflows(facts, counted, share), "warning"
+        else:
+            text = f"{skipped}: the usual price of finding the scale."
+        yield Advice(text, _evidence(facts, skips), severity)
+
+
+def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) -> str:
+    records = facts.run.steps
+    if list(skipped) == [record["step"] for record in records[: len(skipped)]]:
+        fits = number(records[len(skipped)].get("scale"))
+        return (
+            f"The first {several(len(skipped), 'step')} were skipped for overflow, until the scale had come down to "
+            f"{power_of_two(fits)}: start lower."
+        )
+    return (
+        f"Overflow of gradients cost {percent(share)} of all steps after the first {WARM_UP_SKIPS}: start lower, grow "
+        "more rarely, or keep what overflows in fp32."
+    )
+
+
+def other_skips(facts: RunFacts) -> Iterator[Advice]:
+    """Say what is left: skips of other ranks and of no known cause."""
+    told = {Cause.NONFINITE_WEIGHTS, Cause.NONFINITE_LOSS, Cause.OVERFLOW}
+    for skips in facts.skips:
+        if skips.cause not in told:
+            is_elsewhere = skips.cause == Cause.ANOTHER_RANK
+            why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
+            yield Advice(f"{several(len(skips.steps), 'step')} skipped: {why}.", _evidence(facts, skips), "note")
+
+
+def collapse(facts: RunFacts) -> Iterator[Advice]:
+    """Say that the scale went down without end, or that steps are skipped without end."""
+    if not _is_endless(facts):
+        yield from _long_rows(facts)
+        return
+    skips = facts.skips_to_the_end
+    scales = [number(record.get("scale")) for record in skips]
+    lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
+    first = facts.scales[0][1] if facts.scales else lowest
+    begun, last = skips[0]["step"], skips[-1]["step"]
+    no_scale = "No scale helps against what is not finite before it is scaled: see the causes of the skips."
+    if lowest < COLLAPSED_BELOW and lowest < first:
+        text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}: below 1 it can only hurt. {no_scale}"
+    elif all(record.get("cause") == Cause.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
+        text = (
+            f"{len(skips)} steps in a row were skipped for overflow from step {begun:,} on, down to a scale of "
+            f"{power_of_two(lowest)}: start much lower. If steps are skipped below 1 as well, no scale helps."
+        )
+    else:
+        text = f"{len(skips)} steps in a row were skipped from step {begun:,} on. {no_scale}"
+    evidence: dict[str, Measured] = {
+        "first_scale": first,
+        "lowest_scale": lowest,
+        "longest_row_of_skipped_steps": len(skips),
+        "row_begins_at_step": begun,
+    }
+    yield Advice(text, evidence, "critical")
+
+
+def _is_endless(facts: RunFacts) -> bool:
+    """Whether the last steps were all skipped, and so many, or so far down, that waiting has no sense."""
+    skips = facts.skips_to_the_end
+    scales = [number(record.get("scale")) for record in skips]
+    first = facts.scales[0][1] if facts.scales else COLLAPSED_BELOW
+    return len(skips) >= STREAK_MATTERS or any(scale < min(COLLAPSED_BELOW, first) for scale in scales)
+
+
+def _long_rows(facts: RunFacts) -> Iterator[Advice]:
+    """Say that there was a long row of skips which ended; of overflows `overflows` tells."""
+    streak, begun = facts.longest_streak
+    overflowed = {step for skips in _of_cause(facts, Cause.OVERFLOW) for step in skips.steps}
+    if streak >= STREAK_MATTERS and not overflowed.issuperset(range(begun, begun + streak)):
+        yield Advice(
+            f"{streak} steps in a row were skipped from step {begun:,} on: see the causes of the skips.",
+            {"longest_row_of_skipped_steps": streak, "first_step": begun},
+            "warning",
+        )
+    lowest_step, lowest = min(facts.scales, key=lambda pair: pair[1], default=(0, COLLAPSED_BELOW))
+    if lowest < COLLAPSED_BELOW and lowest < facts.scales[0][1]:
+        is_overflow = facts.skips and facts.skips[0].cause == Cause.OVERFLOW
+        yield Advice(
+            f"The scale fell to {power_of_two(lowest)} at step {lowest_step:,}, and steps were taken after that: "
+            + (
+                "gradients are too large for fp16 as they are, or the backward makes an inf or NaN now and then. "
+                "Divide the loss, as by a mean in place of a sum, or use bf16."
+                if is_overflow
+                else "see the causes of the skips."
+            ),
+            {"first_scale": facts.scales[0][1], "lowest_scale": lowest, "lowest_scale_step": lowest_step},
+            "warning",
+        )
+
+
+def diagnoses(facts: RunFacts) -> Iterator[Advice]:
+    """Repeat what the monitor found out about failing batches, once for each module, op and cause."""
+    grouped: dict[tuple[str, str, str, str], list[int]] = {}
+    texts: dict[tuple[str, str, str, str], str] = {}
+    for record in facts.run.diagnoses:
+        key = (record["cause"], record["phase"], record["module"], record["op"])
+        grouped.setdefault(key, []).append(record["step"])
+        text, advice = record["text"], record["advice"]
+        texts.setdefault(key, text if advice in text else f"{text} {advice}")
+    for (cause, phase, module, op), steps in grouped.items():
+        where = {"cause": cause, "phase": phase, "module": module, "op": op}
+        yield Advice(
+            texts[cause, phase, module, op],
+            {**where, "first_step": steps[0], "diagnosed_steps": len(steps)},
+            "warning",
+        )
+
+
+def _of_cause(facts: RunFacts, cause: Cause) -> list[Skips]:
+    return [skips for skips in facts.skips if skips.cause == cause]
+
+
+def _evidence(facts: RunFacts, skips: Skips) -> dict[str, Measured]:
+    numbers: dict[str, Measured] = {
+        "skipped_steps": len(skips.steps),
+        "recorded_steps": len(facts.run.steps),
+        "first_step": skips.steps[0],
+        "last_step": skips.steps[-1],
+    }
+    if skips.parameters:
+        names = tuple(f"{name} ({count}x)" for name, count in skips.parameters[:NAMES_SHOWN])
+        numbers["parameters_named_most"] = names
+    return numbers

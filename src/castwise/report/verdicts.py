@@ -1,0 +1,76 @@
+"""`castwise.verdict`: what a run's numbers say about its precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from castwise.monitor.run import Run
+from castwise.report import range_advice, step_advice
+from castwise.report.advice import SEVERITIES, Advice, Severity
+from castwise.report.run_facts import RunFacts
+
+__all__ = ["Advice", "Severity", "Verdict", "verdict"]
+
+_OF_STEPS = (
+    step_advice.lost_weights,
+    step_advice.poisoned_weights,
+    step_advice.collapse,
+    step_advice.bad_losses,
+    step_advice.diagnoses,
+    step_advice.overflows,
+    step_advice.other_skips,
+)
+_OF_RANGES = (
+    range_advice.underflow,
+    range_advice.outputs,
+    range_advice.too_little,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The advice for a run, the most severe first; printed, one line for each.
+
+    Args:
+        advice: In order of severity.
+    """
+
+    advice: tuple[Advice, ...]
+
+    def __iter__(self) -> Iterator[Advice]:
+        return iter(self.advice)
+
+    def __len__(self) -> int:
+        return len(self.advice)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.advice))
+
+
+def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
+    """Turn what `castwise.Monitor` recorded into advice, each piece with the numbers behind it.
+
+    A run about which the records say too little gets a verdict that says so.
+
+    Args:
+        run: A run's folder, its `monitor.jsonl`, or a `castwise.monitor.run.Run`. It may still be growing.
+
+    Raises:
+        OSError: There is no readable record.
+        ValueError: The file is no record of a run.
+    """
+    return judge(RunFacts(run if isinstance(run, Run) else Run.read(run)))
+
+
+def judge(facts: RunFacts) -> Verdict:
+    """The verdict on facts that were gathered already."""
+    advice = [piece for rule in _OF_STEPS for piece in rule(facts)]
+    is_lost = any(piece.severity == "critical" for piece in advice)
+    advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
+    if not is_lost:  # else the samples are of a training that was none
+        in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
+        advice += range_advice.bf16_weights(facts)
+        advice += range_advice.scale_fit(facts, in_trouble)
+    return Verdict(tuple(sorted(advice, key=lambda piece: SEVERITIES.index(piece.severity))))

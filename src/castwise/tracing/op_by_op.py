@@ -1,0 +1,33 @@
+"""Running a model under a `TorchDispatchMode` with the results that it has without."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from castwise.policy.casting import in_native_state, native_state_of
+
+# What `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops, which
+# autocast casts for; but autocast is off where a mode is called, as ops that come one by one are cast for by then.
+_FUSED = {"aten._transformer_encoder_layer_fwd.default", "aten._native_multi_head_attention.default"}
+
+
+def call_op(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an op that a mode was given."""
+    if str(func) not in _FUSED:
+        return func(*args, **kwargs)
+    device_type = args[0].device.type
+    with torch.overrides.enable_reentrant_dispatch():
+        state = native_state_of(device_type)
+    with in_native_state(device_type, *state):
+        return func(*args, **kwargs)
+
+
+def without_compiler() -> AbstractContextManager[Any]:
+    """Return a context in which what is compiled runs eagerly: under a mode Dynamo gives up on it, and for good."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # torch's

@@ -1,0 +1,268 @@
+"""`trace`: one forward and backward of a model, op by op, with every cast and which of them are redundant.
+
+A `TorchDispatchMode` sees ops after autocast has cast for them; it costs several times what a small op
+does, so nobody trains under it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from castwise._torch_private import (
+    TO_COPY,
+    TorchDispatchMode,
+    schema_of,
+    stored_values,
+    tree_leaves,
+    version,
+)
+from castwise.amp.autocast_mode import autocast
+from castwise.policy.bound_policy import BoundPolicy, is_bound_to
+from castwise.policy.policy import Policy
+from castwise.tracing.batches import Batch, arguments_of
+from castwise.tracing.module_of_op import ModuleOfOp
+from castwise.tracing.op_by_op import call_op, without_compiler
+from castwise.tracing.trace_result import AGAIN, BACK, Cast, Op, Trace
+from castwise.weights.weight_cache import WeightCache
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    policy: Policy | BoundPolicy | None = None,
+    weight_cache: WeightCache | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+) -> Trace:
+    """Run one forward and backward of a model and say which ops ran in which dtypes, and what was cast.
+
+    Gradients, also those of `batch`, buffers, hooks and the state of random number generators are put back; what
+    hooks of the model do is not. All tensors that are cast stay in memory until the end.
+
+    Args:
+        model: The model.
+        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        policy: Holds in the forward; without one, the forward runs in the region that the caller is in, if any.
+        weight_cache: For that policy's region.
+        loss_fn: Of the model's output, which gives the loss; by default the sum of all floating-point tensors in it.
+            Runs in the region, too. Without anything that needs a gradient there is no backward, and none runs in a
+            region.
+
+    Raises:
+        TypeError: `model` is not a module, `batch` is no batch, or `weight_cache` comes without a policy.
+        ValueError: As of `Policy.bind`.
+
+    Example:
+        >>> import castwise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> seen = castwise.trace(model, torch.ones(3, 4), policy=castwise.policies.bf16)
+        >>> print(seen.summary())
+        9 casts, 768 bytes
+        4 of weights, 348 bytes: a WeightCache keeps these
+        0 redundant, 0 bytes
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if policy is None and weight_cache is not None:
+        raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
+    device = next((param.device.type for param in model.parameters()), "cpu")
+    args, kwargs = arguments_of(batch)
+    module_of_op = ModuleOfOp(model)
+    watch = _Watch(model, module_of_op)
+    given = [*args, *kwargs.values()]
+    with _bound(policy, model) as bound, _put_back(model, given), without_compiler(), module_of_op:
+        with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
+            output = model(*args, **kwargs)
+            loss = _sum(output) if loss_fn is None else loss_fn(output)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            watch.phase = "backward"
+            module_of_op.begin_backward()
+            with watch, autocast(device, enabled=False):
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's
+    return watch.result()
+
+
+@contextmanager
+def _bound(policy: Policy | BoundPolicy | None, model: nn.Module) -> Iterator[BoundPolicy | None]:
+    if not isinstance(policy, Policy):
+        yield policy
+        return
+    was_bound = is_bound_to(policy, model) is not None
+    bound = policy.bind(model)
+    try:
+        yield bound
+    finally:
+        if not was_bound:
+            bound.unbind()
+
+
+def _sum(output: Any) -> torch.Tensor | None:
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return sum((leaf.sum() for leaf in floats[1:]), floats[0].sum()) if floats else None
+
+
+@contextmanager
+def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    gradients = [(tensor, tensor.grad) for tensor in (*model.parameters(), *given)]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    devices = {param.device.index or 0 for param in model.parameters() if param.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+class _Origin(NamedTuple):
+    """Where values come from that a cast has written."""
+
+    source: str
+    kept: torch.Tensor  # so that no other memory gets the address
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Counts ops and casts."""
+
+    sees_copies = True  # a WeightCache is in use while this watches
+
+    def __init__(self, model: nn.Module, module_of_op: ModuleOfOp) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
+        self.phase = "forward"
+        self._module_of_op = module_of_op
+        self._ops: Counter[tuple[str, str, str, str]] = Counter()
+        self._casts: dict[tuple[str, str, str, str, str, str], list[int]] = {}
+        self._weights: dict[Any, str] = {}
+        for name, param in model.named_parameters():
+            self._weights[_place(param)] = name
+            self._weights.setdefault(_memory(param), name)
+        self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
+        self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        source = _source(func, args)
+        of = None if source is None else self._of(source)
+        result = call_op(func, args, kwargs)
+        if source is not None and of is not None and _is_cast(source, result):
+            self._note_cast(source, result, of)
+            return result
+        inputs, outputs = _dtypes([*args, *kwargs.values()]), _dtypes(result)
+        if inputs or outputs:
+            name = str(func.overloadpacket)
+            self._ops[name, inputs, outputs, self.phase] += 1
+        self._forget_origins(func, args, kwargs)
+        return result
+
+    def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note that something was computed in memory that a cast has written."""
+        schema = schema_of(func)
+        if not schema.is_mutable:
+            return
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
+                    if isinstance(leaf, torch.Tensor):
+                        self._origins.pop(_memory(leaf), None)
+
+    def _of(self, source: torch.Tensor) -> str:
+        for place in (_place(source), _memory(source)):  # a view of a weight is that weight
+            if (name := self._weights.get(place)) is not None:
+                return name
+        return "activation" if self.phase == "forward" or self._module_of_op.is_forward_running() else "gradient"
+
+    def _note_cast(self, source: torch.Tensor, result: torch.Tensor, of: str) -> None:
+        key = (*_place(source), version(source), source.dtype, result.dtype)
+        origin = self._origins.get(_memory(source))
+        if key in self._cast:
+            redundant = AGAIN
+        elif origin is not None and origin.source == _name(result.dtype):
+            redundant = BACK
+        else:
+            redundant = ""
+        self._cast[key] = source
+        if _nbytes(result) == _bytes_of_memory(result):
+            self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
+        else:  # a part of something
+            self._origins.pop(_memory(result), None)
+        kind = (self._module_of_op.name() or "", self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
+        total = self._casts.setdefault(kind, [0, 0])
+        total[0] += 1
+        total[1] += _nbytes(source) + _nbytes(result)
+
+    def result(self) -> Trace:
+        phases: dict[tuple[str, str, str], dict[str, int]] = {}
+        for (op, inputs, output, phase), count in self._ops.items():
+            phases.setdefault((op, inputs, output), {})[phase] = count
+        ops = [Op(*kind, counts.get("forward", 0), counts.get("backward", 0)) for kind, counts in phases.items()]
+        casts = [Cast(*kind, calls, nbytes) for kind, (calls, nbytes) in self._casts.items()]
+        return Trace(tuple(sorted(ops, key=lambda op: (op.op, op.inputs, op.output))), tuple(casts))
+
+
+def _source(func: Any, args: Any) -> torch.Tensor | None:
+    """Return what an op casts, if it is one that may."""
+    if func is TO_COPY:
+        source = args[0]
+    elif func is torch.ops.aten.copy_.default:
+        source = args[1]
+    else:
+        return None
+    return source if isinstance(source, torch.Tensor) else None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor lies in one piece of memory; sparse and nested ones and DTensors hold others that do."""
+    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in {torch.Tensor, nn.Parameter}
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage().data_ptr() if _has_memory(tensor) else id(tensor)
+
+
+def _bytes_of_memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if _has_memory(tensor) else _nbytes(tensor)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return stored_values(tensor).nbytes
+    return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not _has_memory(tensor):
+        return (id(tensor),)
+    return _memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _is_cast(source: torch.Tensor, result: torch.Tensor) -> bool:
+    return source.is_floating_point() and result.is_floating_point() and source.dtype != result.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(value: Any) -> str:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))

@@ -1,0 +1,1 @@
+"""Casts of weights that outlive a region."""

@@ -1,0 +1,489 @@
+"""`WeightCache`: low-precision copies of weights that outlive an autocast region, made again only after a change.
+
+Autocast casts a weight at its first use in each region, and one that is frozen, or under `inference_mode`, at every
+use. While regions with a cache last, each plain layer of the model (`nn.Linear`, convolutions) has a forward of its
+own, an attribute of the instance, that gives copies to the op. Three facts shaped the code:
+
+* Whatever is unusual is left to autocast, which computes the same bits: compiled, traced and transformed code, tensor
+  subclasses, parametrizations, torch's inference fast path, function modes, threads outside of the cache's regions.
+* Where gradients are wanted, autocast is made to take a copy for its own cast: the graph is the one it makes.
+* A copy that a graph has saved is never written to: a changed weight gets a new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from castwise._torch_private import (
+    TO_COPY,
+    TorchDispatchMode,
+    are_functorch_transforms_active,
+    dispatch_modes,
+    function_modes,
+    is_compiled,
+    is_default_device,
+    is_gathered_by_fsdp,
+    is_jit_tracing,
+    is_torch_function_mode_enabled,
+    on_collective,
+    without_dispatch_modes,
+    writes_to,
+)
+from castwise.weights.weight_copies import Copies, Copy, why_not
+
+# The layers whose weights are cached, with torch's forward of each.
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward
+    for kind in (nn.Linear, *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)))
+}
+# Making autocast take a copy for its own costs about as much time as a cast of so many elements.
+_MIN_TRAINED = 1 << 19
+_NO_COPY = Copy(torch.empty(0), torch.float32)
+_Attributes = dict[str, Callable[..., Any]]
+
+
+class WeightCacheReport(NamedTuple):
+    """What a cache holds and did.
+
+    Args:
+        cached: Qualified names of the weights it holds a copy of.
+        nbytes: Bytes of all copies.
+        hits: Uses of a copy that was there.
+        refreshes: Copies made, the first ones included.
+        refused: By qualified name why a weight of a linear layer or a convolution is not cached.
+    """
+
+    cached: list[str]
+    nbytes: int
+    hits: int
+    refreshes: int
+    refused: dict[str, str]
+
+
+class _Thread(threading.local):
+    """The regions of a cache that a thread is in."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.device: str | None = None  # of the innermost
+        self.known: dict[int, Copy] = {}  # copies that autocast has as its own casts, by the ids of their parameters
+
+
+class _CastToCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Has the cast of a weight yield a copy that is there already, with autograd's own node of the cast."""
+
+    def __init__(self, copy: Copy) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
+        self._copy = copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is TO_COPY and args[0] is self._copy.param:
+            return self._copy.low.detach()
+        return func(*args, **(kwargs or {}))
+
+
+class _Layer:
+    """A plain layer of the model: finds the copies that take the places of its weight and bias in a call."""
+
+    __slots__ = ("bias", "copies", "found", "kind", "module", "own", "params", "thread", "weight")
+
+    def __init__(self, module: nn.Module, copies: Copies, thread: _Thread) -> None:
+        self.copies, self.thread, self.kind = copies, thread, type(module)
+        self.module: Callable[[], Any] = weakref.ref(module)  # the cache does not keep it alive
+        self.own: dict[str, Any] = module.__dict__
+        params: Any = module._parameters
+        self.params: dict[str, torch.Tensor | None] = params
+        self.weight: torch.Tensor = params["weight"]
+        self.bias: torch.Tensor | None = params["bias"]
+        # Those of weight and bias that were used last, with their device, "" if one of them cannot be cached.
+        self.found = _NO_COPY, _NO_COPY, ""
+
+    def arguments(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return weight and bias as the op is to have them, or None where autocast is to do it all."""
+        device, weight, bias = self.thread.device, self.weight, self.bias
+        if self.params.get("weight") is not weight or self.params.get("bias") is not bias:
+            self.copies.params_have_changed = True
+            return None
+        if (
+            device is None
+            or not torch.is_autocast_enabled(device)
+            or (type(input) is not torch.Tensor and type(input) is not nn.Parameter)
+            or is_jit_tracing()
+            or (is_torch_function_mode_enabled() and not self._passes_modes())
+        ):
+            return None
+        dtype, copies = torch.get_autocast_dtype(device), self.copies
+        if torch.is_grad_enabled():
+            return self._in_training(dtype, device)
+        of_weight, of_bias, of_device = self.found
+        if (
+            of_weight.dtype is not dtype
+            or of_weight.version != writes_to(weight)
+            or of_weight.address != weight.data_ptr()
+            or (bias is not None and (of_bias.version != writes_to(bias) or of_bias.address != bias.data_ptr()))
+            or copies.verify is True
+        ):
+            of_weight, of_bias, of_device = self._find(dtype, device)
+        if of_device != device:
+            return None
+        if bias is None:
+            copies.uses += 1
+            return of_weight.low, None
+        copies.uses += 2
+        return of_weight.low, of_bias.low
+
+    def _find(self, dtype: torch.dtype, device: str) -> tuple[Copy, Copy, str]:
+        of_weight = of_bias = _NO_COPY
+        if self.weight.device.type == device:
+            of_bias = of_weight if self.bias is None else self.copies.find(self.bias, dtype)
+            if self.bias is None or of_bias.device:
+                of_weight = self.copies.find(self.weight, dtype)
+        self.found = of_weight, of_bias, of_weight.device
+        return self.found
+
+    def _in_training(self, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return them where gradients are wanted."""
+        if self._is_left_to_autocast(self.weight):
+            return self.weight, self.bias
+        # A node would belong to the transform; selective checkpointing expects the ops of the forward when that is run
+        # again, which is outside of the region.
+        if are_functorch_transforms_active() or not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
+            return None
+        of_weight, of_bias, of_device = self._find(dtype, device)
+        if of_device != device:
+            return None
+        weight = self._in_graph(of_weight)
+        if self.bias is None or self._is_left_to_autocast(self.bias):
+            return weight, self.bias
+        return weight, self._in_graph(of_bias)
+
+    def _is_left_to_autocast(self, param: torch.Tensor) -> bool:
+        return param.requires_grad and param.numel() < _MIN_TRAINED
+
+    def _in_graph(self, copy: Copy) -> torch.Tensor:
+        """Return a copy with a node of the graph, or its parameter if autocast has that copy from now on."""
+        self.copies.uses += 1
+        param, known = copy.param, self.thread.known
+        if not param.requires_grad:
+            return copy.low
+        if not torch.is_autocast_cache_enabled():
+            with _CastToCopy(copy):
+                return param.to(copy.dtype)
+        if known.get(id(param)) is not copy:
+            if id(param) in known:  # it has changed, or has a copy in another dtype, which autocast would not see
+                torch.clear_autocast_cache()
+                known.clear()
+            nothing = copy.low.new_empty(0, param.shape[-2:][0])
+            # An op has autocast cast the weight and keep the cast. Checkpoints, which count the tensors that are saved,
+            # and selective ones, which count ops, are not to see it.
+            with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged), _CastToCopy(copy):
+                torch.matmul(nothing, param)
+            known[id(param)] = copy
+        return param
+
+    def _passes_modes(self) -> bool:
+        """Return True if no function mode does anything with the op of the layer."""
+        return all(
+            is_default_device(mode) or (hasattr(mode, "leaves_alone") and mode.leaves_alone(self.kind))
+            for mode in function_modes()
+        )
+
+    def attributes(self) -> _Attributes:
+        """Return what the module has as attributes while regions last.
+
+        Beside the forward that is what keeps deep copies, pickles, replicas and scripts of the module from having it.
+        They keep the layer alive, not the layer them: copies are freed without waiting for the garbage collector.
+        """
+
+        def linear(input: torch.Tensor) -> torch.Tensor:
+            arguments = None if is_dynamo_compiling() else self.arguments(input)
+            if arguments is None:
+                module = self.module()
+                return type(module).forward(module, input)  # type: ignore[no-any-return]
+            return functional.linear(input, *arguments)
+
+        def convolution(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            arguments, module = None if is_dynamo_compiling() else self.arguments(input), self.module()
+            given = module if arguments is None else _StandIn(module, *arguments)
+            return type(module).forward(given, input, *args, **kwargs)  # type: ignore[no-any-return]
+
+        def getstate() -> dict[str, Any]:
+            return _without_ours(self.own)
+
+        def replicate() -> nn.Module:
+            replica: nn.Module = self.kind._replicate_for_data_parallel(self.module())  # type: ignore[no-untyped-call]
+            replica.__dict__ = _without_ours(vars(replica))
+            return replica
+
+        def prepare_scriptable() -> Any:
+            for name in self.own.keys() - _without_ours(self.own).keys():
+                del self.own[name]
+            return self.module()
+
+        return {
+            "forward": linear if self.kind is nn.Linear else convolution,
+            "__getstate__": getstate,
+            "_replicate_for_data_parallel": replicate,
+            "__prepare_scriptable__": prepare_scriptable,
+        }
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if getattr(value, "__module__", None) != __name__}
+
+
+class _StandIn:
+    """A module as its forward sees it, but for the weight and the bias."""
+
+    __slots__ = ("_module", "bias", "weight")
+
+    def __init__(self, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._module, self.weight, self.bias = module, weight, bias
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Plan(NamedTuple):
+    """The plain layers of a model and what they have while regions last, and what shows that the model has changed.
+
+    Args:
+        layers: The layers.
+        others: Layers that are not plain.
+        children: The children of all modules, and their ids.
+        modules: All modules: when one dies, another can come to have its id, and the plan is dropped.
+    """
+
+    layers: list[tuple[_Layer, _Attributes]]
+    others: list[Callable[[], nn.Module | None]]
+    children: list[tuple[dict[str, nn.Module | None], list[int]]]
+    modules: list[weakref.ref[nn.Module]]
+
+    def is_current(self) -> bool:
+        """Return True if the model has the same modules, and no others of them have become plain layers."""
+        for children, ids in self.children:
+            if [*map(id, children.values())] != ids:
+                return False
+        return not any(_is_plain(module()) for module in self.others)
+
+
+def _is_plain(module: nn.Module | None) -> bool:
+    """Return True for a layer with torch's own forward whose weight and bias are parameters of no subclass."""
+    kind, params = type(module), {} if module is None else module._parameters
+    return (
+        kind in _FORWARDS
+        and kind.forward is _FORWARDS[kind]
+        and params.keys() >= {"weight", "bias"}
+        and params["weight"] is not None
+        and not any(_is_special(param) for param in params.values() if param is not None)
+    )
+
+
+def _is_special(param: torch.Tensor) -> bool:
+    return type(param) is not nn.Parameter or param.is_inference() or is_gathered_by_fsdp(param)
+
+
+class WeightCache:
+    """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
+
+    Outputs and gradients are bit for bit those of the region without it. A copy is made at the first use of a weight
+    and again after the weight has changed: by an optimizer's step, in place, by a collective, or by another tensor in
+    its place. Writes that leave no trace, such as those through `.data`, need `invalidate()`. Each region compares some
+    weights with their copies, so that a stale copy is found within 200 regions plus one for each weight; entering the
+    region then raises.
+
+    What is cached are dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
+    `report()` tells which are not, and why. Autocast casts all others: those of subclasses of these layers, of layers
+    for which a policy has a rule, of `nn.MultiheadAttention`, in calls of `F.linear` by hand, in torch's inference fast
+    path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. The same goes
+    for trained weights of less than 524,288 elements while gradients are wanted: to keep their casts costs more.
+
+    Copies take half of the bytes of the weights they are of, and are freed with them. Threads may share a cache.
+
+    Args:
+        model: Whose parameters are cached, also ones that it gets later.
+        verify: `"rolling"` compares at most 0.5% of the bytes of the weights in each region, but one weight, or 64 KiB
+            of a larger one, at least; no region waits for an accelerator to do so. True compares a copy with its weight
+            at every use, which costs what the cache saves. False compares nothing.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `verify` is none of these.
+
+    Example:
+        >>> import castwise
+        >>> model = torch.nn.Linear(4, 4)
+        >>> cache = WeightCache(model)
+        >>> for _ in range(3):
+        ...     with torch.no_grad(), castwise.autocast("cpu", dtype=torch.bfloat16, weight_cache=cache):
+        ...         output = model(torch.ones(1, 4))
+        >>> cache.report().hits, cache.report().refreshes
+        (4, 2)
+    """
+
+    def __init__(self, model: nn.Module, *, verify: bool | str = "rolling") -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(verify, bool) and verify != "rolling":
+            raise ValueError(f"verify must be 'rolling', True or False, got {verify!r}")
+        self._start(weakref.ref(model), verify)
+
+    def _start(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:
+        self._copies, self._thread, self._plan = Copies(model, verify), _Thread(), None
+        self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[_Layer, _Attributes]] = weakref.WeakKeyDictionary()
+        self._regions = 0  # of all threads
+        self._installed: list[tuple[_Layer, _Attributes]] = []
+        _CACHES.add(self)
+        _watch_writes()
+
+    _plan: _Plan | None
+
+    def enter(self, region: Any) -> None:
+        """Let layers use copies in a region of this thread; the region calls this when it has set autocast's state.
+
+        Args:
+            region: With the type of its device as `device`.
+
+        Raises:
+            RuntimeError: A weight was changed in a way that leaves no trace. Nothing is entered then.
+        """
+        thread = self._thread
+        with self._copies.lock:
+            if self._copies.verify == "rolling" and not dispatch_modes():  # which are not to see these ops
+                self._copies.verify_some()
+            if self._regions == 0:
+                if self._plan is None or self._copies.params_have_changed or not self._plan.is_current():
+                    self._plan = self._make_plan()
+                self._installed = self._plan.layers
+                for layer, attributes in self._installed:
+                    if "forward" not in layer.own and type(layer.module()) is layer.kind:
+                        layer.own.update(attributes)
+            self._regions += 1
+        thread.devices.append(region.device)
+        thread.device = region.device
+
+    def leave(self, token: None) -> None:
+        """Undo what `enter` has done in this thread.
+
+        Args:
+            token: What that has returned.
+        """
+        thread = self._thread
+        thread.devices.pop()
+        thread.device = thread.devices[-1] if thread.devices else None
+        if thread.device is None:
+            thread.known.clear()
+        with self._copies.lock:
+            self._regions -= 1
+            if self._regions == 0:
+                for layer, attributes in self._installed:
+                    own = layer.own
+                    if own.get("forward") is attributes["forward"]:
+                        del own["forward"], own["__getstate__"]
+                        del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
+                self._installed = []
+
+    def _make_plan(self) -> _Plan:
+        find = weakref.ref(self)
+
+        def drop_plan(_: object) -> None:
+            if (cache := find()) is not None:
+                cache._plan = None
+
+        self._copies.params_have_changed = False
+        model = self._copies.model()
+        modules = [] if model is None else list(model.modules())
+        # Compiled code looks at whether a module has a forward of its own.
+        compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
+        children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
+        plan = _Plan([], [], children, [weakref.ref(module, drop_plan) for module in modules])
+        for module in modules:
+            if module not in compiled and _is_plain(module):
+                known, params = self._layers.get(module), module._parameters
+                if known is None or known[0].weight is not params["weight"] or known[0].bias is not params["bias"]:
+                    layer = _Layer(module, self._copies, self._thread)
+                    known = self._layers[module] = layer, layer.attributes()
+                plan.layers.append(known)
+            elif module not in compiled and isinstance(module, tuple(_FORWARDS)):
+                plan.others.append(weakref.ref(module))
+        return plan
+
+    def invalidate(self) -> None:
+        """Make all copies again at their next use, as is needed after writes that leave no trace."""
+        self._copies.invalidate()
+
+    def report(self) -> WeightCacheReport:
+        """Return what the cache holds and did."""
+        copies, model = self._copies.all(), self._copies.model()
+        held = {id(copy.param) for copy in copies}
+        return WeightCacheReport(
+            cached=[] if model is None else [name for name, param in model.named_parameters() if id(param) in held],
+            nbytes=sum(copy.low.nbytes for copy in copies),
+            hits=self._copies.uses - self._copies.casts,
+            refreshes=self._copies.casts,
+            refused={} if model is None else _refused(model),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+        model = self._copies.model()
+        twin = object.__new__(WeightCache)
+        copied = model if model is None else memo.get(id(model), model)
+        twin._start((lambda: None) if copied is None else weakref.ref(copied), self._copies.verify)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self._copies.model(), "verify": self._copies.verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # On what `object.__new__` has made: mypy fears a subclass with other arguments.
+        self.__init__(state["model"], verify=state["verify"])  # type: ignore[misc]
+
+
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Return by name why weights of layers are not cached."""
+    refused: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        kind = next((kind for kind in _FORWARDS if isinstance(module, kind)), None)
+        of_layer = None
+        if kind is not None and type(module) is not kind:
+            of_layer = f"of a {type(module).__name__}, not a plain {kind.__name__}"
+        elif getattr(vars(module).get("forward"), "__module__", __name__) != __name__:
+            of_layer = f"of a {type(module).__name__} with a forward of its own"
+        for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
+            reason = of_layer or why_not(param)
+            if reason is not None:
+                refused[name] = reason
+    return refused
+
+
+_CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+
+
+def _invalidate_written(tensors: Iterable[torch.Tensor]) -> None:
+    tensors = list(tensors)
+    for cache in list(_CACHES):
+        cache._copies.invalidate(tensors)
+
+
+@functools.cache
+def _watch_writes() -> None:
+    """Have steps of all optimizers and collectives told to all caches, from the first one on."""
+    register_optimizer_step_post_hook(
+        lambda optimizer, *_: _invalidate_written(p for group in optimizer.param_groups for p in group["params"])
+    )
+    on_collective(_invalidate_written)

@@ -1,0 +1,77 @@
+"""Each mistake has a script that makes it, in the line that ends in its name: that is found, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castwise
+from castwise.mistakes.mistake import Mistake
+from castwise.mistakes.watch import WATCH, MixedPrecisionMistake
+
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
+
+
+def needs(script: Path) -> list[pytest.MarkDecorator]:
+    is_without_cuda = script.stem == "scaler_without_cuda"
+    return [pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")] if is_without_cuda else []
+
+
+def wrong_lines(script: Path) -> list[tuple[str, int]]:
+    lines = enumerate(script.read_text().splitlines(), 1)
+    return [(found[1], number) for number, line in lines if (found := re.search(r"  # ([a-z0-9-]+)$", line))]
+
+
+def run(script: Path) -> tuple[list[Mistake], list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with castwise.installed():
+            runpy.run_path(str(script))
+        mistakes = list(WATCH.found)
+    return mistakes, [each for each in warned if issubclass(each.category, MixedPrecisionMistake)]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=needs(each)) for each in SCRIPTS], ids=lambda path: path.stem
+)
+def test_a_mistake_is_found_once_in_its_line(script: Path) -> None:
+    mistakes, warned = run(script)
+    assert [(each.name, each.place.line if each.place else 0) for each in mistakes] == wrong_lines(script)
+    assert [(each.filename, each.lineno) for each in warned] == [(str(script), line) for _, line in wrong_lines(script)]
+    (mistake,) = mistakes
+    assert mistake.place is not None
+    assert mistake.place.source == script.read_text().splitlines()[mistake.place.line - 1].strip()
+    assert mistake.corrected
+    assert mistake.corrected in str(mistake).replace("\n             ", "\n")
+
+
+def test_every_kind_has_a_script() -> None:
+    said = set()
+    for file in (Path(castwise.__file__).parent / "monitor" / "mistakes").glob("*.py"):
+        said.update(re.findall(r'self\.watch\.say\(\s*"([a-z0-9-]+)"', file.read_text()))
+    assert said == {name for script in SCRIPTS for name, _ in wrong_lines(script)}
+    page = (Path(__file__).parents[3] / "docs" / "integrations" / "run.md").read_text()
+    assert said == set(re.findall(r"^\| `([a-z][a-z0-9-]+)` \| ", page, re.M))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_looking_changes_no_bit(script: Path) -> None:
+    """The same script with castwise's classes, watched and not, ends with the same weights."""
+    watched, alone = _weights(script, watched=True), _weights(script, watched=False)
+    assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
+
+
+def _weights(script: Path, *, watched: bool) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with castwise.installed():
+            if not watched:
+                WATCH.stop()
+            made: dict[str, Any] = runpy.run_path(str(script))
+    return list(made["model"].parameters())

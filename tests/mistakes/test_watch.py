@@ -1,0 +1,105 @@
+"""The watch itself: whom it tells and when, whose training it looks at, and that it never ends one."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.mistakes.test_left_in_peace import Training, training
+
+import castwise
+from castwise.mistakes.backwards import Backwards
+from castwise.mistakes.checkpoints import Checkpoints
+from castwise.mistakes.scaled_gradients import Window
+from castwise.mistakes.unscaling import Unscaling
+from castwise.mistakes.watch import WATCH
+from castwise.monitor.sinks import FILE_NAME
+
+__all__ = ["training"]
+
+
+def steps(training: Training, count: int = 2) -> None:
+    for _ in range(count):
+        training.backward()
+        training.scaler.unscale_(training.optimizer)
+        training.finish()
+
+
+def train_and_look(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        torch.nn.utils.get_total_norm([param.grad for param in training.model.parameters()]).item()
+        training.finish()
+        training.optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (Unscaling, "backward_starts"),
+        (Unscaling, "backward_ended"),
+        (Backwards, "_look_at"),
+        (Window, "_look_at"),
+        (Checkpoints, "_optimizer_asked"),
+    ],
+)
+def test_a_finder_that_fails_is_told_of_once_and_ends_nothing(
+    training: Training, monkeypatch: pytest.MonkeyPatch, where: type, name: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    if name == "_optimizer_asked":
+        monkeypatch.setattr("castwise.mistakes.checkpoints.caller", fail)
+    else:
+        monkeypatch.setattr(where, name, fail)
+    before = [param.detach().clone() for param in training.model.parameters()]
+    with pytest.warns(RuntimeWarning, match="goes on without: ZeroDivisionError") as told:
+        train_and_look(training)
+    assert len([each for each in told if each.category is RuntimeWarning]) == 1
+    assert not any(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+
+
+def test_a_training_in_another_thread_is_not_looked_at_and_disturbs_nothing(training: Training) -> None:
+    steps(training)
+    ticks, other = WATCH._ticks, Training()
+    training.backward()  # looked at, and not unscaled yet
+    thread = threading.Thread(target=steps, args=(other, 20))
+    thread.start()
+    thread.join()
+    assert WATCH._ticks == ticks
+    torch.nn.utils.clip_grad_value_(training.model.parameters(), 1.0)
+    with pytest.warns(castwise.MixedPrecisionMistake, match="clipped here while they are still multiplied"):
+        training.finish()
+
+
+def test_the_last_checkpoint_of_a_script_is_in_the_record(tmp_path: Path) -> None:
+    training = Training()
+    monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, sinks=[tmp_path])
+    with castwise.installed():
+        monitor.attach()
+        steps(training)
+        torch.save({"optimizer": training.optimizer.state_dict()}, io.BytesIO())
+        with pytest.warns(castwise.MixedPrecisionMistake, match="without the scaler's"):
+            monitor.detach()
+    assert mistakes_in(tmp_path) == ["scaler-not-saved"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_what_was_found_before_there_was_a_monitor_is_in_the_record(tmp_path: Path) -> None:
+    with castwise.installed(tmp_path):
+        with pytest.warns(castwise.MixedPrecisionMistake, match="there is no CUDA"):
+            torch.amp.GradScaler("cuda")
+        assert not list(tmp_path.iterdir())
+        steps(Training())
+    (folder,) = (each for each in tmp_path.iterdir() if each.is_dir())
+    assert mistakes_in(folder) == ["scaler-without-cuda"]
+
+
+def mistakes_in(folder: Path) -> list[str]:
+    records = map(json.loads, (folder / FILE_NAME).read_text().splitlines())
+    return [record["name"] for record in records if record["kind"] == "mistake"]

@@ -1,0 +1,253 @@
+"""The page as text: what is in it, what cannot be in it, and how large it gets. `test_report_browser.py` opens it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from tests.monitor import recorded
+from tests.monitor.recorded import sample, step, write
+
+from castwise.monitor.run import Run
+from castwise.report.downsampling import changes, extremes, in_buckets
+from castwise.report.figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
+from castwise.report.figures.timeline import MAX_MARKS, marks, timeline
+from castwise.report.report import labels, write_report
+from castwise.report.run_facts import RunFacts, Skips
+
+EVIL = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>&lt;b&gt;'
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the texts of scripts and of everything else."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += data
+        elif not self._open or self._open[-1] != "style":
+            self.text += data
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = json.loads(self.scripts[0])
+        return figures
+
+
+def page_of(tmp_path: Path, *runs: Path | Run) -> Page:
+    return Page(write_report(runs, tmp_path / "page.html"))
+
+
+def without_variables(value: Any) -> Any:
+    """Colours that the page's script would have put in."""
+    if isinstance(value, str):
+        return "#123456" if value.startswith("--") else value
+    if isinstance(value, list):
+        return [without_variables(each) for each in value]
+    return {key: without_variables(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def test_one_file_holds_all_and_asks_for_nothing(tmp_path: Path) -> None:
+    page = page_of(tmp_path, recorded.troubled(tmp_path / "run", steps=2000, layers=2))
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+    for tag, attributes in page.tags:
+        assert "src" not in attributes, tag
+        assert not (attributes.get("href") or "#").startswith(("http", "//")), tag
+    policy = next(each["content"] for tag, each in page.tags if each.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert policy.count("'sha256-") == 2
+
+
+def test_every_figure_is_one_that_plotly_knows_in_each_of_its_choices(tmp_path: Path) -> None:
+    figures = page_of(tmp_path, recorded.troubled(tmp_path / "run", steps=2000, layers=1)).figures
+    assert set(figures) == {"timeline-1", "headroom_bits-1", "flush-1", "histogram-1"}
+    for figure in figures.values():
+        for choice in [{}, *list(figure.get("choices", {}).values())[:9]]:
+            patches = choice.get("data", []) + [{}] * len(figure["data"])
+            data = [{**trace, **patch} for trace, patch in zip(figure["data"], patches, strict=False)]
+            layout = {**figure["layout"], **choice.get("layout", {})}
+            go.Figure(data=without_variables(data), layout=without_variables(layout))  # raises on what it cannot draw
+
+
+def test_names_cannot_become_markup(tmp_path: Path) -> None:
+    records = [step(i, 2.0**14, "overflow" if i == 3 else None, parameters=[f"{EVIL}.weight"]) for i in range(1, 9)]
+    run = write(
+        tmp_path / "<b>run<script>",
+        *records,
+        *(sample(i, 2.0**14, {EVIL: -16.0}, {EVIL: 15.0}) for i in range(1, 5)),
+        {"kind": "mistake", "line": 1, **dict.fromkeys(("name", "text", "corrected", "file", "source"), EVIL)},
+        {"kind": "diagnosis", "step": 3, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), EVIL)},
+        **{EVIL: EVIL},
+    )
+    page = page_of(tmp_path, run)
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("script") == 3
+    assert "img" not in tags
+    assert page.text.count(EVIL) >= 14
+    assert page.figures["flush-1"]["choices"]["outputs/e4m3"]["labels"] == [
+        EVIL.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    ]
+
+
+def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
+    run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
+    modules = list(run.samples[0]["modules"])
+    for measure in (HEADROOM, FLUSH):
+        figure = heat_map(measure, run.samples, {"gradients": modules, "outputs": modules})
+        for kind, key in (("gradients", "modules"), ("outputs", "activations")):
+            for name in ("fp16", "bf16", "e4m3", "e5m2"):
+                cells = figure["choices"][f"{kind}/{name}"]["data"][0]["z"]
+                for row, module in enumerate(modules):
+                    for column, each in enumerate(run.samples):
+                        stats = each[key][module]
+                        expected = None if stats["nonfinite"] else stats["formats"][name][measure.key]
+                        assert cells[row][column] == (expected and pytest.approx(expected, rel=6e-3))
+
+
+def test_a_map_of_many_samples_keeps_the_worst_of_each_column(tmp_path: Path) -> None:
+    calm = [sample(i, 2.0**14, {"a": -16.0}, {}) for i in range(1, 1001)]
+    calm[123] = sample(124, 2.0**14, {"a": 2.0}, {})
+    calm[777] = sample(778, 2.0**14, {"a": -50.0}, {})
+    choice, rows = "gradients/fp16", {"gradients": ["a"], "outputs": []}
+    headroom = heat_map(HEADROOM, calm, rows)["choices"][choice]["data"]
+    flush = heat_map(FLUSH, calm, rows)["choices"][choice]["data"]
+    assert len(headroom[0]["x"]) == MAX_COLUMNS
+    assert min(headroom[0]["z"][0]) < 0
+    assert max(flush[0]["z"][0]) > 0.9
+    assert len(headroom[1]["x"]) == len(flush[1]["x"]) == 1  # marked, not only coloured
+
+
+def test_every_skip_is_in_one_mark() -> None:
+    few = Skips("overflow", [3, 77, 1500], [])
+    assert marks(few) == [(3, "step 3"), (77, "step 77"), (1500, "step 1,500")]
+    many = marks(Skips("overflow", range(1, 100_001), []))
+    assert len(many) == MAX_MARKS
+    assert sum(int(text.split()[0]) for _, text in many) == 100_000
+    assert many[0][1] == "66 skips in steps 1 to 66"
+
+
+def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
+    causes = ["overflow", "non-finite loss", "non-finite weights", "another rank", "unknown"]
+    records = [step(i, 2.0**10, causes[i] if i < 5 else None, loss=5.0) for i in range(10)]
+    figure = timeline(RunFacts(Run(tmp_path, steps=records)))
+    strips = [trace for trace in figure["data"] if trace["yaxis"] == "y"]
+    assert [(trace["name"], trace["x"]) for trace in strips] == [
+        (f"{cause} (1)", [i]) for i, cause in enumerate(causes)
+    ]
+    for look in ("color", "symbol"):
+        assert len({trace["marker"][look] for trace in strips}) == 5
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    sizes = []
+    for n in (10_000, 50_000):
+        records = [
+            step(i, 2.0 ** rng.randint(10, 16), "overflow" if rng.random() < 0.05 else None, loss=rng.random())
+            for i in range(1, n + 1)
+        ]
+        one = sample(0, 2.0**14, dict.fromkeys(recorded.modules(10), -16.0), {})
+        ranges = [{**one, "step": i * n // 300} for i in range(300)]
+        run = Run(tmp_path / "run" / "monitor.jsonl", steps=records, samples=ranges)
+        sizes.append(write_report([run], tmp_path / f"{n}.html").stat().st_size)
+    assert sizes[1] < 1.05 * sizes[0]
+    assert sizes[1] < 7e6
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_empty_and_short_runs_have_a_page(n: int, sampled: bool, tmp_path: Path) -> None:
+    records = [step(i, 2.0**10, loss=None, grad_norm=None) for i in range(1, n + 1)]
+    ranges = [sample(i, 2.0**10, {"a": -16.0}, {"a": 1.0}) for i in range(1, n + 1)] if sampled else []
+    page = page_of(tmp_path, write(tmp_path / "run", *records, *ranges))
+    assert "Too little was recorded" in page.text
+    assert ("No ranges were sampled" in page.text) == (not ranges)
+    assert ("Neither scale nor loss" in page.text) == (not records)
+
+
+def test_runs_in_which_nothing_was_finite_or_all_was_zero_have_a_page(tmp_path: Path) -> None:
+    broken = [sample(i, 2.0**10, {"a": -16.0}, {"a": 1.0}, not_finite=("a",)) for i in range(1, 5)]
+    zero = sample(9, 1.0, {"a": -16.0}, {"a": 1.0})
+    empty = {"largest": 0.0, "smallest": None, "zero": 1.0, "exponents": {"lowest": 0, "counts": []}}
+    for stats in (zero["modules"]["a"], zero["activations"]["a"]):
+        stats.update(empty)
+        for fit in stats["formats"].values():
+            fit.update(flush=0.0, subnormal=0.0, headroom_bits="inf")
+    skipped = [step(i, 2.0 ** (10 - i), "non-finite loss", loss="nan", grad_norm="inf") for i in range(1, 40)]
+    text = page_of(tmp_path, write(tmp_path / "a", *skipped, *broken), write(tmp_path / "b", zero)).text
+    assert "The scale collapsed" in text
+
+
+def test_runs_side_by_side_share_their_axes(tmp_path: Path) -> None:
+    runs = recorded.healthy(tmp_path / "a", steps=600, layers=1), recorded.troubled(tmp_path / "b", 3000, layers=2)
+    page = page_of(tmp_path, *runs)
+    for name, axis in [("timeline", "xaxis"), ("timeline", "yaxis2"), ("flush", "xaxis"), ("histogram", "xaxis")]:
+        first, second = (page.figures[f"{name}-{place}"]["layout"][axis] for place in (1, 2))
+        assert first["range"] == second["range"], (name, axis)
+    assert page.figures["timeline-1"]["layout"]["xaxis"]["range"][1] > 3000
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+
+
+def test_runs_are_called_by_what_tells_them_apart() -> None:
+    assert labels([Path("/runs/a/monitor.jsonl"), Path("/runs/b/monitor.jsonl")]) == ["a", "b"]
+    assert labels([Path("/x/fp16/monitor.jsonl"), Path("/y/fp16/monitor.jsonl")]) == ["x/fp16", "y/fp16"]
+    assert labels([Path("/x/a/monitor.jsonl")] * 2) == ["x/a (1)", "x/a (2)"]
+
+
+def test_no_runs_and_missing_extras_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="write_report needs at least one run, got none"):
+        write_report([], tmp_path / "page.html")
+    for name in ("jinja2", "plotly"):
+        with monkeypatch.context() as without:
+            for module in [each for each in sys.modules if each.split(".")[0] == name]:
+                without.delitem(sys.modules, module)
+            without.setitem(sys.modules, name, None)
+            with pytest.raises(ImportError, match=rf"a report needs {name}: pip install 'castwise\[report\]'"):
+                write_report([write(tmp_path / "run")], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_downsampling_keeps_ends_and_extremes() -> None:
+    rng = random.Random(0)
+    points = [(i, rng.gauss(0, 1)) for i in range(50_000)]
+    points[31_415] = (31_415, 99.0)
+    points[100] = (100, math.nan)
+    kept = extremes(points, buckets=100)
+    assert len(kept) <= 202
+    assert kept == sorted(kept)
+    assert {points[0], points[-1], (31_415, 99.0)} <= set(kept)
+    assert extremes(points[:90], buckets=100) == points[:90]
+
+
+def test_a_step_function_is_its_changes() -> None:
+    scales = [(i, 2.0 ** (16 - i // 1000)) for i in range(10_000)]
+    assert changes(scales) == [*((i, 2.0 ** (16 - i // 1000)) for i in range(0, 10_000, 1000)), scales[-1]]
+    assert changes([]) == []
+    assert [list(each) for each in in_buckets(range(5), 2)] == [[0, 1], [2, 3, 4]]
+    assert in_buckets([], 3) == []

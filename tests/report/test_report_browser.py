@@ -1,0 +1,278 @@
+"""The page in a real Chromium: what people see, on a desk, on a phone, at night, by keyboard, and offline.
+
+Needs `chromium` and `chromedriver` (Debian: `apt-get install chromium chromium-driver`) and fails without them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from tests.monitor import recorded
+from tests.monitor.recorded import sample, step, write
+from torch import nn
+
+import castwise
+from castwise.monitor.monitor import Monitor
+from castwise.report.report import write_report
+
+EVIL = '<img src=x onerror="window.hacked=1"><b>name</b><a href="http://example.com">x</a>'
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+]
+PATIENCE_S = 30
+
+
+class Browser:
+    """A Chromium that shows one page at a time, and hears what it says and asks for."""
+
+    def __init__(self, profile: Path) -> None:
+        options = webdriver.ChromeOptions()
+        driver = shutil.which("chromedriver") or "chromedriver is not installed"  # else selenium downloads one
+        options.binary_location = shutil.which("chromium") or "chromium is not installed"
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(driver))
+
+    def open(self, page: Path, width: int = 1400, height: int = 900, theme: str = "light") -> None:
+        self.logs("browser")
+        self.logs("performance")
+        self.resize(width, height)
+        self.theme(theme)
+        self.driver.get(page.as_uri())
+        self.wait_for("document.documentElement.dataset.drawn !== undefined")
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def theme(self, theme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def run(self, script: str) -> Any:
+        return self.driver.execute_script(f"return {script}")
+
+    def wait_for(self, condition: str) -> None:
+        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: self.run(condition))
+
+    def logs(self, kind: str) -> list[dict[str, Any]]:
+        logs: list[dict[str, Any]] = self.driver.get_log(kind)
+        return logs
+
+    def requests(self) -> list[str]:
+        messages = [json.loads(entry["message"])["message"] for entry in self.logs("performance")]
+        return [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other, wherever the focus goes."""
+        webdriver.ActionChains(self.driver, duration=0).send_keys(*keys).perform()
+
+    def focused(self) -> str:
+        return str(self.run("document.activeElement.id || document.activeElement.outerHTML.slice(0, 90)"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about a training that took place, with a batch that was bad."""
+    folder = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = castwise.GradScaler("cpu", init_scale=2.0**10, growth_interval=10)
+    with Monitor(model, optimizer, scaler, every=4, sinks=[folder]):
+        for number in range(1, 41):
+            data = torch.randn(16, 8)
+            if number == 22:
+                data[3, 3] = float("nan")
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(data).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return write_report([folder], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("troubled")
+    return write_report([recorded.troubled(folder / "run", steps=3000, layers=3)], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    runs = recorded.healthy(folder / "a", steps=1000, layers=2), recorded.troubled(folder / "b", 2000, layers=2)
+    return write_report(runs, folder / "report.html")
+
+
+def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) -> None:
+    browser.open(trained)
+    assert browser.run("document.documentElement.dataset.drawn") == "4"
+    drawn = (
+        "[...document.querySelectorAll('.plot')].map(plot => [plot.id, plot.querySelectorAll('svg.main-svg').length])"
+    )
+    assert {name: count > 0 for name, count in browser.run(drawn)} == {
+        "timeline-1": True,
+        "headroom_bits-1": True,
+        "flush-1": True,
+        "histogram-1": True,
+    }
+    traces = browser.run("document.getElementById('timeline-1').data.map(trace => [trace.name, trace.x])")
+    assert ["non-finite loss (1)", [22]] in traces
+    assert browser.run("document.querySelectorAll('#timeline-1 .scatterlayer path.point').length") >= 2
+    cells = browser.run("document.getElementById('headroom_bits-1').data[0].z")
+    assert [len(row) for row in cells] == [10] * 3  # two Linear layers and a LayerNorm; the ReLU has no parameters
+    assert all(value is None or 0 < value < 999 for row in cells for value in row)
+    assert browser.run("document.querySelectorAll('#headroom_bits-1 .heatmaplayer image').length") == 1
+    assert browser.run("document.querySelectorAll('#histogram-1 .barlayer .point').length") > 20
+    assert "22" in browser.driver.find_element(By.ID, "skips").text
+
+
+def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(browser: Browser, several: Path) -> None:
+    browser.open(several)
+    for field in browser.driver.find_elements(By.CSS_SELECTOR, ".controls input"):
+        browser.driver.execute_script("arguments[0].click()", field)
+    outside = [url for url in browser.requests() if not url.startswith(("data:", "blob:"))]
+    assert outside == [several.as_uri()]
+    assert browser.logs("browser") == []
+
+
+def contrast(browser: Browser, selector: str, attribute: str) -> float:
+    """WCAG 2.2 contrast of a text with the panel it stands on (https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio)."""
+
+    def luminance(color: str) -> float:
+        numbers = [float(each) for each in color[color.index("(") + 1 : -1].split(",")[:3]]
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in numbers]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    text = browser.run(f"getComputedStyle(document.querySelector({selector!r})).{attribute}")
+    panel = browser.run("getComputedStyle(document.querySelector('section')).backgroundColor")
+    dark, light = sorted((luminance(text), luminance(panel)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_and_plots_can_be_read_in_light_and_when_the_system_turns_dark(browser: Browser, troubled: Path) -> None:
+    """4.5 is what WCAG 2.2 asks of text."""
+    browser.open(troubled)
+    for theme, panel in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(23, 30, 38)")):
+        color = "getComputedStyle(document.querySelector('#headroom_bits-1 .ytick text')).fill"
+        before = browser.run(color)
+        browser.theme(theme)
+        browser.wait_for(f"'{theme}' === 'light' || {color} !== '{before}'")
+        assert browser.run("getComputedStyle(document.querySelector('section')).backgroundColor") == panel
+        for selector in ("h2", ".lead", "figcaption", ".evidence dt", ".warning .severity", ".note .severity", "th"):
+            assert contrast(browser, selector, "color") >= 4.5, selector
+        for selector in ("#timeline-1 .xtick text", "#headroom_bits-1 .ytick text", "#histogram-1 .legendtext"):
+            assert contrast(browser, selector, "fill") >= 4.5, selector
+
+
+def test_no_page_is_wider_than_its_screen_and_runs_stand_side_by_side_on_wide_ones(
+    browser: Browser, several: Path
+) -> None:
+    lefts = "[...new Set([...document.querySelectorAll('#timeline .run')].map(r => r.getBoundingClientRect().left))]"
+    rights = "Math.max(...[...document.querySelectorAll('.plot svg')].map(p => p.getBoundingClientRect().right))"
+    browser.open(several, width=360)
+    for width, columns in ((360, 1), (768, 1), (1400, 2), (2560, 2), (360, 1)):
+        browser.resize(width, 900)
+        browser.wait_for(f"{rights} <= {width}")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        assert len(browser.run(lefts)) == columns
+
+
+def test_all_can_be_reached_by_keyboard_in_the_order_of_the_page(browser: Browser, troubled: Path) -> None:
+    browser.open(troubled)
+    reached = []
+    for _ in range(40):
+        browser.press(Keys.TAB)
+        if browser.run("document.activeElement === document.body"):
+            break
+        reached.append(browser.focused())
+        outlined = "getComputedStyle(document.activeElement.closest('label') && document.activeElement.matches('input')"
+        style = f"{outlined} ? document.activeElement.nextElementSibling : document.activeElement).outlineStyle"
+        assert browser.run(style) != "none", reached[-1]
+    assert 'class="skip-link"' in reached[0]
+    places = ["skip-link", "#verdict", "#settings", 'name="kind"', 'name="format"', "headroom_bits-1", "flush-1"]
+    places += ['name="moment"', 'name="module"', 'class="scroll"']
+    found = [next(i for i, each in enumerate(reached) if place in each) for place in places]
+    assert found == sorted(found)
+    assert reached[-1].count("Skipped steps") == 1
+    assert browser.run("[...document.querySelectorAll('.plot')].every(p => p.getAttribute('aria-label'))")
+    levels = browser.run("[...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+
+
+def test_the_skip_link_leads_to_the_verdict(browser: Browser, troubled: Path) -> None:
+    browser.open(troubled)
+    browser.press(Keys.TAB, Keys.ENTER)
+    assert browser.focused() == "verdict"
+
+
+def test_cells_of_a_map_are_read_out_by_arrow_keys(browser: Browser, troubled: Path) -> None:
+    browser.open(troubled)
+    browser.run("document.getElementById('flush-1').focus()")
+    rows = recorded.modules(3)
+    browser.press(*[Keys.ARROW_DOWN] * rows.index("head"), *[Keys.ARROW_RIGHT] * 40)
+    read = browser.driver.find_element(By.CSS_SELECTOR, "[data-for='flush-1']").text
+    assert read.startswith("head, step 3,000: ")
+    assert read.endswith("% rounds to zero")
+    assert float(read.split()[3].rstrip("%")) > 20
+
+
+def test_controls_choose_format_numbers_and_module(browser: Browser, troubled: Path) -> None:
+    browser.open(troubled)
+    least = "Math.min(...document.getElementById('headroom_bits-1').data[0].z.flat().filter(v => v !== null))"
+    in_fp16 = browser.run(least)
+    browser.driver.find_element(By.CSS_SELECTOR, "[value='fp16']").send_keys(Keys.ARROW_RIGHT)
+    browser.wait_for(f"{least} > {in_fp16} + 100")  # bf16
+    browser.driver.find_element(By.CSS_SELECTOR, "[value='bf16']").send_keys(Keys.ARROW_LEFT)
+    browser.driver.find_element(By.CSS_SELECTOR, "[value='gradients']").send_keys(Keys.ARROW_RIGHT)
+    browser.wait_for(f"{least} < 0")  # the outputs of an attention grow too large
+    caption = "document.getElementById('histogram-1-caption').textContent"
+    before = browser.run(caption)
+    for field, value in (("module", "head"), ("moment", "last")):
+        browser.driver.find_element(By.CSS_SELECTOR, f"[name={field}] [value={value}]").click()
+    browser.wait_for(f"{caption} !== {json.dumps(before)}")
+    bars = browser.run("document.getElementById('histogram-1').data.slice(0, 2).map(trace => trace.x0)")
+    assert bars[1] - bars[0] == 14  # the last scale of the run is 2^14
+
+
+def test_names_stay_text_in_the_page_and_in_plots(browser: Browser, tmp_path: Path) -> None:
+    records = [step(i, 2.0**14, EVIL if i == 3 else None) for i in range(1, 9)]
+    run = write(tmp_path / "run", *records, *(sample(i, 2.0**14, {EVIL: -16.0}, {EVIL: 15.0}) for i in range(1, 5)))
+    page = write_report([run], tmp_path / "report.html")
+    browser.open(page)
+    browser.run("document.getElementById('flush-1').focus()")
+    browser.press(Keys.ARROW_DOWN)
+    assert browser.run("window.hacked === undefined")
+    assert browser.run("document.querySelectorAll('img, a[href^=http], svg a').length") == 0
+    assert EVIL in browser.driver.find_element(By.CSS_SELECTOR, "[data-for='flush-1']").text
+    assert browser.driver.find_element(By.CSS_SELECTOR, "#flush-1 .ytick text").text.endswith(EVIL[-20:])
+    assert browser.logs("browser") == []
+
+
+def test_an_empty_run_is_a_page_without_plots_that_fail(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_report([write(tmp_path)], tmp_path / "report.html"))
+    assert browser.logs("browser") == []
+    assert "Too little was recorded" in browser.driver.find_element(By.ID, "verdict").text

@@ -1,0 +1,293 @@
+"""Advice: what is said of which numbers, and that the numbers are those that were recorded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.monitor import recorded
+from tests.monitor.recorded import sample, step, write
+
+from castwise.monitor.exponents import count, tally
+from castwise.monitor.formats import FP16
+from castwise.monitor.run import Run
+from castwise.report.run_facts import Ranges, RunFacts
+from castwise.report.verdicts import Advice, Verdict, verdict
+
+# A gradient whose largest number is 2^-6.3: 22.3 bits below 65504.
+GOOD = {"a": -16.0, "b": -16.0}
+OUTPUTS = {"a": 1.0, "b": 1.0}
+
+
+def told(run: Path, beginning: str) -> Advice:
+    found = [advice for advice in verdict(run) if advice.text.startswith(beginning)]
+    assert len(found) == 1, str(verdict(run))
+    return found[0]
+
+
+def samples(scale: float = 2.0**14, n: int = 4, **more: object) -> list[recorded.Record]:
+    given = {"gradients": GOOD, "outputs": OUTPUTS, **more}
+    return [sample(100 * i, scale, **given) for i in range(1, n + 1)]  # type: ignore[arg-type]  # any of its arguments
+
+
+def steps(n: int = 400, scale: float | None = 2.0**14) -> list[recorded.Record]:
+    return [step(i, scale) for i in range(1, n + 1)]
+
+
+def ranges_of(gradients: dict[str, torch.Tensor]) -> dict[str, Ranges]:
+    record = {
+        "step": 1,
+        "scale": 1.0,
+        "modules": {name: tally(count(each)).record() for name, each in gradients.items()},
+    }
+    return RunFacts(Run(Path(), samples=[record])).gradients
+
+
+def log2_of(advice: Advice, name: str) -> float:
+    value = advice.evidence[name]
+    assert isinstance(value, float)
+    return math.log2(value)
+
+
+def test_fp16_is_safe_where_everything_fits(tmp_path: Path) -> None:
+    run = write(tmp_path, *steps(), *samples())
+    advice = told(run, "fp16 is safe here at scale 2^14")
+    largest = Run.read(run).samples[0]["modules"]["a"]["largest"]
+    assert advice.severity == "good"
+    assert advice.evidence["headroom_bits"] == pytest.approx(math.log2(65504 / largest) - 14)
+    assert advice.evidence["finite_samples"] == 4
+    assert advice.evidence["skipped_steps"] == 0
+    assert not [piece for piece in verdict(run) if piece.severity in ("critical", "warning")]
+
+
+def test_the_safe_scales_are_those_at_which_every_gradient_fits(tmp_path: Path) -> None:
+    """Against a search through all powers of two, by elements put at the bottom of their bins."""
+    run = write(tmp_path, *steps(), *samples(gradients={"a": -20.0, "b": -13.0}))
+    record = Run.read(run).samples[0]["modules"]
+
+    def fits(exponent: int) -> bool:
+        for stats in record.values():
+            values = [
+                (2.0 ** (stats["exponents"]["lowest"] + i + exponent), n)
+                for i, n in enumerate(stats["exponents"]["counts"])
+            ]
+            lost = sum(n for value, n in values if value < 2.0**-25) / stats["numel"]
+            if lost >= 0.05 or stats["largest"] * 2.0**exponent * 4 > 65504:
+                return False
+        return True
+
+    safe = [exponent for exponent in range(-40, 40) if fits(exponent)]
+    evidence = told(run, "fp16 is safe here").evidence
+    assert (evidence["lowest_safe_scale"], evidence["highest_safe_scale"]) == (2.0 ** safe[0], 2.0 ** safe[-1])
+
+
+def test_a_scale_that_is_too_high_or_too_low_is_told_by_how_much_to_move(tmp_path: Path) -> None:
+    high = told(write(tmp_path / "a", *steps(scale=2.0**22), *samples(2.0**22)), "The scale could be lowered by")
+    highest = log2_of(high, "highest_safe_scale")
+    assert f"lowered by {22 - highest:.1f} bits to 2^{highest:g}," in high.text
+    low = told(write(tmp_path / "b", *steps(scale=2.0**-8), *samples(2.0**-8)), "The scale should be raised")
+    lowest, highest = (log2_of(low, f"{end}_safe_scale") for end in ("lowest", "highest"))
+    assert f"raised, by {lowest + 8:.1f} to {highest + 8:.1f} bits: gradients fit from 2^{lowest:g} to" in low.text
+
+
+def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path: Path) -> None:
+    run = write(tmp_path, *steps(scale=1.0 / 4), *samples(1.0 / 4, gradients={"a": -16.0, "b": -22.0}))
+    share = Run.read(run).samples[0]["modules"]["b"]["formats"]["fp16"]["flush"]
+    advice = told(run, "b loses")
+    assert 0.25 < share < 0.75
+    assert advice.severity == "critical"
+    assert advice.evidence["mean_flushed_share"] == pytest.approx(share)
+    assert f"loses {float(f'{100 * share:.2g}'):g}% of its gradients" in advice.text
+    assert "bf16 or a higher scale" in advice.text
+
+
+def test_underflow_that_no_safe_scale_cures_asks_for_bf16(tmp_path: Path) -> None:
+    run = write(tmp_path, *steps(), *samples(gradients={"a": -8.0, "b": -40.0}))
+    assert "bf16, as even the highest safe scale" in told(run, "b loses").text
+    assert "b needs 2^" in told(run, "No scale fits").text
+    assert "a allows no more than 2^" in told(run, "No scale fits").text
+
+
+def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
+    """Underflow that happened leaves nothing that could underflow: only zeros, and an end at the smallest number."""
+    torch.manual_seed(0)
+    honest = torch.randn(100_000) * 2.0**-24  # scaled, as a backward in fp32 leaves them
+    through_fp16 = honest.to(torch.float16).float()
+    lost = ((through_fp16 == 0) & (honest != 0)).float().mean().item()
+    for values in (honest, through_fp16):
+        assert ranges_of({"head": values})["head"].mean_flush == pytest.approx(lost, abs=0.001)
+    ends_by_itself = torch.randn(100_000).abs().clamp_min(0.01)
+    ends_by_itself[:50_000] = 0
+    nothing = torch.zeros(100)
+    assert ranges_of({"embedding": ends_by_itself})["embedding"].mean_flush == 0
+    assert ranges_of({"unused": nothing, "embedding": ends_by_itself})["unused"].mean_flush == 0
+    beside = ranges_of({"lost": nothing, "head": through_fp16, "embedding": ends_by_itself})
+    assert (beside["lost"].mean_flush, beside["embedding"].mean_flush) == (1, 0)
+
+
+def test_zeros_before_the_first_gradients_are_no_underflow(tmp_path: Path) -> None:
+    """A weight that begins as zero hands nothing back at the first step."""
+    records = samples()
+    vanished = {**records[0]["modules"]["b"], **tally(count(torch.zeros(1 << 16))).record()}
+    for kind, name in (("modules", "b"), ("gradients", "b.weight")):
+        records[0][kind][name] = vanished
+    assert told(write(tmp_path / "first", *steps(), *records), "fp16 is safe here").severity == "good"
+    records[0], records[1] = samples()[0], {**records[0], "step": 200}
+    advice = told(write(tmp_path / "later", *steps(), *records), "b loses up to 100% of its gradients")
+    assert advice.evidence["vanished_samples"] == 1
+
+
+def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_path: Path) -> None:
+    outputs = {"": 6.0, "blocks": 6.0, "blocks.1": 6.0, "blocks.2": 1.0}
+    run = write(tmp_path, *steps(), *samples(outputs=outputs))
+    advice = told(run, "Outputs of")
+    assert 'Outputs of blocks.1 come near to the limit of fp16: keep it in fp32 with Policy(compute="float16", ' in str(
+        advice
+    )
+    assert 'modules={"blocks.1": "float32"})' in advice.text
+    largest = Run.read(run).samples[0]["activations"]["blocks.1"]["largest"]
+    assert advice.evidence["largest_output"] == largest
+    assert advice.evidence["headroom_bits"] == pytest.approx(math.log2(65504 / largest))
+    assert not [piece for piece in verdict(run) if "fp16 is safe" in piece.text]
+
+
+def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
+    losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "bf16 weights would drop 12%")
+    assert "keep fp32 master weights" in losing.text
+    assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)
+    assert "all right" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
+
+
+def test_skips_are_told_by_cause_with_the_parameters_named_most(tmp_path: Path) -> None:
+    records = steps()
+    for at in (50, 250):
+        records[at - 1] = step(at, 2.0**14, "overflow", parameters=["head.weight", "a.bias"])
+    records[99] = step(100, 2.0**14, "overflow", parameters=["head.weight"])
+    records[299] = step(300, 2.0**14, "another rank")
+    run = write(tmp_path, *records, *samples())
+    advice = told(run, "3 steps skipped for overflow: the usual price")
+    assert advice.evidence["parameters_named_most"] == ("head.weight (3x)", "a.bias (2x)")
+    assert (advice.evidence["first_step"], advice.evidence["last_step"]) == (50, 250)
+    assert told(run, "1 step skipped: because another rank's").severity == "note"
+
+
+def test_too_many_overflows_are_a_warning_but_not_those_of_the_warm_up(tmp_path: Path) -> None:
+    warm_up = [step(i, 2.0**30, "overflow") for i in range(1, 15)] + steps()[14:]
+    assert told(write(tmp_path / "a", *warm_up), "14 steps skipped for overflow").severity == "note"
+    often = [step(i, 2.0**14, "overflow" if i % 50 == 0 else None) for i in range(1, 401)]
+    assert told(write(tmp_path / "b", *often), "Overflow of gradients cost 2% of all steps").severity == "warning"
+
+
+def test_losses_that_are_not_finite_clear_the_scale(tmp_path: Path) -> None:
+    records = steps()
+    records[6] = step(7, 2.0**14, "non-finite loss", loss="nan")
+    advice = told(write(tmp_path, *records), "The loss was inf or NaN at 1 step, first at step 7")
+    assert "the scale is innocent" in advice.text
+    taken = [step(i, None, loss="inf" if i == 9 else 1.0) for i in range(1, 20)]
+    assert told(write(tmp_path / "b", *taken), "The loss was inf or NaN at 1 step").evidence["first_step"] == 9
+
+
+def test_weights_that_are_not_finite_are_the_end(tmp_path: Path) -> None:
+    records = [*steps(9), *(step(i, 2.0**14, "non-finite weights", parameters=["a.weight"]) for i in range(10, 12))]
+    advice = next(iter(verdict(write(tmp_path, *records))))
+    assert advice.severity == "critical"
+    assert advice.text.startswith("Training is lost since step 10")
+
+
+def test_a_scale_that_goes_down_without_end_is_critical(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 25)]
+    advice = told(write(tmp_path, *falling), "The scale collapsed to 2^-7 at step 24")
+    assert advice.severity == "critical"
+    assert advice.evidence["longest_row_of_skipped_steps"] == 24
+    held = [step(i, 2.0**7, "non-finite loss", loss="nan") for i in range(3, 23)]
+    assert "20 steps in a row were skipped from step 3 on" in str(verdict(write(tmp_path / "b", *steps(2), *held)))
+    assert "collapsed" not in str(verdict(write(tmp_path / "c", *steps(30, scale=0.5))))
+
+
+def test_overflows_that_ended_at_a_lower_scale_ask_to_start_lower(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (41 - i), "overflow") for i in range(1, 24)]
+    found = verdict(write(tmp_path, *falling, *(step(i, 2.0**17) for i in range(24, 30))))
+    assert "The first 23 steps were skipped for overflow, until the scale had come down to 2^17: start lower." in str(
+        found
+    )
+    assert "No scale helps" not in str(found)
+
+
+def test_overflows_at_every_scale_are_not_told_to_start_lower(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
+    found = str(verdict(write(tmp_path, *falling, *samples())))
+    assert "No scale helps" in found
+    assert "start lower" not in found
+    assert "suits" not in found
+
+
+def test_skips_are_a_usual_price_only_once_a_step_was_taken(tmp_path: Path) -> None:
+    skips = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 7)]
+    assert "none was taken since" in told(write(tmp_path / "a", *skips), "6 steps skipped for overflow").text
+    taken = (step(i, 2.0**10) for i in range(7, 9))
+    assert "usual price" in told(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
+
+
+def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_told_again(tmp_path: Path) -> None:
+    killed = [step(i, 2.0**14, "non-finite weights", loss="nan") for i in range(10, 20)]
+    assert "The loss was" not in str(verdict(write(tmp_path, *steps(9), *killed)))
+
+
+def test_a_diagnosis_gives_its_advice_once_and_asks_for_no_other(tmp_path: Path) -> None:
+    advice = "drop or repair such samples"
+    found = {"kind": "diagnosis", "cause": "non-finite loss", "phase": "input", "module": "", "op": "", "step": 3}
+    text = {"text": f"input: input 0 is nan\n{advice}", "advice": advice}
+    bad = step(3, 2.0**14, "non-finite loss", loss="nan")
+    printed = str(verdict(write(tmp_path / "a", *steps(2), bad, {**found, **text})))
+    assert printed.count(advice) == 1
+    assert "castwise.diagnose" not in printed
+    assert "castwise.diagnose" in str(verdict(write(tmp_path / "b", *steps(2), bad)))
+
+
+def test_diagnoses_are_told_once_for_each_place(tmp_path: Path) -> None:
+    found = {"kind": "diagnosis", "cause": "overflow", "phase": "forward", "module": "blocks.3.attn", "op": "bmm"}
+    told_of = {"text": "blocks.3.attn overflowed in bmm.", "advice": "Keep it in fp32."}
+    run = write(tmp_path, *steps(), *({**found, **told_of, "step": at} for at in (10, 20)))
+    advice = told(run, "blocks.3.attn overflowed in bmm. Keep it in fp32.")
+    assert (advice.evidence["module"], advice.evidence["diagnosed_steps"]) == ("blocks.3.attn", 2)
+
+
+def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
+    for name, records in {"empty": [], "short": [*steps(5), *samples(n=2)]}.items():
+        found = verdict(write(tmp_path / name, *records))
+        assert [advice.text.split(":")[0] for advice in found] == ["Too little was recorded to judge a format"]
+
+
+def test_a_run_without_scaling_is_told_what_fp16_would_need(tmp_path: Path) -> None:
+    run = write(tmp_path, *steps(scale=None), *samples(1.0))
+    assert told(run, "Nothing was scaled here. With fp16, gradients fit from 2^").severity == "note"
+
+
+def test_samples_that_are_not_finite_count_nowhere_else(tmp_path: Path) -> None:
+    broken = sample(500, 2.0**14, {**GOOD, "b": 60.0}, OUTPUTS, not_finite=("b",))
+    ranges = RunFacts(Run.read(write(tmp_path, *steps(), *samples(), broken))).gradients["b"]
+    assert (ranges.samples, ranges.nonfinite_samples) == (4, 1)
+    assert ranges.largest < 1
+
+
+def test_the_most_severe_advice_comes_first_and_all_of_it_has_numbers(tmp_path: Path) -> None:
+    found = verdict(recorded.troubled(tmp_path, steps=3000, layers=2))
+    order = ["critical", "warning", "note", "good"]
+    ranks = [order.index(advice.severity) for advice in found]
+    assert ranks == sorted(ranks)
+    assert len(ranks) > 4
+    for advice in found:
+        assert any(isinstance(value, (int, float)) for value in advice.evidence.values()), advice
+
+
+def test_a_verdict_prints_its_evidence_with_units() -> None:
+    evidence = {"lost_share": 0.312, "headroom_bits": 2.345, "last_scale": 2.0**16, "bad_steps": 1200, "in": "a.b"}
+    printed = str(Verdict((Advice("Do this.", evidence, "warning"),)))
+    assert printed == "warning: Do this. (lost 31%; headroom bits 2.3; last scale 2^16; bad steps 1,200; in a.b)"
+
+
+def test_thresholds_are_those_of_fp16() -> None:
+    assert FP16.largest == torch.finfo(torch.float16).max
+    assert 2.0**FP16.smallest_subnormal_exponent == torch.finfo(torch.float16).smallest_normal * 2.0**-10

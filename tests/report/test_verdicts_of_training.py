@@ -1,0 +1,106 @@
+"""Verdicts on small trainings whose numbers really get lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tests.monitor.recorded import Record
+from torch import nn
+
+import castwise
+from castwise import GradScaler, Monitor
+from castwise.monitor.run import Run
+from castwise.report.verdicts import Verdict, verdict
+
+
+def underflowing(scale: float, dtype: torch.dtype, factor: float = 1e-6, rate: float = 1e-9) -> Verdict:
+    """Of a model in which what reaches the first layer's gradients is `factor` times what its head gets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    model[2].weight.data.mul_(factor)
+    return trained(model, GradScaler("cpu", init_scale=scale), lambda _: torch.randn(6, 4) * 0.1, dtype, rate)
+
+
+def trained(
+    model: nn.Module,
+    scaler: GradScaler | None,
+    batch: Callable[[int], torch.Tensor],
+    dtype: torch.dtype,
+    rate: float = 1e-3,
+    steps: int = 16,
+) -> Verdict:
+    records: list[Record] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with Monitor(model, optimizer, scaler, every=2, sinks=[records.append]):
+        for number in range(1, steps + 1):
+            optimizer.zero_grad()
+            with castwise.autocast("cpu", dtype=dtype):
+                loss = model(batch(number)).float().pow(2).mean()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    of_kind = {kind: [each for each in records if each["kind"] == kind] for kind in ("step", "sample")}
+    return verdict(Run(Path(), steps=of_kind["step"], samples=of_kind["sample"]))
+
+
+def test_a_layer_whose_gradients_all_vanish_beside_others_is_named() -> None:
+    found = underflowing(2.0, torch.float16)
+    worst = next(iter(found))
+    assert (worst.severity, worst.evidence["mean_flushed_share"]) == ("critical", 1.0)
+    assert worst.text.startswith("0 loses up to 100% of its gradients to underflow in fp16")
+    assert "bf16, or a higher scale" in worst.text
+    assert "safe" not in str([piece.text for piece in found])
+    assert not [piece for piece in underflowing(2.0**12, torch.float16, 1.0) if piece.severity == "critical"]
+
+
+def test_gradients_at_the_end_of_fp16_are_not_called_safe() -> None:
+    found = underflowing(64.0, torch.float16, 1e-5, rate=1e-3)
+    assert [piece for piece in found if piece.text.startswith("0 loses up to") or "lower end" in piece.text]
+    assert "fp16 is safe" not in str(found)
+
+
+def test_fp16_without_a_scale_is_told_what_it_loses() -> None:
+    for factor in (3e-5, 1e-5):
+        found = str(underflowing(1.0, torch.float16, factor))
+        assert "0 loses up to" in found
+        assert "Nothing was scaled here. With fp16, gradients fit" not in found
+
+
+def test_zeros_of_what_a_batch_does_not_use_are_no_underflow() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 1))
+    found = trained(model, GradScaler("cpu", init_scale=2.0**10), lambda _: torch.randint(9, (6, 2)), torch.float16)
+    assert "underflow" not in str([piece.text for piece in found])
+
+
+def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    def batch(number: int) -> torch.Tensor:
+        return torch.full((6, 4), math.nan if number == 8 else 1.0)
+
+    found = trained(model, None, batch, torch.bfloat16)
+    assert model.weight.isnan().all()
+    worst = next(iter(found))
+    assert worst.severity == "critical"
+    assert worst.text.startswith("Training is lost: gradients are inf or NaN from step 9 on")
+    assert worst.evidence["last_finite_sample_step"] == 7
+    assert "all right" not in str(found)
+    assert "gradients fit" not in str(found)
+
+
+def test_small_bf16_gradients_with_unused_rows_are_not_taken_for_those_of_fp16() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 1))
+    model[2].weight.data.mul_(1e-5)
+    found = str(trained(model, None, lambda _: torch.randint(9, (6, 2)), torch.bfloat16))
+    assert "Nothing was scaled here. With fp16, gradients fit" in found
+    assert "vanished" not in found
