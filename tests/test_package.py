@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
+import re
 import subprocess
 import sys
 import warnings
@@ -277,7 +279,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def private_torch_names(code: str) -> set[str]:
-    allowed = ("torch._foreach_", "torch._amp_")
+    allowed = ("torch._foreach_", "torch._amp_", "torch.ops.")
     of_tensors = {"_version", "_values", "_indices", "_base", "_execution_engine"}
     found = set()
     for node in ast.walk(ast.parse(code)):
@@ -292,6 +294,87 @@ def private_torch_names(code: str) -> set[str]:
             if (of_torch and not name.startswith(allowed)) or of_tensor:
                 found.add(name)
     return found
+
+
+def names_of_torch_private() -> set[str]:
+    """The private identifiers in the one module that may have them: of imports, attributes, and names in strings."""
+    found: set[str] = set()
+    tree = ast.parse((SOURCE / "_torch_private.py").read_text())
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch.ops."):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    parts = {part for name in found for part in name.split(".")}
+    return {part for part in parts if re.fullmatch(r"_[A-Za-z]\w*", part)} - own
+
+
+def test_there_are_at_most_thirty_private_names_of_torch() -> None:
+    assert {"_version", "_pytree", "_mp_policy"} <= names_of_torch_private()
+    assert len(names_of_torch_private()) <= 30
+
+
+# Forks for each name a process in which torch has it no longer, so that torch is imported once.
+WITHOUT_NAMES = r"""
+import importlib.util, json, os, re, sys, traceback, warnings
+import torch, torch._dynamo
+
+path, *names = sys.argv[1:]
+source = open(path).read()
+
+def train():
+    import castwise
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    for kind in ({"foreach": True}, {"fused": True}):
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), **kind), castwise.GradScaler("cpu")
+        for clip in (False, True):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(2, 4)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return [param.sum().item() for param in model.parameters()]
+
+def train_without(name):
+    renamed = re.sub(rf"(?<!\w){name}(?!\w)", name + "_of_another_release", source)
+    assert (renamed != source) is (name != "no_name")
+    spec = importlib.util.spec_from_loader("castwise._torch_private", loader=None)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    exec(compile(renamed, path, "exec"), vars(module))
+    return train()
+
+for name in names:
+    read, write = os.pipe()
+    if not os.fork():
+        warnings.simplefilter("ignore")
+        try:
+            result = train_without(name)
+        except BaseException:
+            result = traceback.format_exc()
+        os.write(write, json.dumps({name: result}).encode())
+        os._exit(0)
+    os.close(write)
+    print(os.read(read, 2**16).decode(), flush=True)
+    os.wait()
+"""
+
+
+def test_without_a_private_name_plain_training_is_as_ever() -> None:
+    names = ["no_name", *sorted(names_of_torch_private())]
+    command = [sys.executable, "-c", WITHOUT_NAMES, str(SOURCE / "_torch_private.py"), *names]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    weights = {name: of_name for line in printed.splitlines() for name, of_name in json.loads(line).items()}
+    assert [*weights] == names
+    assert weights == dict.fromkeys(names, weights["no_name"])
+    assert isinstance(weights["no_name"], list)
 
 
 def test_private_torch_names_are_reached_in_one_place() -> None:

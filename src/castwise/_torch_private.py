@@ -1,28 +1,22 @@
 """Every private torch name that castwise reaches, in one place, so that a new torch release is checked in one place.
 
-Checked against torch 2.13.0 and the 2.11 sources. `torch._foreach_*` and `torch._amp_*` are native ops,
-used where they are needed and not repeated here.
+Checked against torch 2.13.0 and the 2.11 sources. A name that a torch release has taken away turns off the feature it
+is for, and not `import castwise`: what happens then is said at each. Native ops (`torch._foreach_*`, `torch._amp_*`,
+`torch.ops`) are used where they are needed and not repeated here.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as PlainFunctions
-from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
-from torch._C import _get_privateuse1_backend_name as privateuse1_backend_name
-from torch._C import _is_torch_function_mode_enabled as is_torch_function_mode_enabled
-from torch._C import _is_tracing as is_jit_tracing
-from torch._C._dynamo import eval_frame
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "TO_COPY",
@@ -34,7 +28,6 @@ __all__ = [
     "backward_running",
     "backwards_without_autocast",
     "counted_version",
-    "device_types_of",
     "dispatch_modes",
     "fsdp_mixed_precision",
     "function_modes",
@@ -45,7 +38,6 @@ __all__ = [
     "is_default_device",
     "is_dynamo_active",
     "is_fsdp_flattened",
-    "is_gathered_by_fsdp",
     "is_jit_tracing",
     "is_torch_function_mode_enabled",
     "leaf_running",
@@ -60,7 +52,6 @@ __all__ = [
     "record_enter_autocast",
     "record_exit_autocast",
     "run_while_tracing",
-    "scaled_mm",
     "schema_of",
     "stored_values",
     "tell_of_compilations",
@@ -69,12 +60,78 @@ __all__ = [
     "tree_map",
     "version",
     "without_dispatch_modes",
+    "wraps_compiled",
     "writes_to",
 ]
 
 
+def _find(module: str, name: str, otherwise: Any = None) -> Any:
+    """Return a name of a module of torch, or something else if one of the two does not exist."""
+    try:
+        return getattr(importlib.import_module(module), name, otherwise)
+    except ImportError:
+        return otherwise
+
+
+def _apply_to_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        inner = [_apply_to_leaves(function, each) for each in tree]
+        return type(tree)(inner) if type(tree) in (list, tuple) else type(tree)(*inner)  # a named tuple
+    if isinstance(tree, dict):
+        return {key: _apply_to_leaves(function, each) for key, each in tree.items()}
+    return function(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _apply_to_leaves(found.append, tree)
+    return found
+
+
+# Without torch's, classes that were registered with it are leaves.
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _find("torch.utils._pytree", "tree_map", _apply_to_leaves)
+tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree", "tree_leaves", _leaves)
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+
+    class _NoDispatchMode:
+        """Without torch's class `trace` and `diagnose` end in an error; a WeightCache leaves training to autocast."""
+
+        def __enter__(self) -> None:
+            raise RuntimeError(f"torch {torch.__version__} has no TorchDispatchMode where castwise looks for it")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode", _NoDispatchMode)
+
+# A context in which no dispatch mode sees ops; of torch's the value is the list of those that are taken away.
+without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
+_is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
+
+# A context in which functions treat a tensor of a subclass as a plain one. None: gradients are not watched for misuse.
+PlainFunctions: Any = _find("torch._C", "DisableTorchFunctionSubclass")
+are_functorch_transforms_active: Callable[[], bool] = _find(
+    "torch._C", "_are_functorch_transforms_active", lambda: False
+)
+# Without it a backend that was renamed is taken for one of torch's own.
+privateuse1_backend_name: Callable[[], str] = _find(
+    "torch._C", "_get_privateuse1_backend_name", lambda: "privateuseone"
+)
+
+_HAS_VERSIONS = hasattr(torch.Tensor, "_version")
 # How often a tensor was written to; a RuntimeError for one of inference mode. In C, as it is asked of each gradient.
-counted_version = operator.attrgetter("_version")
+# Without it gradients that change after clipping are not found.
+counted_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version") if _HAS_VERSIONS else lambda _: 0
+# The same for weights. Without it each asking counts as a write, so that no copy is ever stale.
+writes_to = counted_version if _HAS_VERSIONS else functools.partial(lambda count, _: next(count), itertools.count())
+
+# In C, as each region asks. An object that no mode is about has no torch functions of its own.
+is_torch_function_mode_enabled: Callable[[], bool] = functools.partial(torch.overrides.has_torch_function, (None,))
+
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, and not exported
 
 TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` comes down to
 
@@ -98,7 +155,7 @@ def only_inlined(function: _Function) -> _Function:
 
     Within a function that is compiled it is traced all the same.
     """
-    _skip(function, eval_frame._FrameAction.DEFAULT)
+    _skip(function, "DEFAULT")
     return function
 
 
@@ -107,34 +164,36 @@ def never_traced(function: _Function) -> _Function:
 
     `torch.compiler.disable` does the same but imports all of Dynamo.
     """
-    _skip(function, eval_frame._FrameAction.SKIP)
+    _skip(function, "SKIP")
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a mark for torch
     return function
 
 
-def _skip(function: Callable[..., Any], callees: eval_frame._FrameAction) -> None:
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, callees)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+_eval_frame = _find("torch._C._dynamo", "eval_frame")
+_Action, _Strategy = getattr(_eval_frame, "_FrameAction", None), getattr(_eval_frame, "_FrameExecStrategy", None)
+
+
+def _skip(function: Callable[..., Any], callees: str) -> None:
+    # Without these names Dynamo traces more than it needs to, and breaks graphs where it cannot.
+    if _Action is not None and _Strategy is not None:
+        _eval_frame.set_code_exec_strategy(function.__code__, _Strategy(_Action.SKIP, getattr(_Action, callees)))
 
 
 def after_tracing(function: Callable[[], None]) -> None:
     """Let Dynamo, which is tracing, call a function when it ends or gives up; the last one comes first."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    InstructionTranslator.current_tx().output.add_cleanup_hook(function)
+    _find("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().output.add_cleanup_hook(function)
 
 
 def lines_traced() -> list[tuple[str, int]]:
     """Return file and line of what Dynamo, which is tracing, is about to call, the innermost last. As of 2.13.0."""
-    from torch._guards import TracingContext
-
-    return [(frame.filename, frame.lineno or 0) for frame in TracingContext.extract_stack()]
+    stack = _find("torch._guards", "TracingContext").extract_stack()
+    return [(frame.filename, frame.lineno or 0) for frame in stack]
 
 
 @only_inlined
 def is_dynamo_active() -> bool:
     """Return True if Dynamo looks at each function that this thread calls, to compile it. As of 2.13.0."""
-    asked = getattr(eval_frame, "get_eval_frame_callback", None)
+    asked = getattr(_eval_frame, "get_eval_frame_callback", None)
     return asked is not None and asked() is not None
 
 
@@ -160,9 +219,9 @@ def tell_of_no_more_compilations(*functions: Callable[..., None]) -> None:
 
 def load_compiler() -> None:
     """Load Dynamo, and have it look up by name the classes and functions of torch that it treats by themselves."""
-    from torch._dynamo import trace_rules
-
-    trace_rules.get_torch_obj_rule_map()
+    rules = _find("torch._dynamo.trace_rules", "get_torch_obj_rule_map")
+    if rules is not None:
+        rules()
 
 
 @only_inlined
@@ -171,78 +230,87 @@ def backwards_without_autocast() -> Any:
 
     torch's default is not told from the same value set by the user. Any other setting of the user's is kept.
     """
-    from torch._functorch import config
-
+    config = _find("torch._functorch", "config")
     # Before torch 2.13 a setting is one for all threads. As of 2.13.0 the name exists in both.
-    if torch.__version__ < "2.13" or config.backward_pass_autocast != "same_as_forward":
+    if torch.__version__ < "2.13" or getattr(config, "backward_pass_autocast", None) != "same_as_forward":
         return None
     return config.patch(backward_pass_autocast="off")
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
-    """Let autograd, which is running a hook, call a function when the backward is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    """Let autograd, which is running a hook, call a function when the backward is done; without the name, never."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(function)
+
+
+# Without these no backward is seen: forwards that a checkpoint runs again are taken for new ones.
+_nodes_made: Callable[[], int] = _find("torch._C._autograd", "_get_sequence_nr", lambda: 0)
+_backward: Callable[[], int] = _find("torch._C", "_current_graph_task_id", lambda: -1)
+_node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: None)
 
 
 @only_inlined
 def graph_nodes_made() -> int:
     """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
-    return torch._C._autograd._get_sequence_nr()
+    return _nodes_made()
 
 
 @only_inlined
 def is_backward_running() -> bool:
-    """Say whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    """Return True if autograd runs a backward in this thread."""
+    return _backward() != -1
+
+
+def backward_running() -> int | None:
+    """Return a number of the backward that autograd runs in this thread, each its own; None outside. As of 2.13.0."""
+    return _backward() if is_backward_running() else None
 
 
 @only_inlined
 def graph_node_running() -> int | None:
     """Return which of the nodes that a thread has made a backward runs right now; None outside of a backward."""
-    if not is_backward_running():
-        return None
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    node = _node() if is_backward_running() else None
+    return None if node is None else number_of_node(node)
 
 
+def leaf_running() -> torch.Tensor | None:
+    """Return the leaf of the graph whose gradient a backward brings right now, if it does. As of 2.13.0."""
+    node = _node() if is_backward_running() else None
+    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+
+
+@only_inlined
 def number_of_node(node: Any) -> int:
-    """Return which of the nodes that a thread has made one of an autograd graph is."""
-    number: int = node._sequence_nr()
+    """Return which of the nodes that a thread has made one of an autograd graph is; 0 without the name."""
+    number: int = getattr(node, "_sequence_nr", lambda: 0)()
     return number
 
 
 def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
     """Return the `MixedPrecisionPolicy` of a module that `fully_shard` has made a unit, or None."""
     state = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else state()._mp_policy
+    return None if state is None else getattr(state(), "_mp_policy", None)
 
 
 @only_inlined
 def version(tensor: torch.Tensor) -> int:
     """Return a tensor's count of writes; tensors of inference mode keep none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# As `version`, for the hot path: a tensor of inference mode raises.
-writes_to: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+    return 0 if tensor.is_inference() else counted_version(tensor)
 
 
 def schema_of(op: Any, overload: str | None = None) -> Any:
     """Return what is known of an op's arguments and results; of an overload packet, what is of one overload.
 
-    Of a higher-order operator, which takes functions, nothing is: None.
+    Of a higher-order operator, which takes functions, nothing is: None. Without the name that is so of all.
     """
     return getattr(op if overload is None else getattr(op, overload), "_schema", None)
 
 
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse COO tensor, coalesced or not, in memory shared with it."""
-    return sparse._values()
-
-
-def device_types_of(group: Any) -> list[str]:
-    """Return the types of device whose tensors a process group can reduce."""
-    return [device.type for device in group._device_types]
+    values: torch.Tensor = torch.ops.aten._values(sparse)
+    return values
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
@@ -250,29 +318,19 @@ def is_fsdp_flattened(param: torch.Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def is_gathered_by_fsdp(param: torch.Tensor) -> bool:
-    """Say whether `fully_shard` has put a parameter together for a forward; it writes there again without a trace."""
-    composable = sys.modules.get("torch.distributed._composable_state")
-    for state in [] if composable is None else list(composable._module_state_mapping.values()):
-        groups = getattr(state(), "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.13 there is one at most
-            groups = filter(None, [getattr(state(), "_fsdp_param_group", None)])
-        for group in groups:
-            if any(getattr(of_fsdp, "_unsharded_param", None) is param for of_fsdp in group.fsdp_params):
-                return True
-    return False
+# Without it there are no modes to be seen: they see the ops of castwise too.
+_function_modes: Callable[[], list[Any]] = _find("torch.overrides", "_get_current_function_mode_stack", list)
 
 
 @only_inlined
 def function_modes() -> list[Any]:
     """Return the `TorchFunctionMode`s that are active in this thread, the innermost last. As of 2.13.0."""
-    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
-    return modes
+    return _function_modes()
 
 
 def is_default_device(mode: Any) -> bool:
     """Return True for the `TorchFunctionMode` of `torch.device(...)` and `torch.set_default_device`. As of 2.13.0."""
-    return type(mode).__module__ == "torch.utils._device"  # which is loaded by whoever uses it
+    return type(mode).__module__.startswith("torch.") and isinstance(getattr(mode, "device", None), torch.device)
 
 
 @only_inlined
@@ -290,32 +348,21 @@ def _exporting_mode() -> Any:
 
 @only_inlined
 def _record(name: str, args: tuple[object, ...]) -> None:
-    mode = _exporting_mode()
-    if mode is not None:
+    mode, function = _exporting_mode(), getattr(torch.amp, name, None)
+    if mode is not None and function is not None:
         # An exported program must run where castwise is not installed, so the node in its graph is torch's.
-        mode.__torch_function__(getattr(torch.amp, name), (), args)
+        mode.__torch_function__(function, (), args)
 
 
 record_enter_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_enter_autocast")
 record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_exit_autocast")
 
 
-def backward_running() -> int | None:
-    """Return a number of the backward that autograd runs in this thread, each its own; None outside. As of 2.13.0."""
-    return torch._C._current_graph_task_id() if is_backward_running() else None
-
-
-def leaf_running() -> torch.Tensor | None:
-    """Return the leaf of the graph whose gradient a backward brings right now, if it does. As of 2.13.0."""
-    node = torch._C._current_autograd_node() if is_backward_running() else None
-    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
-
-
 @contextmanager
 def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take off for a while what is called after gradients were added to parameters' own. As of 2.13.0."""
     # Autograd holds the very dicts: they are emptied, not replaced.
-    hooks = [(dict(found), found) for param in params if (found := param._post_accumulate_grad_hooks)]
+    hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]
     try:
         for _, of_param in hooks:
             of_param.clear()
@@ -325,22 +372,25 @@ def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
             of_param.update(before)
 
 
+def wraps_compiled(module: Any) -> bool:
+    """Return True for what `torch.compile` has returned for a module."""
+    return "get_compiler_config" in vars(module)
+
+
 def is_compiled(module: Any) -> bool:
-    """Say whether `torch.compile` wraps a module, or compiles its call or its forward (checked with torch 2.13.0)."""
-    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+    """Return True if `torch.compile` wraps a module, or compiles its call or its forward. As of 2.13.0."""
+    if wraps_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
         return True
     forward = vars(module).get("forward")
-    return hasattr(getattr(forward, "before", forward), "_torchdynamo_orig_callable")  # a policy may have wrapped it
-
-
-def scaled_mm(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """Multiply matrices in an 8-bit float format, the second one column by column, into bf16. As of 2.13.0."""
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return hasattr(getattr(forward, "before", forward), "get_compiler_config")  # a policy may have wrapped it
 
 
 def dispatch_modes() -> list[Any]:
     """Return the `TorchDispatchMode`s that see the ops of this thread. As of 2.13.0."""
-    return _get_current_dispatch_mode_stack()
+    if not _is_in_dispatch_mode():
+        return []
+    with without_dispatch_modes() as modes:
+        return [*(modes or ())]
 
 
 # Collectives that write to their first argument without bumping versions, which torch 2.13 does in all others.

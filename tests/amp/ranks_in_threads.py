@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from castwise.amp import agreement
-
 
 class Collective(NamedTuple):
     op: str
@@ -71,7 +69,11 @@ class World:
         patch.setattr(torch.distributed, "get_world_size", lambda group=None: len(self._of(group).ranks))
         patch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(self._of(group).ranks))
         patch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=self.world))
-        patch.setattr(agreement, "device_types_of", lambda group: group.device_types)
+        patch.setattr(
+            torch.distributed,
+            "get_backend_config",
+            lambda group: ",".join(f"{kind}:gloo" for kind in group.device_types),
+        )
 
     def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
         """Return what each rank returns, or the error that it raises."""

@@ -53,10 +53,10 @@ def test_a_mistake_is_found_once_in_its_line(script: Path) -> None:
 
 def test_every_kind_has_a_script() -> None:
     said = set()
-    for file in (Path(castwise.__file__).parent / "monitor" / "mistakes").glob("*.py"):
+    for file in (Path(castwise.__file__).parent / "mistakes").glob("*.py"):
         said.update(re.findall(r'self\.watch\.say\(\s*"([a-z0-9-]+)"', file.read_text()))
     assert said == {name for script in SCRIPTS for name, _ in wrong_lines(script)}
-    page = (Path(__file__).parents[3] / "docs" / "integrations" / "run.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "run.md").read_text()
     assert said == set(re.findall(r"^\| `([a-z][a-z0-9-]+)` \| ", page, re.M))
 
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -628,7 +629,7 @@ def test_without_it_a_test_fails(
     name: str, broken: Any, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test()
-    monkeypatch.setattr(f"castwise.amp.{name}", broken)
+    monkeypatch.setattr(f"castwise.weights.{name}", broken)
     with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
         test()
 
@@ -670,12 +671,31 @@ def test_a_weight_that_leaves_the_model_is_forgotten_once(monkeypatch: pytest.Mo
     assert raised == []
 
 
-def test_weights_that_fsdp_has_gathered_are_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(4, 4)
-    monkeypatch.setattr(weight_cache, "is_gathered_by_fsdp", lambda weight: True)
-    cache = WeightCache(model)
-    run(model, cache)
-    assert cache.report().nbytes == 0
+@pytest.mark.parametrize("cached", ["model", "part"])
+def test_weights_that_fsdp2_gathers_are_left_to_autocast(cached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "_MIN_TRAINED", 0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        outputs = []
+        for with_cache in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            fully_shard(model[0])
+            fully_shard(model, reshard_after_forward=False)  # so that the second layer is gathered between forwards
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            cache = WeightCache(model if cached == "model" else model[1]) if with_cache else None
+            for training in (True, False, True, False, False):
+                with torch.set_grad_enabled(training), castwise.autocast("cpu", torch.bfloat16, weight_cache=cache):
+                    outputs.append(model(X))
+                if training:
+                    outputs[-1].sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert cache is None or cache.report().nbytes == 0
+    finally:
+        torch.distributed.destroy_process_group()
+    for expected, got in zip(outputs[:5], outputs[5:], strict=True):
+        same(got, expected)
 
 
 def test_why_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
-from castwise._torch_private import device_types_of
 from castwise.amp.checks import integer
 from castwise.amp.devices import is_capturing
 from castwise.amp.readback import Readback
@@ -63,6 +62,7 @@ class Agreement:
             raise ValueError(f"pipeline_stages must be an integer >= 1, got {stages!r}")
         self.ranks, self._device_type, self._stages = ranks, device_type, int(stages)
         self._mismatch: tuple[Readback, str] | None = None
+        self._device_types: dict[Any, str] = {}  # by group
         self.start()
 
     def start(self, *state: float) -> None:
@@ -224,11 +224,20 @@ class Agreement:
         said, size = f"{call}, call {self._calls} after {self._updates} updates", self.size()
         return said, zlib.crc32(said.encode(), self._history) % 2 ** ((_BITS - size.bit_length()) // 2), size
 
+    def _device_type_of(self, group: Any) -> str:
+        """Return the type of device whose tensors a group reduces: the scaler's if it can."""
+        known = self._device_types.get(group)
+        if known is None:
+            backends = torch.distributed.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
+            device_types = [backend.partition(":")[0] for backend in backends]
+            known = self._device_type if self._device_type in device_types else device_types[0]
+            self._device_types[group] = known
+        return known
+
     def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         # Along the dimensions of a mesh one after the other. On an accelerator the stream waits, and the host does not.
         for group in self._groups():
-            device_types = device_types_of(group)
-            device_type = self._device_type if self._device_type in device_types else device_types[0]
+            device_type = self._device_type_of(group)
             there = tensor if tensor.device.type == device_type else tensor.to(device_type)
             try:
                 torch.distributed.all_reduce(there, op, group)

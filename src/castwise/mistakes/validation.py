@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves
+from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves, wraps_compiled
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import caller, passes_through
 from castwise.tracing.module_hooks import ModuleHooks
@@ -33,7 +33,7 @@ class Validation(Finder):
 
     def model_found(self, model: nn.Module) -> None:
         """Look at each of its forwards."""
-        is_compiled_in_place = is_compiled(model) and "_orig_mod" not in model._modules
+        is_compiled_in_place = is_compiled(model) and not wraps_compiled(model)
         if model not in self._models and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
             self._models.add(model)
             self._hooks.put_on(model, self._look)

@@ -126,8 +126,9 @@ def _computes(name: str, function: _Function) -> bool:
         return True
     op = getattr(torch.ops.aten, name, None)
     return op is not None and any(
-        returned and all(value.alias_info is None and "Tensor" in str(value.type) for value in returned)
-        for returned in (schema_of(op, overload).returns for overload in op.overloads())
+        schema.returns and all(value.alias_info is None and "Tensor" in str(value.type) for value in schema.returns)
+        for schema in (schema_of(op, overload) for overload in op.overloads())
+        if schema is not None
     )
 
 

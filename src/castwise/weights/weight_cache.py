@@ -13,6 +13,7 @@ own, an attribute of the instance, that gives copies to the op. Three facts shap
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -33,7 +34,6 @@ from castwise._torch_private import (
     function_modes,
     is_compiled,
     is_default_device,
-    is_gathered_by_fsdp,
     is_jit_tracing,
     is_torch_function_mode_enabled,
     on_collective,
@@ -295,7 +295,7 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 def _is_special(param: torch.Tensor) -> bool:
-    return type(param) is not nn.Parameter or param.is_inference() or is_gathered_by_fsdp(param)
+    return type(param) is not nn.Parameter or param.is_inference()
 
 
 class WeightCache:
@@ -346,6 +346,7 @@ class WeightCache:
     def _start(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:
         self._copies, self._thread, self._plan = Copies(model, verify), _Thread(), None
         self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[_Layer, _Attributes]] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._regions = 0  # of all threads
         self._installed: list[tuple[_Layer, _Attributes]] = []
         _CACHES.add(self)
@@ -410,16 +411,23 @@ class WeightCache:
         modules = [] if model is None else list(model.modules())
         # Compiled code looks at whether a module has a forward of its own.
         compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
+        # FSDP2 puts a sharded weight together for a forward; it writes there again without a trace.
+        unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        self._sharded.update(inner for module in modules if isinstance(module, unit) for inner in module.modules())
+        self._sharded.update(
+            module for module in modules if any(hasattr(p, "device_mesh") for p in module._parameters.values())
+        )
+        left_alone = compiled.union(self._sharded)
         children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
         plan = _Plan([], [], children, [weakref.ref(module, drop_plan) for module in modules])
         for module in modules:
-            if module not in compiled and _is_plain(module):
+            if module not in left_alone and _is_plain(module):
                 known, params = self._layers.get(module), module._parameters
                 if known is None or known[0].weight is not params["weight"] or known[0].bias is not params["bias"]:
                     layer = _Layer(module, self._copies, self._thread)
                     known = self._layers[module] = layer, layer.attributes()
                 plan.layers.append(known)
-            elif module not in compiled and isinstance(module, tuple(_FORWARDS)):
+            elif module not in left_alone and isinstance(module, tuple(_FORWARDS)):
                 plan.others.append(weakref.ref(module))
         return plan
 
