@@ -186,7 +186,8 @@ def told(row: Row, torch: Facts) -> str:
 
 def write(records: list[dict[str, Any]]) -> None:
     """Write the result file, and the table into benchmarks/README.md."""
-    named = sorted({line for line in (HERE / "requirements.txt").read_text().split() if line.isidentifier()})
+    lines = (HERE / "requirements.txt").read_text().splitlines()
+    named = sorted(line for line in lines if not line.startswith("#"))
     versions = {name: version(name) for name in named}
     record = {
         "machine": {**recording.machine(), "threads": 1, "command": "make foreign"},

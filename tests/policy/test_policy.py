@@ -166,13 +166,7 @@ def test_whatever_a_file_holds_gives_a_policy_or_an_error_that_names_it(
         ("p.json", '{"compute": "bfloat16", "compute": "float16"}', "a name is there twice: 'compute', 'compute'"),
         ("p.json", '{"compute": "bfloat16", "modules": {"a": "float32", "a": "float16"}}', "a name is there twice"),
         ("p.toml", "compute = '\xff'", "p.toml: "),
-        (
-            "p.toml",
-            "a." * 50_000 + "a = 1",
-            "p.toml: a line of TOML has more than 4,096 characters: write a rule a line",
-        ),
-        ("p.toml", 'y = {b = """\n# """, ' + "a." * 50_000 + "a = 1}", "p.toml: a line of TOML has more than 4,096"),
-        ("p.toml", ("a." * 2000 + "a = 1\n") * 262, "p.toml: a policy has at most 1,048,576 bytes, got 1,0"),
+        ("p.toml", "# " * 600_000, "p.toml: a policy has at most 1,048,576 bytes, got 1,2"),
         ("p.json", '{"compute": "bfloat16"' + " " * 2**20, "p.json: a policy has at most 1,048,576 bytes"),
         ("p.yaml", "", "a policy's file must end in .toml or .json, got"),
     ],
@@ -192,17 +186,6 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_name_deep_modules(name: str
     assert Policy.from_file(tmp_path / name) == one
 
 
-def test_a_line_may_be_long_but_not_longer(tmp_path: Path) -> None:
-    line = 'compute = "bfloat16"'
-    for length in (4096, 4097):
-        (tmp_path / "p.toml").write_text(line.ljust(length) + "\n")
-        if length == 4096:
-            assert Policy.from_file(tmp_path / "p.toml") == Policy(compute="bfloat16")
-        else:
-            with pytest.raises(ValueError, match=r"p\.toml: a line of TOML has more than 4,096 characters"):
-                Policy.from_file(tmp_path / "p.toml")
-
-
 def test_a_file_may_be_large_but_not_larger(tmp_path: Path) -> None:
     for length in (2**20, 2**20 + 1):
         (tmp_path / "p.json").write_text('{"compute": "bfloat16"}'.ljust(length))
@@ -211,19 +194,6 @@ def test_a_file_may_be_large_but_not_larger(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match=r"at most 1,048,576 bytes, got 1,048,577"):
                 Policy.from_file(tmp_path / "p.json")
-
-
-def test_what_toml_cannot_hold_is_refused(tmp_path: Path) -> None:
-    one = Policy(compute="bfloat16", modules={"\ud800": "float32"})
-    with pytest.raises(ValueError, match=r"p\.toml: TOML cannot hold '\\ud800', use \.json"):
-        one.to_file(tmp_path / "p.toml")
-    two = Policy(compute="bfloat16", modules={"a" * 4096: "float32"})
-    with pytest.raises(ValueError, match=r"p\.toml: a line of TOML has more than 4,096 characters: .* use \.json"):
-        two.to_file(tmp_path / "p.toml")
-    assert list(tmp_path.iterdir()) == []
-    for policy in (one, two):
-        policy.to_file(tmp_path / "p.json")
-        assert Policy.from_file(tmp_path / "p.json") == policy
 
 
 def test_threads_may_write_one_file(tmp_path: Path) -> None:

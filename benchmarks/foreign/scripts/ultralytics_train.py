@@ -4,7 +4,10 @@ On a CPU its trainer turns mixed precision off, and makes a disabled scaler and 
 GPU is done here once more, by a loop with the model, the loss, and the EMA of the library.
 """
 
+import os
 from pathlib import Path
+
+os.environ["YOLO_VERBOSE"] = "False"  # it would print times
 
 import torch
 import torchvision

@@ -25,6 +25,9 @@ Norms: TypeAlias = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 # Sets its second argument to 1 where the first ones are not finite, and multiplies them by the third, in fp32 or wider.
 native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
+# Gradients of so many elements stay in a CPU's cache: to multiply them by 1 takes half the time of their norms.
+_SMALL = 1 << 22
+
 # Scaled norms in fp32 below this may have lost squares.
 _LOST_SQUARES = 1e-15
 
@@ -116,6 +119,9 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
         found_inf = found_inf_on(found, group.device)
         if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are looked at if there is a skip
             may_grow = here.item() < 1.0
+            if not may_grow and sum(map(torch.Tensor.numel, group.tensors)) < _SMALL:
+                native_check_(group.tensors, found_inf, torch.ones_like(here))
+                continue
             if not may_grow:  # a finite norm proves that all quotients are finite
                 native_check_(list(torch._foreach_norm(group.tensors)), found_inf, here)
             if may_grow or found_inf.item():

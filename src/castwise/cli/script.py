@@ -1,4 +1,4 @@
-"""A script of somebody else's, run as Python itself would, and what is done when it has ended, in whatever way."""
+"""A script, run as Python itself would, and what is done when it has ended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import atexit
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import types
-from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,26 +15,14 @@ from types import TracebackType
 
 import castwise
 import castwise.installation
-from castwise._child_process import module, python
 from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
-from castwise.monitor.sinks import FILE_NAME
 from castwise.policy.policy import Policy
 
 _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
-
-# Waits until the process that has started it is no more, and writes the report if that has not been able to: it is
-# run by itself, so that it needs nothing of a process that was killed. "done" says that there is nothing left to do.
-_AFTERMATH = """
-import glob, subprocess, sys
-out, records, *report = sys.argv[1:]
-told = sys.stdin.read()
-if told != "done" and glob.glob(glob.escape(out) + "/*/" + records):
-    subprocess.run(report, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-"""
 
 
 class Script:
@@ -75,8 +61,7 @@ class Script:
         castwise.install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
         WATCH.warns = False  # scripts filter warnings
         WATCH.begin_telling(self._say)
-        aftermath = _start_aftermath(out)
-        atexit.register(self._finish, out, os.getpid(), aftermath)  # before any of the script's, so it comes after them
+        atexit.register(self._finish, out, os.getpid())  # before any of the script's, so it comes after them
         sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer has set its own
         try:
@@ -106,16 +91,13 @@ class Script:
             self._is_interrupted = True
             raise
 
-    def _finish(self, out: Path, pid: int, aftermath: subprocess.Popen[str] | None) -> None:
+    def _finish(self, out: Path, pid: int) -> None:
         """Write the report, and say what there is to say."""
         if os.getpid() != pid:
             return  # of a worker that was forked
         was_recording, seen = castwise.installation.is_recording(), castwise.installation.what_was_seen()
         report = castwise.uninstall()
         WATCH.stop()
-        if aftermath is not None:
-            with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-                aftermath.communicate("done", timeout=10)
         if rank_now() == 0:
             ending = f"wrote {report}" if report is not None else f"recorded in {out}"
             if not was_recording:
@@ -168,22 +150,3 @@ def _starts_us(traceback: TracebackType) -> bool:
     """Say whether a frame is that of the program `castwise`, or of `python -m castwise`."""
     file = os.path.basename(traceback.tb_frame.f_code.co_filename)
     return file in {"runpy.py", "castwise", "castwise.exe"}
-
-
-def _start_aftermath(out: Path) -> subprocess.Popen[str] | None:
-    """Start what writes the report after a process that cannot do so any more; None where that is not possible."""
-    try:
-        process = subprocess.Popen(
-            python(_AFTERMATH, str(out), FILE_NAME, *module("castwise", "report", str(out))),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # it outlives Ctrl-C, and a terminal that is closed
-        )
-    except OSError:
-        return None
-    pipe = process.stdin
-    if pipe is not None and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=pipe.close)  # a worker that lives on would keep it waiting
-    return process

@@ -29,7 +29,6 @@ _COMPUTE = ("float16", "bfloat16", "float32")
 _MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
 _IN_PLACE = ("raise", "cast")
 _LARGEST = 2**20  # bytes of a file
-_LONGEST = 4096  # characters of a line of TOML: what a dotted key takes to read grows with the square of its length
 
 
 class FrozenRules(Mapping[str, str]):
@@ -208,7 +207,7 @@ class Policy:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
-        """Read a policy from a file, as `to_file` writes it, of at most 1 MiB; a line of TOML has 4,096 characters.
+        """Read a policy from a file, as `to_file` writes it, of at most 1 MiB.
 
         Args:
             path: Of a file whose name ends in `.toml` or `.json`.
@@ -224,8 +223,6 @@ class Policy:
             if len(content) > _LARGEST:
                 raise ValueError(f"a policy has at most {_LARGEST:,} bytes, got {len(content):,}")
             text = content.decode("utf-8-sig")
-            if kind == ".toml":
-                _check_lines(text)
             fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"expected a table of fields, got {type(fields).__name__}")
@@ -247,19 +244,11 @@ class Policy:
 
         Raises:
             OSError: The file cannot be written.
-            ValueError: The name ends otherwise, or a rule's key has a lone surrogate or is too long, for TOML.
+            ValueError: The name ends otherwise.
         """
         path = Path(path)
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
-        try:
-            if _kind(path) == ".toml":
-                _check_lines(text)
-            content = text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{path}: TOML cannot hold {error.object[error.start]!r}, use .json") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        _files.replace(path, content)
+        _files.replace(path, text.encode())
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -316,11 +305,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _check_lines(text: str) -> None:
-    if max(map(len, text.split("\n"))) > _LONGEST:
-        raise ValueError(f"a line of TOML has more than {_LONGEST:,} characters: write a rule a line, or use .json")
-
-
 def _toml() -> Any:
     for name in ("tomllib", "tomli"):  # the first since Python 3.11
         try:
@@ -331,5 +315,5 @@ def _toml() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """Write a TOML string: JSON's, except that TOML knows no surrogates and wants U+007F escaped."""
+    """Write a TOML string: JSON's, except that TOML wants U+007F escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
