@@ -190,8 +190,11 @@ class GradScaler(torch.amp.GradScaler):
             return scaled_all
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(outputs.device)
-        assert self._scale is not None
-        scaled = outputs * self._scale.to(device=outputs.device, non_blocking=True)
+        scale = self._scale
+        assert scale is not None
+        if scale.device != outputs.device:
+            scale = scale.to(outputs.device, non_blocking=True)
+        scaled = outputs * scale
         if self._keeps_loss_dtype:
             scaled = scaled.to(outputs.dtype)
         self._iteration.note_loss(outputs)
@@ -339,7 +342,7 @@ class GradScaler(torch.amp.GradScaler):
             found = {}
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)
-                if scale.device.type == "cpu" or self._agreement is not None or record.takes_grad_scale:
+                if scale.is_cpu or self._agreement is not None or record.takes_grad_scale:
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
@@ -474,10 +477,10 @@ class GradScaler(torch.amp.GradScaler):
         max_norm, norm_type = measure.check_bound("max_norm", max_norm), measure.check_norm_type(norm_type)
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
-        self._check_scale_growth_tracker("clip_grad_norm_")
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
-        record, scale = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type), self._made_scale()
+        record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
         is_fused = record.takes_grad_scale
         allow_fp16 = is_fused or self._allow_fp16_gradients
         grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=self._agreement)
@@ -628,7 +631,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             if self._agreement is not None:
                 self._agree("step")
-            elif self._made_scale().device.type != "cpu":
+            elif self._scale is not None and not self._scale.is_cpu:
                 self._look_again(record)
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record.stage = OptState.STEPPED
@@ -671,7 +674,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._agree("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)
-        may_be_skipped = found_inf.device.type != "cpu" or self._is_to_be_skipped(record)
+        may_be_skipped = not found_inf.is_cpu or self._is_to_be_skipped(record)
         unscales = record.stage is OptState.READY
         with closures.given(optimizer, grad_scale=self._grad_scale(record), found_inf=found_inf):
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
@@ -818,12 +821,12 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._agree("update")
         iteration, outcomes = self._iteration, self._outcomes
-        found_infs = [flag for record in iteration.records.values() for flag in record.found_inf_per_device.values()]
-        steps = [
-            record
-            for record in iteration.records.values()
-            if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped
-        ]
+        found_infs: list[torch.Tensor] = []
+        steps = []
+        for record in iteration.records.values():
+            found_infs += record.found_inf_per_device.values()
+            if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped:
+                steps.append(record)
         scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
         if number is not None or found_infs or not iteration.has_only_skips():
             self._move_scale(number, found_infs)

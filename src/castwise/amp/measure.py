@@ -41,9 +41,9 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale, fp32, rounded once: fp32 division may be approximate on some devices."""
-    if scale.device.type == "cpu":
-        return torch.full((), 1.0 / scale.item(), dtype=torch.float32, device="cpu")
+    """Return 1 / scale, fp32, rounded once: fp32 division may be approximate on accelerators."""
+    if scale.is_cpu:
+        return scale.reciprocal()
     return scale.to(wide(scale.device)).reciprocal().float()
 
 
@@ -92,7 +92,7 @@ def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInf
 
     torch looks for inf before it multiplies, and then steps on -inf. On an accelerator this reads gradients.
     """
-    if factor.device.type == "cpu" and factor.item() <= 1.0:
+    if factor.is_cpu and factor.item() <= 1.0:
         return
     for group in groups:
         of_group = nonfinite(_norms(group, math.inf))
@@ -205,7 +205,7 @@ def norm_of(
     """
     norms = [_norms(group, norm_type) for group in groups]
     total = _total(groups, norms, norm_type, scale)
-    if total.device.type == "cpu":
+    if total.is_cpu:
         known = total.item()
         may_be_lost = known < _LOST_SQUARES and (max_norm < _LOST_SQUARES or scale.item() < 1.0)
         if norm_type != math.inf and (may_be_lost or not math.isfinite(known)):
@@ -266,7 +266,7 @@ class Clip(NamedTuple):
 
     def factor(self, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return what unscales and clips gradients; if some are not finite, what unscales them: fp32, shape ()."""
-        if scale.device.type == "cpu":
+        if scale.is_cpu:
             return reciprocal(scale) if found_inf.item() else self.coefficient / scale
         return torch.where(found_inf != 0, 1.0, self.coefficient) / scale
 
@@ -283,7 +283,7 @@ def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype:
         dtype: Of the norm: fp64 if a gradient is, so that it is as torch's.
     """
     norm = (scaled_norm / scale).to(dtype)
-    if scale.device.type == "cpu":  # on the host, in torch's roundings: it divides by multiplying
+    if scale.is_cpu:  # on the host, in torch's roundings: it divides by multiplying
         fp32, known = ctypes.c_float, norm.item()
         if dtype is torch.float32:
             inverse = fp32(1.0 / fp32(known + _EPSILON).value).value

@@ -174,8 +174,9 @@ class Dynamic(Schedule):
             torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         else:
             self._advance_with_options_(scale, trackers, met)
-        # The native op lets a scale reach 0, after which every gradient is 0/0.
-        scale.clamp_(self.min_scale, self.max_scale)
+        # The native op lets a scale reach 0, after which every gradient is 0/0. On a CPU a look is cheaper.
+        if not scale.is_cpu or not self.min_scale <= scale.item() <= self.max_scale:
+            scale.clamp_(self.min_scale, self.max_scale)
 
     def _advance_with_options_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
         t, h, c = trackers["growth_tracker"], trackers["hysteresis_left"], trackers["cooldown_left"]
