@@ -648,7 +648,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_to_be_skipped(self, record: OptimizerRecord) -> bool:
         """Ask the device; and if it is so which gradients are not finite, now: they may be gone before `update`."""
-        record.is_finite = not any(found_inf.item() for found_inf in record.found_inf_per_device.values())
+        record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
         if not record.is_finite:
             params, grads = params_and_grads(record.optimizer)
             still_scaled_by = self._scale if record.stage is OptState.READY else None

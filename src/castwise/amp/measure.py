@@ -47,10 +47,10 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return scale.to(wide(scale.device)).reciprocal().float()
 
 
-def found_inf_on(found: FoundInfs, device: torch.device) -> torch.Tensor:
-    """Return the found_inf of a device; a new one is 0."""
+def found_inf_on(found: FoundInfs, device: torch.device, like: torch.Tensor) -> torch.Tensor:
+    """Return the found_inf of a device; a new one is 0, and of the shape and dtype of `like`, which is there."""
     if device not in found:
-        found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        found[device] = torch.zeros_like(like)
     return found[device]
 
 
@@ -78,12 +78,12 @@ def multiply_(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -
     for group in groups:
         here = factor if factor.device == group.device else factor.to(group.device, non_blocking=True)
         if is_plain(group.tensors[0]):
-            found_inf = found_inf_on(found, group.device)
+            found_inf = found_inf_on(found, group.device, here)
             native_check_(group.tensors, found_inf, here)
         else:
             # What the native op found of a DTensor would be this rank's part alone.
             found_inf = nonfinite(_norms(group, math.inf))
-            found[group.device] = torch.maximum(found_inf_on(found, group.device), found_inf)
+            found[group.device] = torch.maximum(found_inf_on(found, group.device, here), found_inf)
             native_check_(group.tensors, torch.zeros_like(found_inf), here)
 
 
@@ -96,7 +96,7 @@ def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInf
         return
     for group in groups:
         of_group = nonfinite(_norms(group, math.inf))
-        found[group.device] = torch.maximum(found_inf_on(found, group.device), of_group)
+        found[group.device] = torch.maximum(found_inf_on(found, group.device, of_group), of_group)
 
 
 # -- finding infs without writing -------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
     norms: Norms = []
     for group in groups:
         here = divisor if divisor.device == group.device else divisor.to(group.device, non_blocking=True)
-        found_inf = found_inf_on(found, group.device)
+        found_inf = found_inf_on(found, group.device, here)
         if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are looked at if there is a skip
             may_grow = here.item() < 1.0
             if not may_grow and sum(map(torch.Tensor.numel, group.tensors)) < _SMALL:
