@@ -220,6 +220,21 @@ def test_a_gradient_that_unscaling_makes_infinite_skips_the_step(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("then", ["unscale_", "clip_grad_value_"])
+def test_what_clipping_has_found_is_not_forgotten(kind: str, then: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0, **KINDS[kind]), GradScaler("cpu", init_scale=2.0**100)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((2,), 2.0**127)
+    scaler.clip_grad_norm_(optimizer, 2.0**-110)  # scale * norm / max_norm is beyond fp32
+    getattr(scaler, then)(optimizer, *([1.0] if then == "clip_grad_value_" else []))
+    scaler.step(optimizer)
+    assert scaler.step_skipped
+    scaler.update()
+    assert scaler.get_scale() == 2.0**99
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_unscaling_has_found_is_not_forgotten(kind: str) -> None:
     world = World(kind, gradient=torch.tensor([3.0, math.inf]))
     world.unscale_()

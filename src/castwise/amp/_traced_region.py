@@ -23,7 +23,7 @@ def enter(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bo
 
 @_torch_private.only_inlined
 def leave(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool, forget_casts: bool = True) -> None:
-    """Set the autocast state that held outside of a region; forget cached casts, if told, where it is the outermost."""
+    """Set the autocast state that held outside of a region; `forget_casts` clears autocast's cache if none is left."""
     _switch(device_type, enabled, dtype, cache_enabled)
     if forget_casts:
         # Tracing may stop at any point, so a traced region never counts as a level of nesting.

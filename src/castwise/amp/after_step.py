@@ -67,7 +67,7 @@ class AfterSteps:
             if not (updates is None or is_known or updates - first.iteration >= DELAY):
                 return
             self.calls.popleft()
-            if not first.flag:
+            if not first.flag:  # which may wait for the device; None if the scaler is disabled
                 first.call()
 
 

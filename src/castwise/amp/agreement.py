@@ -123,7 +123,7 @@ class Agreement:
         """Set each flag to 1 on all ranks if it is not 0 on one.
 
         Args:
-            flags: fp32, one element each, on one device; as many on all ranks. Six of them take a collective.
+            flags: fp32, one element each, on one device; as many on all ranks. One collective takes up to six.
             call: What the ranks are doing, with what; the same on all of them.
 
         Raises:

@@ -74,7 +74,7 @@ def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Ite
         for name, value in before.items():
             setattr(optimizer, name, value)
         raise
-    for name in facts:
+    for name in facts:  # as in torch: a grad_scale of the user's is used up by the step
         delattr(optimizer, name)
 
 

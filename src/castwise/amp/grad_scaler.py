@@ -1,8 +1,12 @@
 """`GradScaler`: scale losses, unscale gradients, skip steps that are not finite, move the scale.
 
 The class is the state machine and nothing else. `gradients` finds the gradients, `measure` does the arithmetic on them,
-`schedules` moves the scale, `agreement` lets ranks agree, `outcomes` knows why a step was skipped and tells
-hooks. What is true of one iteration is in an `Iteration`, which `update` replaces as a whole.
+`shared_params` remembers which are unscaled already, `schedules` moves the scale, `agreement` lets ranks agree,
+`closures` runs steps that call back, `outcomes` brings what became of a step to the host, with the cause of a skip, and
+`after_step` makes the calls that wait for it; `checkpoint` checks what is loaded.
+
+What is true of one iteration is in an `Iteration`, which `update` replaces as a whole. Clipping before a fused step
+leaves a `divisor` on the optimizer's record, by which the step divides, and in `clipped` the gradients it is for.
 
 Attributes with a leading underscore that torch's class has as well keep their names and meaning: subclasses and
 frameworks use them, down to replacing `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
@@ -185,7 +189,6 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if not isinstance(outputs, torch.Tensor):
-            _check_is_loss(outputs)
             scaled_all: Iterable[torch.Tensor] = self._scale_all(outputs)
             return scaled_all
         if self._scale is None:
@@ -267,7 +270,13 @@ class GradScaler(torch.amp.GradScaler):
         info = self._optimizers.info(optimizer)
         supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # asked anew: it may change its mind
         takes_scaler = supports and info.wants_scaler
-        record = OptimizerRecord(optimizer, info, takes_scaler, supports and not takes_scaler, was_shown=was_shown)
+        record = OptimizerRecord(
+            optimizer,
+            info,
+            takes_scaler=takes_scaler,
+            takes_grad_scale=supports and not takes_scaler,
+            was_shown=was_shown,
+        )
         self._iteration.records[optimizer] = record
         return record
 
@@ -286,14 +295,13 @@ class GradScaler(torch.amp.GradScaler):
             return record
         if self._agreement is not None and call == "step":
             raise _changed_since_clipping()
-        earlier = self._collect(record, allow_fp16=True).without({params[index] for index in later})
+        earlier = collect(record.optimizer, allow_fp16=True, agreement=self._agreement).without(
+            {params[index] for index in later}
+        )
         if record.divisor is not None:
             measure.multiply_(earlier.groups, measure.reciprocal(record.divisor), {})
         self._optimizers.shared.mark(earlier.params)
         return self._new_record(record.optimizer, was_shown=record.was_shown)
-
-    def _collect(self, record: OptimizerRecord, *, allow_fp16: bool, **options: bool) -> Gradients:
-        return collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement, **options)
 
     # -- unscaling ----------------------------------------------------------------------------------------------------
 
@@ -326,12 +334,13 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
-        """Multiply gradients now with all that is left to multiply them with."""
-        scale = self._made_scale()
+        """Unscale the gradients in place, and clip them too if clipping has left that to a fused step."""
+        scale, found_by_clipping = self._made_scale(), list(record.found_inf_per_device.values())
+        # Ranks have agreed on what clipping found: what this one finds later must not replace it.
         was_measured = self._agreement is not None and record.divisor is not None and self._is_measured(record)
         if self._replaces_unscaling():
             if self._rule.needs_largest:
-                self._note_largest(record, self._collect(record, allow_fp16=True))
+                self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
             found = self._unscale_grads_(
                 record.optimizer, measure.reciprocal(scale), torch.zeros_like(scale), allow_fp16
             )
@@ -342,11 +351,14 @@ class GradScaler(torch.amp.GradScaler):
             found = {}
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)
+                # Where the host reads the flags in `step` anyway, `_look_again` finds these.
                 if scale.is_cpu or self._agreement is not None or record.takes_grad_scale:
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         record.divisor, record.stage = None, OptState.UNSCALED
+        if found_by_clipping:
+            found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
             self._note(record, found)
 
@@ -376,7 +388,7 @@ class GradScaler(torch.amp.GradScaler):
         return "_unscale_grads_" in vars(self) or not type(self)._unscale_grads_.__module__.startswith("castwise.")
 
     def _has_unscaled(self, params: list[torch.Tensor]) -> bool:
-        """Return True if the gradient of one of an optimizer's parameters was unscaled before, by another one."""
+        """Return True if a gradient is unscaled already: by another optimizer, or earlier by this one."""
         return any(param in self._optimizers.shared.unscaled for param in params)
 
     def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
@@ -490,14 +502,14 @@ class GradScaler(torch.amp.GradScaler):
         if record.stage is OptState.READY and (has_unscaled or self._replaces_unscaling()):
             self._unscale(record, allow_fp16=allow_fp16)
             record.may_unscale = True
-            grads = self._collect(record, allow_fp16=allow_fp16, sum_duplicates=True)
-        in_its_step = is_fused and record.stage is OptState.READY and not grads.repeat
+            grads = collect(record.optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=self._agreement)
+        is_left_to_step = is_fused and record.stage is OptState.READY and not grads.repeat
 
         scaled_by = torch.ones_like(scale) if record.stage is OptState.UNSCALED else record.divisor
         if scaled_by is None:
             scaled_by = scale
         scaled_norm, norms = measure.norm_of(grads.groups, norm_type, scaled_by, max_norm)
-        found_before = list(record.found_inf_per_device.values())  # which stands
+        found_before = list(record.found_inf_per_device.values())  # stays: it still skips the step
         if self._agreement is not None:
             if not record.is_reduced:
                 found_here = measure.combine(found_before, scale)
@@ -514,7 +526,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped: let "
                 "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
             )
-        if in_its_step:
+        if is_left_to_step:
             record.divisor = clip.divisor
         elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
             # Unscaling may make an fp16 gradient infinite, whatever its norm says.
@@ -558,10 +570,12 @@ class GradScaler(torch.amp.GradScaler):
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_value_", clip_value)
         allow_fp16 = self._allow_fp16_gradients
-        self._collect(record, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True)
+        collect(
+            record.optimizer, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True, agreement=self._agreement
+        )
         self._unscale_now(record, allow_fp16=allow_fp16)
         with torch.no_grad():
-            for group in self._collect(record, allow_fp16=allow_fp16).groups:
+            for group in collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement).groups:
                 if clip_value <= torch.finfo(group.dtype).max:  # else it is none of their numbers
                     torch._foreach_clamp_min_(group.tensors, -clip_value)
                     torch._foreach_clamp_max_(group.tensors, clip_value)
@@ -625,7 +639,7 @@ class GradScaler(torch.amp.GradScaler):
             )
             returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
         elif record.takes_grad_scale:
-            returned = self._step_with_scale(record, self._made_scale(), *args, **kwargs)
+            returned = self._step_with_scale(record, *args, **kwargs)
         else:
             if record.stage is OptState.READY:
                 self.unscale_(optimizer)
@@ -642,12 +656,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         record: OptimizerRecord = optimizer_state
-        if self._is_to_be_skipped(record):
+        if self._decide_skip(record):
             return None
         return optimizer.step(*args, **kwargs)
 
-    def _is_to_be_skipped(self, record: OptimizerRecord) -> bool:
-        """Ask the device; and if it is so which gradients are not finite, now: they may be gone before `update`."""
+    def _decide_skip(self, record: OptimizerRecord) -> bool:
+        """Read found_inf, which waits for the device; note on the record whether the step is skipped, and return it.
+
+        If so, note which gradients are not finite: they may be gone before `update`.
+        """
         record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
         if not record.is_finite:
             params, grads = params_and_grads(record.optimizer)
@@ -660,12 +677,16 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._made_scale()
         if scale.item() < 1.0 and not self._replaces_unscaling():
             found = dict(record.found_inf_per_device)
-            measure.find_new_infs(self._collect(record, allow_fp16=True).groups, measure.reciprocal(scale), found)
+            measure.find_new_infs(
+                collect(record.optimizer, allow_fp16=True, agreement=self._agreement).groups,
+                measure.reciprocal(scale),
+                found,
+            )
             record.found_inf_per_device = found
 
-    def _step_with_scale(self, record: OptimizerRecord, scale: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Let an optimizer that can do so unscale, clip and skip by itself."""
-        optimizer, shared = record.optimizer, self._optimizers.shared
+        scale, optimizer, shared = self._made_scale(), record.optimizer, self._optimizers.shared
         if record.stage is OptState.READY and shared.unscaled and self._has_unscaled(params_of(optimizer)):
             # One grad_scale speaks for all of its gradients, and some are unscaled already.
             self._unscale(record, allow_fp16=True)
@@ -673,8 +694,8 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
         if self._agreement is not None:
             self._agree("step")
-        found_inf = measure.combine(record.found_inf_per_device.values(), scale)
-        may_be_skipped = not found_inf.is_cpu or self._is_to_be_skipped(record)
+        found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
+        may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)
         unscales = record.stage is OptState.READY
         with closures.given(optimizer, grad_scale=self._grad_scale(record), found_inf=found_inf):
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
@@ -697,7 +718,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
-        """Note whether an optimizer could step on gradients divided by the scale, without writing them."""
+        """Note whether an optimizer could step on its gradients divided by the scale.
+
+        They stay scaled, unless one is there twice: then they are unscaled here.
+        """
         if self._scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
         scale, record = self._made_scale(), self._iteration.records.get(optimizer) or self._new_record(optimizer)
@@ -705,7 +729,7 @@ class GradScaler(torch.amp.GradScaler):
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
             self._note(record, found)
             return record.found_inf_per_device
-        grads = collect(optimizer, allow_fp16=True, agreement=self._agreement)
+        grads = collect(record.optimizer, allow_fp16=True, agreement=self._agreement)
         if grads.repeat:  # an optimizer that writes gradients back would unscale one as often as it is there
             self._unscale(record, allow_fp16=True)
             return record.found_inf_per_device
@@ -764,7 +788,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._note(of_evaluation, dict(found))
             if self._agreement is not None:
                 self._agree("step")
-            if self._is_to_be_skipped(of_evaluation):
+            if self._decide_skip(of_evaluation):
                 raise closures.NonFiniteEvaluationError
             return loss
 
@@ -879,8 +903,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agree(self, call: str) -> None:
         """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
-        if self._agreement is None:
-            return
+        assert self._agreement is not None
         records = [record for record in self._iteration.records.values() if not record.is_reduced]
         if records:
             flags = [flag for record in records for flag in record.found_inf_per_device.values()]

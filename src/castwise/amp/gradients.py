@@ -193,7 +193,7 @@ def _check_kind(
 
 
 def _distinct(kinds: list[_Kind]) -> list[_Kind]:
-    """Return each kind once: most often all are one, which takes half the time to find."""
+    """Return each kind once. Most often there is only one, and to count it takes half the time."""
     return kinds[:1] if kinds and kinds.count(kinds[0]) == len(kinds) else list(dict.fromkeys(kinds))
 
 

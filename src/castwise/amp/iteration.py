@@ -117,7 +117,7 @@ class OptimizerRecord:
     largest: torch.Tensor | None = None
     """Of the unscaled gradients, if the schedule asks for it: fp32, shape ()."""
     norms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
-    """Parameters, and as many norms of their gradients: tells later, on the host, which were not finite."""
+    """Parameters, and as many norms (or 0 and NaN): tells later, on the host, which gradients were not finite."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in ("stage", "found_inf_per_device"):
@@ -125,7 +125,7 @@ class OptimizerRecord:
         return getattr(self, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self[name]
+        self[name]  # raises for other names
         setattr(self, name, value)
 
     def has_begun(self) -> bool:

@@ -48,14 +48,14 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def found_inf_on(found: FoundInfs, device: torch.device, like: torch.Tensor) -> torch.Tensor:
-    """Return the found_inf of a device; a new one is 0, and of the shape and dtype of `like`, which is there."""
+    """Return the found_inf of a device; a new one is 0, and like `like`, which is on that device."""
     if device not in found:
         found[device] = torch.zeros_like(like)
     return found[device]
 
 
 def combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return one found_inf, shape (), on `like`'s device, 1 if any is not 0: fused kernels compare with exactly 1."""
+    """Return the largest, shape (), on `like`'s device; a single one that is there is returned itself, not copied."""
     flags = list(found_infs)
     if len(flags) == 1 and flags[0].device == like.device and not flags[0].dim():
         return flags[0]

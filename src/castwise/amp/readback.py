@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Numbers on their way from a device to the host; what is made of them is in `outcomes`."""
 
 from __future__ import annotations
 

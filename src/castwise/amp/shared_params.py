@@ -1,4 +1,6 @@
-"""Parameters that two optimizers own: the gradient of one must be unscaled once, whichever optimizer comes first.
+"""Gradients that are unscaled already, which another unscaling has to leave alone.
+
+Most are of parameters that two optimizers own: such a gradient is unscaled once, whichever optimizer comes first.
 
 Users of one optimizer pay nothing: which optimizers share parameters is found out when the second one is first seen,
 and from then on a hook on each shared parameter tells when a backward adds a scaled gradient. In the iteration in which
