@@ -314,7 +314,7 @@ def stored_values(sparse: torch.Tensor) -> torch.Tensor:
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
-    """Say whether FullyShardedDataParallel manages a parameter, which then holds what is on this rank."""
+    """Return True if FullyShardedDataParallel manages a parameter, which then holds what is on this rank."""
     return getattr(param, "_fsdp_flattened", False)
 
 

@@ -1,4 +1,4 @@
-"""Where torch's scaler is silently wrong: each test shows that, and that ours is right."""
+"""Where torch's scaler silently goes wrong: each test shows that, and that ours is right."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_fault_of_the_loss(record: Any) -> None:
     (model(torch.ones(2, 4))["logits"][0].sum() * torch.nan).backward()
     found = recording.take().diagnose(1.0)
     assert (found.phase, found.module, found.op, found.value) == ("loss", "", "", "nan")
-    assert "the model is innocent" in found.advice
+    assert "the model is not the cause" in found.advice
 
 
 def test_a_gradient_of_the_output_that_overflows_of_a_finite_loss_asks_for_a_lower_scale() -> None:

@@ -1,4 +1,4 @@
-"""castwise in the place of torch's mixed precision: everywhere while it is installed, and nowhere afterwards."""
+"""castwise instead of torch's mixed precision: everywhere while it is installed, and nowhere afterwards."""
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ def test_arguments_that_make_no_cache() -> None:
 
 
 def test_every_op_runs_in_low_precision_under_autocast() -> None:
-    """A copy in the place of a weight is right only in ops that would cast the weight."""
+    """A copy instead of a weight is right only in ops that would cast the weight."""
     weight = torch.ones(1, 1)
     arguments = {
         "addmm": [weight] * 3,

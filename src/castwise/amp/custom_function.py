@@ -99,7 +99,7 @@ class SeparateContexts:
 
 
 def _is_decorated(function: Any, inner: Callable[..., Any]) -> bool:
-    """Say whether a function is `inner`, or came of decorating it."""
+    """Return True if a function is `inner`, or came of decorating it."""
     while function is not None and function is not inner:
         function = getattr(function, "__wrapped__", None)
     return function is inner

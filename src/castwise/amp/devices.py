@@ -44,7 +44,7 @@ def is_autocast_available(device_type: str) -> bool:
 
 
 def amp_definitely_not_available() -> bool:
-    """Say whether there is neither CUDA nor XLA, so that mixed precision for `"cuda"` can only be off."""
+    """Return True if there is neither CUDA nor XLA, so that mixed precision for `"cuda"` can only be off."""
     return not (torch.cuda.is_available() or _has_torch_xla())
 
 
@@ -109,7 +109,7 @@ def device_type(device: Any) -> Any:
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's stream is being captured in a CUDA graph, where the host cannot look at anything."""
+    """Return True if a tensor's stream is being captured in a CUDA graph, where the host cannot look at anything."""
     if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     return torch.cuda.is_current_stream_capturing()

@@ -48,7 +48,7 @@ def units(dtype: torch.dtype, capabilities: Mapping[str, object]) -> list[str]:
 
 
 def has_native(dtype: torch.dtype, capabilities: Mapping[str, object], limit: str | None = None) -> bool | None:
-    """Say whether matrix products in a format are computed by units for it; None where that is not known.
+    """Return whether matrix products in a format are computed by units for it; None where that is not known.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.

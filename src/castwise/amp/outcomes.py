@@ -39,7 +39,7 @@ class Cause(str, Enum):
     OVERFLOW = "overflow"
     """The loss was finite and gradients were not: the scale was too high, or the backward makes an inf by itself."""
     NONFINITE_LOSS = "non-finite loss"
-    """The fault is in the forward or in the data; the scale is innocent."""
+    """The fault is in the forward or in the data; the scale is not the cause."""
     NONFINITE_WEIGHTS = "non-finite weights"
     """Weights hold an inf or NaN: no step mends that."""
     ANOTHER_RANK = "another rank"
@@ -54,7 +54,7 @@ class Cause(str, Enum):
 _MEANING = {
     Cause.OVERFLOW: "the loss was finite and the gradients were not, so the scale is too high or the backward makes "
     "an inf or NaN by itself",
-    Cause.NONFINITE_LOSS: "the loss was not finite, so the forward or the data is at fault, and the scale is innocent",
+    Cause.NONFINITE_LOSS: "the loss was not finite, so the forward or the data is at fault; the scale is not the cause",
     Cause.NONFINITE_WEIGHTS: "weights hold an inf or NaN, which no step can mend: go back to a checkpoint",
     Cause.ANOTHER_RANK: "loss and gradients of this rank were finite, those of another one were not",
     Cause.UNKNOWN: "gradients were not finite, and it is not known whether their loss was",

@@ -53,7 +53,7 @@ class Flag:
         self._known: bool | None = None
 
     def is_of(self, flags: Sequence[torch.Tensor]) -> bool:
-        """Say whether it was made from these flags as they are now."""
+        """Return True if it was made from these flags as they are now."""
         return len(flags) == len(self._flags) and all(
             flag is before and version(flag) == writes
             for flag, (before, writes) in zip(flags, self._flags, strict=True)

@@ -35,7 +35,7 @@ def headline(about: dict[str, Any]) -> str:
 
 
 def is_somebody_elses(folder: Path) -> bool:
-    """Say whether the place of the page is taken by a file that `castwise bench` has not written."""
+    """Return True if the place of the page is taken by a file that `castwise bench` has not written."""
     page = folder / PAGE
     return page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(HEAD.partition("\n")[0])
 

@@ -1,4 +1,4 @@
-"""`castwise run`: somebody else's training script with castwise in the place of torch's mixed precision."""
+"""`castwise run`: somebody else's training script with castwise instead of torch's mixed precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     ] = OUT,
     every: Annotated[int, typer.Option(min=1, help="Steps from one sample of the numbers to the next.")] = 100,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="In force in all regions, in the place of their dtype.")
+        str | None, typer.Option(metavar="NAME|FILE", help="In force in all regions, instead of their dtype.")
     ] = None,
     schedule: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def run(
         bool, typer.Option("--weight-cache", help="Keep casts of weights between regions.")
     ] = False,
 ) -> None:
-    """Run a training script with castwise in the place of torch.amp, monitored, and write a report at its end.
+    """Run a training script with castwise instead of torch.amp, monitored, and write a report at its end.
 
     Options for castwise come before SCRIPT. The script's exit code, traceback and output are its own; castwise writes
     to standard error. Exits with 2 if the script cannot be run.

@@ -147,6 +147,6 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _starts_us(traceback: TracebackType) -> bool:
-    """Say whether a frame is that of the program `castwise`, or of `python -m castwise`."""
+    """Return True if a frame is that of the program `castwise`, or of `python -m castwise`."""
     file = os.path.basename(traceback.tb_frame.f_code.co_filename)
     return file in {"runpy.py", "castwise", "castwise.exe"}

@@ -14,7 +14,7 @@ REPORT = "report.html"
 
 
 def train_under_monitor(folder: Path, trainer: Trainer) -> str:
-    """Train from the first step to the last, and record it in a run's folder, in the place of what is there.
+    """Train from the first step to the last, and record it in a run's folder, instead of what is there.
 
     Returns:
         The digest of the weights: a monitor changes none.

@@ -61,7 +61,7 @@ def _rename_to_free_name(aside: Path, wanted: Path) -> Path:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let `write` fill a new file, then put it in the place of `path`: readers see old bytes or new ones.
+    """Let `write` fill a new file, then replace `path` by it: readers see old bytes or new ones.
 
     Both the file and the folder are synced, so this holds across a power cut, not only a kill.
 

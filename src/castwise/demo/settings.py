@@ -89,7 +89,7 @@ class Settings:
 
 
 def _are_fields(content: dict[str, Any]) -> bool:
-    """Say whether all fields of `Settings` are there, of their types and in ranges that torch can take."""
+    """Return True if all fields of `Settings` are there, of their types and in ranges that torch can take."""
     hints = get_type_hints(Settings)
     kinds = {name: list if get_origin(hint) is list else hint for name, hint in hints.items()}
     return (

@@ -97,6 +97,6 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any], state: dict[str, Any]) -> None:
     """Take over what `weights` and `optimizer_state` gave."""
-    # They put parts in the place of what is whole.
+    # They put parts instead of what is whole.
     set_model_state_dict(model, dict(whole), options=_WHOLE)
     set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=_WHOLE)

@@ -14,7 +14,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def involves_low_precision(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
-    """Say whether an op is given or returns values in fp16 or bf16."""
+    """Return True if an op is given or returns values in fp16 or bf16."""
     return any(tensor.dtype in _NARROW for tensor in [*tensors_of([args, kwargs]), *outputs])
 
 

@@ -43,27 +43,27 @@ def name_of(func: Any) -> str:
 
 
 def is_random(func: Any) -> bool:
-    """Say whether an op may draw random numbers."""
+    """Return True if an op may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def leaves_memory_unwritten(func: Any) -> bool:
-    """Say whether an op returns memory with whatever is in it."""
+    """Return True if an op returns memory with whatever is in it."""
     return _name(func) in _UNINITIALISED
 
 
 def is_softmax(func: Any) -> bool:
-    """Say whether an op gives finite results for infinities, as softmax does where not all of a row is masked."""
+    """Return True if an op gives finite results for infinities, as softmax does where not all of a row is masked."""
     return name_of(func).removeprefix("aten.") in _SOFTMAX
 
 
 def is_of_attention(func: Any) -> bool:
-    """Say whether an op is softmax and has no infinite results, whatever is masked."""
+    """Return True if an op is softmax and has no infinite results, whatever is masked."""
     return is_softmax(func) and "log" not in _name(func)
 
 
 def is_factor(tensor: torch.Tensor, func: Any, args: Any) -> bool:
-    """Say whether an op multiplies a tensor and adds up: an infinity in it is no mask any more."""
+    """Return True if an op multiplies a tensor and adds up: an infinity in it is no mask any more."""
     name = _name(func)
     return name in _PRODUCTS or (name in _PRODUCTS_ADDED and tensor is not args[0])
 
@@ -74,7 +74,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def is_one_of(tensor: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-    """Say whether a tensor is there, as the same object."""
+    """Return True if a tensor is there, as the same object."""
     return any(tensor is one for one in tensors)
 
 
@@ -124,7 +124,7 @@ def _writes(func: Any) -> dict[str, bool]:
 
 @functools.cache
 def returns_a_view(func: Any) -> bool:
-    """Say whether an op returns what it is given, seen another way, and computes nothing."""
+    """Return True if an op returns what it is given, seen another way, and computes nothing."""
     schema = schema_of(func)
     if schema is None or schema.is_mutable or not schema.returns:
         return False
@@ -132,12 +132,12 @@ def returns_a_view(func: Any) -> bool:
 
 
 def takes_a_literal(func: Any) -> bool:
-    """Say whether an op brings a tensor that Python code has written out, as `torch.tensor([1.0])` does."""
+    """Return True if an op brings a tensor that Python code has written out, as `torch.tensor([1.0])` does."""
     return _name(func) == "lift_fresh"
 
 
 def asks_for(args: Any, kwargs: Any, *, nan: bool) -> bool:
-    """Say whether the code asks for NaN, or else for infinities: by a number, or in a tensor made of numbers alone."""
+    """Return True if the code asks for NaN, or else for infinities: by a number, or in a tensor of numbers alone."""
     wanted = math.isnan if nan else math.isinf
     leaves = tree_leaves([args, kwargs])
     if any(isinstance(leaf, float) and wanted(leaf) for leaf in leaves):

@@ -185,7 +185,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             nan_from, is_nan_born = nan, False
         elif has_inf and not op_facts.is_softmax(func):  # inf - inf is where the infinities lead to
             nan_from, is_nan_born = inf, False
-        else:  # a mask is innocent; that all of a row is masked is not
+        else:  # a mask does no harm; that all of a row is masked is not
             nan_from, is_nan_born = unmasked, True
         if not has_inf:
             inf_from, is_inf_born = nan, True

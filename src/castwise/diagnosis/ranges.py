@@ -79,7 +79,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_all_of_its_memory(tensor: torch.Tensor) -> bool:
-    """Say whether nothing else is in a tensor's memory."""
+    """Return True if nothing else is in a tensor's memory."""
     elements = stored(tensor)
     return elements is not None and elements.nbytes >= elements.untyped_storage().nbytes()
 
@@ -109,7 +109,7 @@ def range_of(tensor: torch.Tensor) -> Range | None:
 
 
 def has_only_minus_inf(tensor: torch.Tensor) -> bool:
-    """Say whether the values of a tensor that are not finite are all -inf, as in a mask that is added to scores."""
+    """Return True if the values of a tensor that are not finite are all -inf, as in a mask that is added to scores."""
     values = values_of(tensor)
     if values is None:
         return False

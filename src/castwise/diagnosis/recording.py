@@ -66,15 +66,15 @@ class MicroBatch:
             self.gradients = {place: _peak(gradient) for place, gradient in self.gradients.items()}
 
     def has_bad_gradients(self) -> bool:
-        """Say whether a gradient of its output is not finite."""
+        """Return True if a gradient of its output is not finite."""
         return not all(gradient.isfinite().all() for gradient in self.gradients.values())
 
-    def is_known_to_be_innocent(self) -> bool:
-        """Say whether its loss was finite, and there is nothing to replay a backward with."""
+    def is_known_to_be_finite(self) -> bool:
+        """Return True if its loss was finite, and there is nothing to replay a backward with."""
         return self.is_condensed and bool(self.gradients) and not self.has_bad_gradients()
 
     def can_be_replayed_in_full(self) -> bool:
-        """Say whether there is something to replay a backward with."""
+        """Return True if there is something to replay a backward with."""
         return bool(self.gradients) and not self.is_condensed
 
     def diagnose(self, model: nn.Module, scale: float, loss_is_finite: bool | None, with_backward: bool) -> Diagnosis:
@@ -138,7 +138,7 @@ class MicroBatches:
     def _first_fault(self, scale: float, loss_is_finite: bool | None) -> Diagnosis | None:
         # A batch whose loss was dropped without a backward (`continue`) has no part in the step.
         batches = [batch for batch in self._batches if batch.gradients] or list(self._batches)
-        suspects = [batch for batch in batches if not batch.is_known_to_be_innocent()]
+        suspects = [batch for batch in batches if not batch.is_known_to_be_finite()]
         # Several may have one loss, which gives all of them bad gradients for the fault of one.
         bad = [] if loss_is_finite else [batch for batch in suspects if batch.has_bad_gradients()]
         for batch in bad if len(bad) > 1 else []:

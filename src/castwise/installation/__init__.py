@@ -1,4 +1,4 @@
-"""`install`: castwise in the place of torch's mixed precision, for code that knows nothing of it."""
+"""`install`: castwise instead of torch's mixed precision, for code that knows nothing of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def install(
     schedule: Schedule | None = None,
     weight_cache: bool = False,
 ) -> None:
-    """Put castwise in the place of torch's mixed precision in this process, and look for mistakes in its use.
+    """Replace torch's mixed precision by castwise's in this process, and look for mistakes in its use.
 
     From now on `torch.autocast`, `torch.GradScaler` and what `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
     `torch.distributed.fsdp.sharded_grad_scaler` have are castwise's, there and in every module that has imported them
@@ -93,7 +93,7 @@ def uninstall() -> Path | None:
 
 
 def is_recording() -> bool:
-    """Say whether castwise is installed, and a model is being recorded in a folder."""
+    """Return True if castwise is installed, and a model is being recorded in a folder."""
     with _LOCK:
         return any(account.has_recorded for _, account in _INSTALLED)
 

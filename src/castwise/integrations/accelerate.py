@@ -59,7 +59,7 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     Args:
         accelerator: One that has prepared nothing yet. In fp16, bf16 or full precision; Accelerate computes in full
             precision if it is asked for fp16 on a CPU.
-        schedule: How the scale moves, in the place of `GradScalerKwargs`. With a schedule there is a scaler in every
+        schedule: How the scale moves, instead of `GradScalerKwargs`. With a schedule there is a scaler in every
             precision: `schedules.Guard()` skips steps that are not finite in bf16.
 
     Returns:
@@ -161,7 +161,7 @@ class _Scaler(GradScaler):
             super().update(new_scale)
 
     def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether an optimizer was stepped in the iteration under way."""
+        """Return True if an optimizer was stepped in the iteration under way."""
         return any(optimizer is each for each in self._stepped)
 
     def _do_others_wait(self) -> bool:
@@ -214,7 +214,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has 
 
 
 class _Ours:
-    """What an accelerator has in the place of its own methods of the same names, which are those of its class."""
+    """What an accelerator has instead of its own methods of the same names, which are those of its class."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._theirs = accelerator, type(accelerator)
@@ -281,7 +281,7 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _region(native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None) -> Any:
-    """Return castwise's region in the place of the one that Accelerate would enter, if that is one."""
+    """Return castwise's region instead of the one that Accelerate would enter, if that is one."""
     theirs = get_mixed_precision_context_manager(native_amp, autocast_kwargs)
     if not isinstance(theirs, torch.autocast):
         return theirs

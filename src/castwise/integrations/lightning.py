@@ -24,7 +24,7 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 # The plugins are instances of both of Lightning's, as strategies ask for the one or the other: mypy compares the two.
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
-    """Mixed precision of a `Trainer`, in the place of its `precision` and with any strategy that splits by torch:
+    """Mixed precision of a `Trainer`, instead of its `precision` and with any strategy that splits by torch:
 
     ```python
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), gradient_clip_val=1.0)
@@ -63,7 +63,7 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
 
 
 class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.FSDPPrecision):  # type: ignore[misc]
-    """Mixed precision of a `Fabric`, in the place of its `precision` and with any strategy that splits by torch:
+    """Mixed precision of a `Fabric`, instead of its `precision` and with any strategy that splits by torch:
 
     ```python
     precision = FabricMixedPrecision("16-mixed", "cuda")

@@ -19,7 +19,7 @@ class _Gradient:
         self.place, self._gradient = place, weakref.ref(gradient)
 
     def is_of(self, param: torch.Tensor) -> bool:
-        """Say whether it is there still, and was not set to zero."""
+        """Return True if it is there still, and was not set to zero."""
         return param.grad is not None and param.grad is self._gradient() and bool(param.grad.any())
 
 

@@ -44,7 +44,7 @@ class Losses(Finder):
 
 
 def _is_computed_after(node: Any, nodes: int) -> bool:
-    """Say whether a node of the graph, or one that it needs, was made after so many others and does more than scale."""
+    """Return True if a node of the graph, or one that it needs, was made after so many others and not by scaling."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()

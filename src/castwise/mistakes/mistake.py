@@ -98,7 +98,7 @@ def caller() -> Place | None:
 
 
 def passes_through(*files: str) -> bool:
-    """Say whether a function in one of these files, given by their ends, is being called."""
+    """Return True if a function in one of these files, given by their ends, is being called."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.replace(os.sep, "/").endswith(files):
@@ -134,6 +134,6 @@ def line_of_model(outside: str) -> Place | None:
 
 @functools.cache
 def _is_passed_over(file: str) -> bool:
-    """Say whether a file belongs to what a script calls, or to what calls the script."""
+    """Return True if a file belongs to what a script calls, or to what calls the script."""
     whole = os.path.abspath(file)
     return file.startswith("<frozen ") or whole.startswith(_LIBRARIES) or os.path.basename(file) in _RUNNERS

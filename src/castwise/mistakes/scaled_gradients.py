@@ -113,7 +113,7 @@ class Window:
 
 
 def is_one(scaler: Any) -> bool:
-    """Say whether nothing is scaled, as far as the host knows without waiting."""
+    """Return True if nothing is scaled, as far as the host knows without waiting."""
     scale = scaler._get_scale_async()
     return scale is not None and scale.device.type == "cpu" and scale.item() == 1.0
 

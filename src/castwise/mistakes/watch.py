@@ -271,7 +271,7 @@ class Watch(Observer):
 
     @never_traced
     def _is_elsewhere(self) -> bool:
-        """Say whether this is a training in a thread of its own: what is looked at is the first one."""
+        """Return True if this is a training in a thread of its own: what is looked at is the first one."""
         return self._thread is not None and self._thread != get_ident()
 
     def _each(self, event: str, *args: Any, **kwargs: Any) -> None:

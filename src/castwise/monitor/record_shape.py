@@ -173,7 +173,7 @@ _KINDS = {
 
 
 def checked(record: object) -> dict[str, Any]:
-    """Return a record, with numbers in the place of `"nan"`, `"inf"` and `"-inf"`; one of unknown kind as it is.
+    """Return a record, with numbers instead of `"nan"`, `"inf"` and `"-inf"`; one of unknown kind as it is.
 
     Raises:
         ValueError: It is no record, or lacks or holds what one of its kind does not.

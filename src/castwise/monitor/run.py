@@ -53,7 +53,7 @@ class Run:
         """Read a run, also while it grows. A broken last line, which a killed process leaves, is ignored.
 
         Args:
-            path: The file or its folder. Strings in the place of numbers become `nan`, `inf` and `-inf` again.
+            path: The file or its folder. Strings instead of numbers become `nan`, `inf` and `-inf` again.
 
         Raises:
             FileNotFoundError: There is no such file.

@@ -21,12 +21,12 @@ class Part(NamedTuple):
 
 
 def is_split(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a DTensor."""
+    """Return True if a tensor is a DTensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def is_split_over_ranks(model: nn.Module) -> bool:
-    """Say whether one rank cannot run a model without the others: FSDP, tensor parallelism, SyncBatchNorm."""
+    """Return True if one rank cannot run a model without the others: FSDP, tensor parallelism, SyncBatchNorm."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in model.parameters()) or any(

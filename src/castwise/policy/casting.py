@@ -159,7 +159,7 @@ def _with_contents(value: Any, items: list[Any]) -> Any:
 
 @only_inlined
 def _fill(container: Any, names: Any, items: list[Any]) -> None:
-    """Put items into a list, dict or dataclass in the place of all that is there."""
+    """Replace all items of a list, dict or dataclass."""
     if names is None:
         container[:] = items
         return

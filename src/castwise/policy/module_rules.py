@@ -137,7 +137,7 @@ _FINDERS = {"": _by_name, "re:": _by_expression, "type:": _by_type, "last:": _la
 
 
 def _is_of_type(module: nn.Module, pattern: str) -> bool:
-    """Say whether a module's type, or one it derives from, has a name: alone, or where it is defined or imported."""
+    """Return True if a module's type, or one it derives from, has a name: alone, or where it is defined or imported."""
     place, _, name = pattern.rpartition(".")
     imported = getattr(sys.modules.get(place), name, None)
     return any(

@@ -121,7 +121,7 @@ def op_names() -> dict[str, list[_Function]]:
 
 
 def _computes(name: str, function: _Function) -> bool:
-    """Say whether a function makes new tensors; views and questions have nothing to compute in any precision."""
+    """Return True if a function makes new tensors; views and questions have nothing to compute in any precision."""
     if getattr(function, "__module__", None) in {"torch.nn.functional", "torch.functional"}:
         return True
     op = getattr(torch.ops.aten, name, None)

@@ -62,12 +62,12 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
 
 
 def bad_losses(facts: RunFacts) -> Iterator[Advice]:
-    """Say that losses were not finite: the scale is innocent of that."""
+    """Say that losses were not finite: they are not the scale's fault."""
     for skips in _of_cause(facts, Cause.NONFINITE_LOSS):
         is_diagnosed = any(record["step"] in skips.steps for record in facts.run.diagnoses)
         yield Advice(
             f"The loss was inf or NaN at {several(len(skips.steps), 'step')}, first at step {skips.steps[0]:,}: the "
-            "forward or the data is at fault, the scale is innocent."
+            "forward or the data is at fault, the scale is not the cause."
             + ("" if is_diagnosed else " castwise.diagnose on that batch names the module."),
             _evidence(facts, skips),
             "warning",

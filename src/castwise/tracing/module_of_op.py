@@ -70,7 +70,7 @@ class ModuleOfOp:
         self._outermost = None
 
     def is_forward_running(self) -> bool:
-        """Say whether a module runs, be it again within a backward."""
+        """Return True if a module runs, be it again within a backward."""
         return bool(self._running)
 
     def name(self) -> str | None:
@@ -102,7 +102,7 @@ class ModuleOfOp:
         numbers.note(self._running[-1] if self._running else None)
 
     def _is_outermost(self) -> bool:
-        """Say whether the backward that runs is not one within another; the first one seen is."""
+        """Return True if the backward that runs is not one within another; the first one seen is."""
         backward = backward_running()
         if self._outermost is None:
             self._outermost = backward

@@ -231,7 +231,7 @@ def _source(func: Any, args: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor lies in one piece of memory; sparse and nested ones and DTensors hold others that do."""
+    """Return True if a tensor lies in one piece of memory; sparse and nested ones and DTensors hold others that do."""
     return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in {torch.Tensor, nn.Parameter}
 
 

@@ -18,7 +18,7 @@ class FabricPrecision(Scaling):
     """What Fabric asks of a plugin; like `TrainerPrecision` it never goes to Lightning's own for mixed precision."""
 
     _plain: Any  # Lightning's plugin for no precision, another one in each of its packages
-    _fabric_optimizer: Any  # what is given to users in the place of their optimizers
+    _fabric_optimizer: Any  # what is given to users instead of their optimizers
 
     def __init__(self, precision: Precision, device: str, scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, scaler)
@@ -67,7 +67,7 @@ class FabricPrecision(Scaling):
     def clip_grad_norm_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the gradients of an optimizer to a norm in one read, in the place of `fabric.clip_gradients`.
+        """Clip the gradients of an optimizer to a norm in one read, instead of `fabric.clip_gradients`.
 
         Gradients that are not finite are left as they are: the step is skipped.
 

@@ -93,7 +93,7 @@ class Scaling:
         return output
 
     def _gradients_may_wait(self) -> bool:
-        """Say whether there are gradients of other parameters than those that were stepped."""
+        """Return True if there are gradients of other parameters than those that were stepped."""
         groups = (group for optimizer in self._stepped for group in optimizer.param_groups)
         stepped = {id(parameter) for group in groups for parameter in group["params"]}
         return any(parameter.grad is not None and id(parameter) not in stepped for parameter in self._parameters())

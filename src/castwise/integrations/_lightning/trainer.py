@@ -27,7 +27,7 @@ class TrainerPrecision(Scaling):
     """
 
     # Lightning's, which are other ones in each of its packages: the plugin for no precision, and what users derive from
-    # or are given in the place of their optimizers.
+    # or are given instead of their optimizers.
     _plain: Any
     _lightning_module: Any
     _callback: Any
