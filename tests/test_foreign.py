@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "foreign"
-LIGHT = ("GPT-2", "BERT", "T5", "Llama", "mixture of experts (Mixtral)", "nn.LSTM")
+LIGHT = (
+    *("GPT-2", "BERT", "T5", "Llama", "mixture of experts (Mixtral)"),
+    *("nn.LSTM", "nn.TransformerEncoder", "nn.MultiheadAttention"),
+)
 Facts = dict[str, str]
 
 
