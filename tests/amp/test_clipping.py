@@ -220,6 +220,17 @@ def test_a_gradient_that_unscaling_makes_infinite_skips_the_step(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_is_clipped_and_not_stepped_in_an_iteration_stays_clipped(kind: str) -> None:
+    scaler, params = GradScaler("cpu", init_scale=8.0), [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    first, second = (torch.optim.SGD([param], lr=1.0, **KINDS[kind]) for param in params)
+    scaler.scale(sum(param.sum() for param in params) * 3.0).backward()
+    scaler.clip_grad_norm_(first, 1.0)
+    scaler.step(second)
+    scaler.update()
+    close(params[0].grad, torch.full((2,), 0.5**0.5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("then", ["unscale_", "clip_grad_value_"])
 def test_what_clipping_has_found_is_not_forgotten(kind: str, then: str) -> None:
     param = torch.nn.Parameter(torch.zeros(2))

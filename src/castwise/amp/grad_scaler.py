@@ -848,6 +848,8 @@ class GradScaler(torch.amp.GradScaler):
         found_infs: list[torch.Tensor] = []
         steps = []
         for record in iteration.records.values():
+            if record.divisor is not None and record.stage is OptState.READY:
+                self._clip_without_step(record)
             found_infs += record.found_inf_per_device.values()
             if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped:
                 steps.append(record)
@@ -864,6 +866,11 @@ class GradScaler(torch.amp.GradScaler):
         if has_to_wait and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
             self._after_steps.run(outcomes.updates)
             outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
+
+    def _clip_without_step(self, record: OptimizerRecord) -> None:
+        """Unscale and clip gradients that wait for a fused step, which may come after this iteration."""
+        if record.clipped is not None and record.clipped.matches(params_and_grads(record.optimizer)[1]):
+            self._unscale(record, allow_fp16=True)
 
     def _number(self, new_scale: float | torch.Tensor) -> float:
         if not isinstance(new_scale, torch.Tensor):
