@@ -393,29 +393,31 @@ def dispatch_modes() -> list[Any]:
         return [*(modes or ())]
 
 
-# Collectives that write to their first argument without bumping versions, which torch 2.13 does in all others.
+# Collectives that write to their first argument: a tensor, or tensors in lists. Of some torch bumps the version, if
+# they are given `param.data` that of the alias alone.
 _WRITING_COLLECTIVES = (
     *("broadcast_", "allreduce_", "reduce_", "recv_", "recv_any_source_", "scatter_", "alltoall_", "alltoall_base_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"),
 )
 _kernels: list[Any] = []  # which take what is registered away when they die
 
 
 def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
-    """Have a function called with the tensors that a collective is about to write to without bumping their versions.
+    """Have a function called with the tensors that a collective is about to write to.
 
     Without the private names, or torch.distributed, nothing is called. As of 2.13.0.
     """
     below = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
-    ops = torch.ops.c10d
-    if below is None or not all(hasattr(ops, name) for name in _WRITING_COLLECTIVES):
+    if below is None:
         return
 
     def kernel(op: Any, keys: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
-        function([written] if isinstance(written, torch.Tensor) else written)
+        function(tree_leaves(written))
         return op.redispatch(keys & below, written, *args, **kwargs)
 
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch's
-    for name in _WRITING_COLLECTIVES:
-        op = getattr(ops, name).default
+    for op in (getattr(torch.ops.c10d, name).default for name in _WRITING_COLLECTIVES if hasattr(torch.ops.c10d, name)):
+        name = op.name().partition("::")[2]
         library.impl(name, functools.partial(kernel, op), "ADInplaceOrView", with_keyset=True)
     _kernels.append(library)

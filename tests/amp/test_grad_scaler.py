@@ -878,7 +878,7 @@ def test_a_growth_tracker_beyond_its_interval_goes_on_counting(cls: Any) -> None
 
 
 def test_a_backoff_that_would_end_at_a_scale_of_zero_is_refused_wherever_it_comes_from() -> None:
-    text = "backoff_factor must be in [2**-126, 1), got 1e-300"
+    text = "backoff_factor must be in [2**-149, 1), got 1e-300"
     with pytest.raises(ValueError, match=re.escape(text)):
         GradScaler("cpu", backoff_factor=1e-300)
     scaler = GradScaler("cpu")

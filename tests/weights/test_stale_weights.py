@@ -66,8 +66,6 @@ def test_a_stale_copy_is_found_within_200_regions_and_one_for_each_weight(width:
     weight = model[which].weight
     weight.data[-1, -1] += 1.0
     assert regions_until_found(model, cache) <= 200 + len(list(model.parameters()))
-    regions_until_found(model, cache)  # again and again, until it is told
-    cache.invalidate()
     same(forward(model, cache), forward(model, None))
     for _ in range(300):
         forward(model, cache)
@@ -83,6 +81,36 @@ def test_the_error_names_the_weight_and_the_remedy() -> None:
         "may have been used since: call WeightCache.invalidate() after such a write"
     )
     assert until_found(lambda: forward(model, cache))[1] == text
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda data: data.t(),
+    "fewer rows": lambda data: data[:4],
+    "another shape": lambda data: data.view(4, 16),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_of_the_same_memory_is_found_on_the_move(layout: str) -> None:
+    model = chain(8, 1, bias=False)
+    cache, full = WeightCache(model), WeightCache(model, verify=True)
+    for each in (cache, full):
+        forward(model, each)
+    model[0].weight.data = LAYOUTS[layout](model[0].weight.data)
+    if layout != "another shape":  # which the layer cannot use
+        same(forward(model, full), forward(model, None))
+    with pytest.raises(RuntimeError, match=STALE):
+        forward(model, cache)
+
+
+def test_no_stale_copy_is_used_again_once_one_is_found() -> None:
+    model = chain(4, 3)
+    cache = WeightCache(model)
+    forward(model, cache)
+    for layer in model:
+        layer.weight.data += 1.0
+    until_found(lambda: forward(model, cache))
+    same(forward(model, cache), forward(model, None))
 
 
 def test_a_region_that_finds_one_is_not_entered() -> None:
@@ -319,10 +347,15 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_gather_into_tensor": lambda tensor: dist.all_gather_into_tensor(tensor, tensor.clone() * 2),
     "method of the group": lambda tensor: dist.group.WORLD.allreduce([tensor]).wait(),  # type: ignore[union-attr]
     "broadcast of .data": lambda tensor: dist.broadcast(tensor.data, 0),
+    "all_gather into .data": lambda tensor: dist.all_gather([tensor.data], tensor.clone() * 2),
+    "all_gather_into_tensor of .data": lambda tensor: dist.all_gather_into_tensor(tensor.data, tensor.clone() * 2),
+    "reduce_scatter of .data": lambda tensor: dist.reduce_scatter(tensor.data, [tensor.clone() * 2]),
+    "reduce_scatter_tensor of .data": lambda tensor: dist.reduce_scatter_tensor(tensor.data, tensor.clone() * 2),
+    "gather into .data": lambda tensor: dist.gather(tensor.clone() * 2, [tensor.data]),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*(all_gather_into|reduce_scatter)_tensor.*:FutureWarning")
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_on_a_weight_has_it_cast_again(name: str, group: None) -> None:
     model = chain(4, 2)

@@ -31,6 +31,9 @@ class Met(NamedTuple):
     """fp32, the largest magnitude among the unscaled gradients; for schedules that need it."""
 
 
+_SMALLEST = 2.0**-149  # of fp32
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What all schedules have in common.
@@ -103,7 +106,7 @@ class Dynamic(Schedule):
     Args:
         init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
         growth_factor: Finite, > 1.
-        backoff_factor: In [2**-126, 1).
+        backoff_factor: In [2**-149, 1), which fp32 holds.
         growth_interval: Finite steps before the scale grows, >= 1.
         hysteresis: How many non-finite steps there must have been since the scale last grew before it backs off, the
             one at hand included; >= 1.
@@ -137,8 +140,8 @@ class Dynamic(Schedule):
         if not 1.0 < growth_factor < math.inf:
             raise ValueError(f"growth_factor must be a finite number > 1, got {self.growth_factor!r}")
         backoff_factor = real_number("backoff_factor", self.backoff_factor)
-        if not MIN_SCALE <= backoff_factor < 1.0:  # smaller ones may be 0 in fp32, and so would the scale
-            raise ValueError(f"backoff_factor must be in [2**-126, 1), got {self.backoff_factor!r}")
+        if not _SMALLEST <= backoff_factor < 1.0:  # smaller ones are 0 in fp32, and so would the scale be
+            raise ValueError(f"backoff_factor must be in [2**-149, 1), got {self.backoff_factor!r}")
         self._set(
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

@@ -301,7 +301,8 @@ def _is_special(param: torch.Tensor) -> bool:
 class WeightCache:
     """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
-    Outputs and gradients are bit for bit those of the region without it. A copy is made at the first use of a weight
+    Outputs and gradients are bit for bit those of the region without it, unless a weight changes within a region: it is
+    cast again, where autocast goes on with its old value. A copy is made at the first use of a weight
     and again after the weight has changed: by an optimizer's step, in place, by a collective, or by another tensor in
     its place. Writes that leave no trace, such as those through `.data`, need `invalidate()`. Each region compares some
     weights with their copies, so that a stale copy is found within 200 regions plus one for each weight; entering the

@@ -30,7 +30,18 @@ class Copy:
         dtype: The low precision.
     """
 
-    __slots__ = ("__weakref__", "address", "device", "dtype", "elements", "low", "low_elements", "param", "version")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "device",
+        "dtype",
+        "elements",
+        "layout",
+        "low",
+        "low_elements",
+        "param",
+        "version",
+    )
 
     def __init__(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         self.param, self.dtype, self.device = param, dtype, ""
@@ -38,6 +49,7 @@ class Copy:
         with torch.inference_mode(False), torch.no_grad():
             # Noted before the values are read: what another thread writes meanwhile makes the copy stale.
             self.version, self.address = version(param), param.data_ptr()
+            self.layout = param.shape, param.stride()
             self.elements = self.low = param.detach()  # keeps the memory alive: no other can come to have its address
             if dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
                 self.device, self.low = param.device.type, self.elements.to(dtype)
@@ -47,8 +59,14 @@ class Copy:
         """Return True if neither the version nor the address of the parameter has changed."""
         return self.version == writes_to(self.param) and self.address == self.param.data_ptr()
 
+    def has_another_layout(self) -> bool:
+        """Return True if the parameter has another shape or other strides: `param.data = param.data.t()`, say."""
+        return (self.param.shape, self.param.stride()) != self.layout
+
     def differs(self, start: int, stop: int) -> bool | torch.Tensor:
         """Return whether some elements, counted in memory, are not the parameter's; on an accelerator as a tensor."""
+        if self.has_another_layout():
+            return True
         now, copied = self.elements, self.low_elements
         if stop - start < now.numel():
             now, copied = now[start:stop], copied[start:stop]
@@ -113,11 +131,11 @@ class Copies:
         """
         with self.lock:
             copy = self._known.get((id(param), dtype))
-            if copy is None or not copy.is_current():
+            if copy is None or not copy.is_current() or copy.has_another_layout():
                 copy = self._known[id(param), dtype] = Copy(param, dtype)
                 self.casts += bool(copy.device)
             elif self.verify is True and copy.device and copy.differs(0, copy.low.numel()):
-                raise self._error(param)
+                raise self._error(copy)
         return copy
 
     def invalidate(self, written: Iterable[torch.Tensor] | None = None) -> None:
@@ -141,11 +159,11 @@ class Copies:
         while self._flags and _has_arrived(self._flags[0][0]):
             flag, find = self._flags.popleft()
             if flag.wait().item() and (copy := find()) is not None:
-                raise self._error(copy.param)
+                raise self._error(copy)
         for copy, start, stop in self._next_slices():
             differs = copy.differs(start, stop)
             if differs is True:
-                raise self._error(copy.param)
+                raise self._error(copy)
             if differs is not False:
                 self._flags.append((Readback(differs), weakref.ref(copy)))
 
@@ -172,10 +190,12 @@ class Copies:
             self._element = 0
         return slices
 
-    def _error(self, param: torch.Tensor) -> RuntimeError:
+    def _error(self, copy: Copy) -> RuntimeError:
+        """Return what to raise of a stale copy; no copy is used again, as others may be stale too."""
+        self.invalidate()
         model = self.model()
         named = [] if model is None else model.named_parameters(remove_duplicate=False)
-        names = " = ".join(name for name, other in named if other is param)
+        names = " = ".join(name for name, other in named if other is copy.param)
         return RuntimeError(
             f"the weight {names} was changed in a way that leaves no trace, such as a write through .data, and its old "
             "value may have been used since: call WeightCache.invalidate() after such a write"
