@@ -27,6 +27,8 @@ native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Gradients of so many elements stay in a CPU's cache: to multiply them by 1 takes half the time of their norms.
 _SMALL = 1 << 22
+# From so many elements on a tensor is worth a call of its own.
+_LARGE = 1 << 15
 
 # Scaled norms in fp32 below this may have lost squares.
 _LOST_SQUARES = 1e-15
@@ -122,8 +124,8 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
             if not may_grow and sum(map(torch.Tensor.numel, group.tensors)) < _SMALL:
                 native_check_(group.tensors, found_inf, torch.ones_like(here))
                 continue
-            if not may_grow:  # a finite norm proves that all quotients are finite
-                native_check_(list(torch._foreach_norm(group.tensors)), found_inf, here)
+            if not may_grow:
+                native_check_(_proofs(group), found_inf, here)
             if may_grow or found_inf.item():
                 found_inf.fill_(float(not are_finite(group.tensors, here).all()))
         else:
@@ -132,6 +134,17 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
             native_check_(found_norms, found_inf, here)
             norms.append((group.params, found_norms))
     return found, norms
+
+
+def _proofs(group: Group) -> list[torch.Tensor]:
+    """Return numbers that, if they are finite, prove that gradients on a CPU are: norms, or sums of squares."""
+    if group.dtype is not torch.float32:
+        return list(torch._foreach_norm(group.tensors))
+    # A CPU's dot product takes half the time of a norm.
+    large = [tensor for tensor in group.tensors if tensor.numel() >= _LARGE and tensor.is_contiguous()]
+    rest = [tensor for tensor in group.tensors if tensor.numel() < _LARGE or not tensor.is_contiguous()]
+    squares = [torch.dot(flat, flat) for flat in (tensor.view(-1) for tensor in large)]
+    return [*squares, *(torch._foreach_norm(rest) if rest else ())]
 
 
 def are_finite(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None) -> torch.Tensor:
