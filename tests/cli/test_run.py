@@ -197,7 +197,7 @@ def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trai
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     run = forked("--out", tmp_path, script)
-    assert run.stderr == "castwise: nothing was recorded: no optimizer of a module has stepped\n"
+    assert run.stderr == "castwise: no optimizer of a module has stepped: nothing was recorded\n"
 
 
 BY_HAND = """
@@ -255,8 +255,19 @@ def test_a_run_without_a_modules_optimizer_says_what_was_seen(source: str, seen:
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stderr.splitlines()[-1].startswith(
-        f"castwise: nothing was recorded: no optimizer of a module has stepped in this process, which has seen {seen}"
+        f"castwise: no optimizer of a module has stepped in this process, which has seen {seen}"
     )
+
+
+def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HOGWILD.replace('"spawn"', '"fork"'))
+    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.rstrip().endswith(f"there are records: castwise report {tmp_path / 'out'}")
+    files = [*(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
+    assert len(files) == 2
+    assert all('"kind": "run"' in file.read_text() for file in files)
 
 
 def test_a_package_is_not_imported_before_castwise_is_installed(

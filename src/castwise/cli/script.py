@@ -20,6 +20,7 @@ from castwise.amp.schedules import Schedule
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
+from castwise.monitor.sinks import FILE_NAME
 from castwise.policy.policy import Policy
 
 _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
@@ -101,8 +102,10 @@ class Script:
         if rank_now() == 0:
             ending = f"wrote {report}" if report is not None else f"recorded in {out}"
             if not was_recording:
-                ending = "nothing was recorded: no optimizer of a module has stepped"
-                ending += f" in this process, which has seen {seen}" if seen else ""
+                ending = "no optimizer of a module has stepped"
+                ending += f" in this process, which has seen {seen}" if seen else ": nothing was recorded"
+                if any(out.glob(f"*-process*/{FILE_NAME}")):
+                    ending += f"; of workers that it has forked there are records: castwise report {out}"
             if WATCH.found:
                 ending += f"; mistakes of the script: {len(WATCH.found)}"
             print(f"castwise: {ending}", file=sys.stderr)

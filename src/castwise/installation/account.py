@@ -36,7 +36,7 @@ class Account(Observer):
     """Attaches a `Monitor` to each model after the first step of an optimizer that trains it.
 
     With several processes each writes folders of its own, and none waits for another: what it does not know is whether
-    they all train the same.
+    they all train the same. Workers that were forked and are no ranks have the number of their process in the name.
 
     Args:
         out: The folder; None records nothing, and tells mistakes alone.
@@ -56,10 +56,13 @@ class Account(Observer):
         self._hook: Any = None
         self._names: list[str] = []
         self._rank: int | None = None
+        self._pid = os.getpid()
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def begin(self) -> None:
         """Look for mistakes and for models from now on; models are recorded if there is a folder."""
+        for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
+            file.unlink()  # of workers of an earlier run
         WATCH.begin_telling(self._told, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -121,6 +124,11 @@ class Account(Observer):
             with self._guard:
                 self._meet(optimizer)
 
+    def _is_worker(self) -> bool:
+        """Return True in a process that was forked from the one castwise was installed in, and is no rank."""
+        is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return os.getpid() != self._pid and not is_rank
+
     def _told(self, mistake: Mistake) -> None:
         """They are warned of by themselves; somebody has to want them."""
 
@@ -148,13 +156,15 @@ class Account(Observer):
     def _sink(self, model: nn.Module) -> JSONL:
         if self._rank is None:
             self._rank = rank_now()
-            _remove_records(self.out, self._rank)
+            if not self._is_worker():
+                _remove_records(self.out, self._rank)
         inner = getattr(model, "_orig_mod", getattr(model, "module", model))
         parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
         name = "+".join(parts) or type(inner if isinstance(inner, nn.Module) else model).__name__
         self._names.append(name)
         count = self._names.count(name)
         folder = name + (f"-{count}" if count > 1 else "") + (f"-rank{self._rank}" if self._rank else "")
+        folder += f"-process{os.getpid()}" if self._is_worker() else ""
         assert self.out is not None
         return JSONL(self.out / folder / FILE_NAME)
 
