@@ -51,10 +51,8 @@ def _without_birth(fault: Fault, scale: float) -> tuple[Remedy, str]:
     if fault.reached != "gradient of the output":
         return "code", "no op was seen to make it: a kernel that is not an op of torch may have"
     if fault.loss_is_finite is None:
-        return (
-            "code",
-            "the model is not the cause: look at the loss and its targets, and lower the scale if they are fine",
-        )
+        advice = "the model is not the cause: look at the loss and its targets, or lower the scale if they are fine"
+        return "code", advice
     if not fault.loss_is_finite:
         return "code", "the model's output is finite and the loss is not: look at the loss function and its targets"
     if scale > 1.0 and any(tensor.dtype is torch.float16 and tensor.isinf().any() for tensor in fault.tensors):
