@@ -46,7 +46,7 @@ class _File(SphinxRole):
 
 
 def is_importable(name: str) -> bool:
-    """Say whether a dotted name, or one of `builtins` or `typing`, leads to something."""
+    """Return True if a dotted name, or one of `builtins` or `typing`, leads to something."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -335,7 +335,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale the gradients in place, and clip them too if clipping has left that to a fused step."""
-        scale, found_by_clipping = self._made_scale(), list(record.found_inf_per_device.values())
+        scale = self._made_scale()
+        found_by_clipping = [] if record.divisor is None else list(record.found_inf_per_device.values())
         # Ranks have agreed on what clipping found: what this one finds later must not replace it.
         was_measured = self._agreement is not None and record.divisor is not None and self._is_measured(record)
         if self._replaces_unscaling():
