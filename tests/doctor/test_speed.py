@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from castwise.amp.emulation import is_native_here
 from castwise.doctor import formats
+from castwise.doctor import speed as speeds
 from castwise.doctor.speed import SMALLEST, Quartiles, Speed, Verdict, measure
 
 CPU = torch.device("cpu")
@@ -44,14 +44,15 @@ def test_a_speed_is_operations_by_seconds() -> None:
     assert found.gflops.high > fastest / 20  # a busy machine has that much
 
 
-@pytest.mark.skipif(is_native_here(torch.float16) is not False, reason="this CPU does not emulate fp16")
-def test_an_emulated_format_is_measured_beside_fp32_and_holds_no_other_up() -> None:
+def test_an_emulated_format_is_measured_beside_fp32_and_holds_no_other_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_product = {"fp32": 1e-11, "fp16": 1e-9}
+    monkeypatch.setattr(speeds, "_warm", lambda _, name, size: lambda: per_product[name] * size**3)
     found = measure(CPU, ["fp32", "fp16"], budget_s=2.0)
     fp32, fp16 = found["fp32"], found["fp16"]
     assert isinstance(fp32, Speed)
     assert isinstance(fp16, Speed)
     assert list(found) == ["fp32", "fp16"]
-    assert fp16.times_fp32.median < 0.5
+    assert fp16.times_fp32.median == pytest.approx(0.01)
     assert SMALLEST <= fp16.size < fp32.size
 
 

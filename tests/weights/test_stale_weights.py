@@ -208,7 +208,7 @@ def test_nothing_is_compared_when_told_so() -> None:
 def test_flags_of_an_accelerator_are_read_when_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's tensors stand in for those of a device whose results arrive after some regions."""
     arrived = [False]
-    monkeypatch.setattr(weight_copies, "_has_arrived", lambda _: arrived[0])
+    monkeypatch.setattr(weight_copies.Readback, "has_arrived", property(lambda _: arrived[0]))
     differs = weight_copies.Copy.differs
     monkeypatch.setattr(weight_copies.Copy, "differs", lambda copy, *which: torch.tensor(differs(copy, *which)))
     model = chain(4, 1, bias=False)

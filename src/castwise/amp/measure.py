@@ -101,11 +101,13 @@ def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInf
         found[group.device] = torch.maximum(found_inf_on(found, group.device, of_group), of_group)
 
 
-# -- finding infs without writing -------------------------------------------------------------------------------------
+# -- finding infs before a fused step ---------------------------------------------------------------------------------
 
 
 def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, Norms]:
-    """Find out whether a fused optimizer, which computes in fp32 or wider, can divide its gradients. One read.
+    """Find out whether a fused optimizer, which computes in fp32 or wider, can divide its gradients.
+
+    The gradients keep their values: they are read once, small ones on a CPU are multiplied by 1, as torch does it.
 
     Args:
         groups: Of gradients.

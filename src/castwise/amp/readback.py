@@ -29,8 +29,13 @@ class Readback:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it was there from the beginning, so that nobody ever waits for it."""
+        """Whether it was there from the beginning, so that no wait is needed."""
         return self._arrived is None and self._host.device.type == "cpu"
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the tensor is on the host by now."""
+        return self._arrived is None or self._arrived.query()
 
     def wait(self) -> torch.Tensor:
         """Return the tensor on the CPU, as soon as it is there."""
@@ -61,7 +66,7 @@ class Flag:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether nobody has to wait for it any more."""
+        """Whether no wait is needed any more."""
         return self._known is not None or self._readback.is_on_host
 
     def __bool__(self) -> bool:

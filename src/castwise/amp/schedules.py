@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -154,15 +155,16 @@ class Dynamic(Schedule):
         _check_bounds(self.init_scale, self.min_scale, self.max_scale)
         one_of("on_nonfinite_loss", self.on_nonfinite_loss, ("backoff", "hold"))
 
-    @property
+    @cached_property
     def needs_loss(self) -> bool:  # type: ignore[override]  # of this schedule an option decides
         """Whether it has to know if the loss was finite."""
         return self.on_nonfinite_loss == "hold"
 
     def trackers(self) -> dict[str, float]:
         """Return h and c of the docstring's rule at their first values, if there is more to it than torch's."""
-        return {} if self._is_torchs() else {"hysteresis_left": self.hysteresis, "cooldown_left": 0}
+        return {} if self._is_torchs else {"hysteresis_left": self.hysteresis, "cooldown_left": 0}
 
+    @cached_property
     def _is_torchs(self) -> bool:
         return self.hysteresis == 1 and self.cooldown == 0 and self.on_nonfinite_loss == "backoff"
 
@@ -173,7 +175,7 @@ class Dynamic(Schedule):
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
         """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
         t, found_inf = trackers["growth_tracker"], met.found_inf
-        if self._is_torchs():
+        if self._is_torchs:
             torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         else:
             self._advance_with_options_(scale, trackers, met)

@@ -156,7 +156,7 @@ class Copies:
         Raises:
             RuntimeError: One was changed in a way that leaves no trace.
         """
-        while self._flags and _has_arrived(self._flags[0][0]):
+        while self._flags and self._flags[0][0].has_arrived:
             flag, find = self._flags.popleft()
             if flag.wait().item() and (copy := find()) is not None:
                 raise self._error(copy)
@@ -206,7 +206,3 @@ def _memory_of(tensor: torch.Tensor) -> int:
     # That of a subclass may be nowhere.
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if is_plain else 0
-
-
-def _has_arrived(readback: Readback) -> bool:
-    return readback._arrived is None or readback._arrived.query()
