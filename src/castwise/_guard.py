@@ -1,4 +1,4 @@
-"""What looks at a training must not end it."""
+"""What observes a training run must not end it."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def is_default_device(mode: Any) -> bool:
 @only_inlined
 def _exporting_mode() -> Any:
     """Return the mode with which `torch.export` records what is not an op, or None outside of an export."""
-    # The module is loaded by whoever exports; importing it here would slow down everybody else.
+    # An export loads the module; importing it here would slow down every other program.
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxy_tensor is None:
         return None

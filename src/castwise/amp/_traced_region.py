@@ -52,7 +52,7 @@ def tell_observers(device_type: str, enabled: bool) -> None:
 def prepare(device_type: str) -> None:
     """Tell Dynamo about these functions, and what to put back if it stops before it meets the `leave`.
 
-    The first cannot be done earlier: somebody has to have imported Dynamo.
+    The first cannot be done earlier: Dynamo has to be imported.
     """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch's

@@ -75,7 +75,7 @@ def advance_of(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return what advances a schedule: its `step`, or itself if it is a function.
 
     Raises:
-        TypeError: It is neither, or a module, of which nobody means its forward.
+        TypeError: It is neither, or a module, whose forward is hardly meant.
     """
     step = getattr(scheduler, "step", None)
     if callable(step):

@@ -62,7 +62,7 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     growth_tracker = count("_growth_tracker", state_dict["_growth_tracker"], 0)
     scale = check_scale("scale", state_dict["scale"])
     factors = {name: state_dict[name] for name in KEYS[1:4]}
-    Dynamic(**factors)  # checked also where nobody uses them
+    Dynamic(**factors)  # checked even where they are not used
     taken, skipped, in_a_row = (count(name, state_dict.get(name, 0), 0, bits=63) for name in COUNTS)
     entry = state_dict.get("schedule")
     trackers = schedule.trackers()

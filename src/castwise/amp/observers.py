@@ -1,4 +1,4 @@
-"""Who is told what a training does with its scalers and regions: nobody, unless something observes it.
+"""Observers: told what a training run does with its scalers and regions. There are none unless something observes it.
 
 Observers are called where things happen, with the objects themselves, and see them as they are before the call goes on
 (but for what says otherwise). None of them may raise. What is compiled by `torch.compile` tells nothing.
@@ -25,7 +25,7 @@ class Observer:
         """A loss was given to an enabled scaler, and what came of it is about to be returned."""
 
     def asked(self, scaler: Any) -> None:
-        """Somebody asks for the scale as a number: gradients may be unscaled by hand."""
+        """The scale is asked for as a number: gradients may be unscaled by hand."""
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's gradients are about to be unscaled or clipped by the scaler; also from within its step."""
@@ -52,7 +52,7 @@ class Observer:
         """An autocast region was left."""
 
     def compiled(self, device_type: str, enabled: bool) -> None:
-        """`torch.compile` is tracing a region; when what it compiles runs, nobody is told."""
+        """`torch.compile` is tracing a region; when what it compiles runs, no observer is told."""
 
 
 OBSERVERS: list[Observer] = []

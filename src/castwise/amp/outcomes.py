@@ -88,7 +88,7 @@ class StepFacts:
     """What `GradScaler.iteration` was: from 1, counts the calls of `update`."""
 
 
-class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training as StopIteration does a loop
+class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as StopIteration does a loop
     """The schedule's `patience` is at its end, or the scale has fallen below 1.
 
     Args:
@@ -165,7 +165,7 @@ class Outcomes:
             return 0
 
     def wants(self, step: OptimizerRecord) -> bool:
-        """Return True if there is more to know of a step: it was skipped, nobody knows yet, or a hook listens."""
+        """Return True if there is more to know of a step: it was skipped, that is not known yet, or a hook listens."""
         if step.is_finite and not self.hooks:
             return False
         return not any(map(is_capturing, step.found_inf_per_device.values()))

@@ -232,7 +232,7 @@ class Guard(Static):
 
         scale = 1
 
-    bf16 has fp32's range, so there is nothing to scale; but one NaN still ends a training (DeepSpeed#8415).
+    bf16 has fp32's range, so there is nothing to scale; but one NaN still ends a training run (DeepSpeed#8415).
 
     Args:
         patience: As for `Schedule`.
@@ -260,7 +260,7 @@ class Headroom(Schedule):
         non-finite:  scale = 2**(floor(log2(scale)) - ceil(max(headroom_bits, 1)))
                      margin = max(log2(largest_number / (scale * p)) - headroom_bits, 0),  t = 0
 
-    kept within [min_scale, max_scale]. What overflows first are often gradients of activations, which nobody measures:
+    kept within [min_scale, max_scale]. What overflows first are often gradients of activations, which are not measured:
     a step that did teaches the margin by how many bits they are larger. A step whose loss was not finite moves
     nothing. The rule is castwise's own; that gradients' largest magnitude tells the scale is from Micikevicius et al.
     2018, section 3.2 ("choose a value so that its product with the maximum absolute gradient value is below 65,504").

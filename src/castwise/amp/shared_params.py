@@ -35,7 +35,7 @@ class SharedParams:
                 continue
             if param in known:
                 handle = self._newcomers.pop(param, None)
-                if handle is None:  # nobody has watched it so far: its gradient counts as scaled, as it does in torch
+                if handle is None:  # not watched so far: its gradient counts as scaled, as it does in torch
                     self.unscaled.pop(param, None)
                 self._shared[param] = handle or _register(param, self._accumulated)
             elif param not in self._newcomers:

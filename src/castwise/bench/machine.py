@@ -72,7 +72,7 @@ def _cpu() -> str:
 
 
 def free_bytes(device: str) -> int | None:
-    """Return how much memory can still be taken on a device, None where nobody says."""
+    """Return how much memory can still be taken on a device, None where it is not known."""
     gc.collect()  # optimizers and their tensors end up in cycles
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ TORCH, CASTWISE, AGAIN = "torch", "castwise", "torch again"
 CONFIDENCE = 0.95
 FEWEST = 9  # rounds of which the lowest and the highest ratio may be forgotten at this confidence
 QUICK_S = 2.0  # patience of `--quick`
-SAME_WITHIN = 0.05  # nobody trains elsewhere for less
+SAME_WITHIN = 0.05  # no reason to train with another library
 
 Verdict = Literal["faster", "slower", "as fast", "cannot tell"]
 CANNOT_TELL: Verdict = "cannot tell"

@@ -54,7 +54,7 @@ def steps(trainers: Mapping[str, Trainer], losses: Mapping[str, list[float]]) ->
 
 
 def race_of(size: Size, precision: str, corpus: Corpus, device: str, rounds: Rounds) -> Record:
-    """Let trainings of the same model on the same batches take turns at taking a step."""
+    """Let training runs of the same model on the same batches take turns at taking a step."""
     where = torch.device(device)
     rivals = {FP32: Training(FP32, settings.TORCH, size, 0)}
     rivals |= {name: Training(precision, library, size, 0) for name, library in LIBRARIES.items()}

@@ -99,7 +99,7 @@ def is_recording() -> bool:
 
 
 def what_was_seen() -> str:
-    """Return, in words, what castwise has seen of a training while it is installed; empty if nothing."""
+    """Return, in words, what castwise has seen of a training run while it is installed; empty if nothing."""
     with _LOCK:
         return ", ".join(filter(None, [account.seen for _, account in _INSTALLED]))
 

@@ -92,7 +92,7 @@ class Account(Observer):
 
     @property
     def seen(self) -> str:
-        """What was seen of a training, in words; empty if nothing was."""
+        """What was seen of a training run, in words; empty if nothing was."""
         counts = {**self._seen, _PROCESSES: _processes_started()}
         return ", ".join(f"{count} {one if count == 1 else more}" for (one, more), count in counts.items() if count)
 
@@ -130,7 +130,7 @@ class Account(Observer):
         return os.getpid() != self._pid and not is_rank
 
     def _told(self, mistake: Mistake) -> None:
-        """They are warned of by themselves; somebody has to want them."""
+        """The finder warns of them by itself, and looks only while something listens."""
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._met:

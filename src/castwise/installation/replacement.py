@@ -81,7 +81,7 @@ class Replacement:
         torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]  # on purpose
 
     def undo(self) -> None:
-        """Put back what was there, unless somebody has put there something else since."""
+        """Put back what was there, unless something else was put there since."""
         torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]  # on purpose
         for namespace, key, old, new in reversed(self._places):
             if namespace.get(key) is new:

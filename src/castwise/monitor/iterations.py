@@ -92,7 +92,7 @@ class Iterations:
         self._began = now
         self._open.append(new)
         if last is not None and last.sample is not None:
-            last.sample.forget_weights()  # whoever has not stepped by now does not step
+            last.sample.forget_weights()  # an optimizer that has not stepped by now does not step
         self._begin(new)
         return new
 

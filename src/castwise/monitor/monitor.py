@@ -1,4 +1,4 @@
-"""`Monitor`: what happens to the numbers of a training, recorded while it runs."""
+"""`Monitor`: what happens to the numbers of a training run, recorded while it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PARAMETERS_NAMED = 8
 
 
 class Monitor:
-    """Records what happens to the numbers of a training: of each step a little, of every `every`-th step a lot.
+    """Records what happens to the numbers of a training run: of each step a little, of every `every`-th step a lot.
 
     Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
     was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
@@ -57,7 +57,7 @@ class Monitor:
 
     In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no
     power of two), weights are copied once and compared; the host waits for no accelerator, and what was found is
-    recorded two steps later there. The monitor's own memory does not grow with the run. It never ends a training: what
+    recorded two steps later there. The monitor's own memory does not grow with the run. It never ends the run: what
     it cannot measure is left out, with a warning.
 
     With several processes each measures its own part; at sampled steps they put together what they have found, and at
@@ -206,7 +206,7 @@ class Monitor:
 
     @never_traced  # a step may be inside of compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-        """Look at gradients that nobody has changed yet."""
+        """Look at gradients before anything has changed them."""
         if not self._knows(optimizer):
             return
         with self._guard:

@@ -1,4 +1,4 @@
-"""What a record of a run holds: checked when it is read, so that nobody who uses one meets anything else.
+"""What a record of a run holds: checked when it is read, so that code that uses one meets nothing else.
 
 A reader takes a value of JSON and returns it as it is used, or raises a `ValueError` that says where what is wrong.
 Entries that no reader is named for, as of a later castwise, are left as they are.

@@ -23,7 +23,7 @@ FORMAT = 1
 
 @dataclass
 class Run:
-    """What a monitor has recorded of a training, in order of steps.
+    """What a monitor has recorded of a training run, in order of steps.
 
     A training that went on from a checkpoint repeats steps in its file: the later record of a step is the one that
     counts, as the earlier weights are gone.

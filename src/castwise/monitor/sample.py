@@ -200,7 +200,7 @@ def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:
     """Return scale / 2**floor(log2(scale)), which is in [1, 2), for a second count; None if one is enough.
 
     Exponents of gradients that are divided by a power of two are known from those of the gradients as they are. Of an
-    accelerator's scale nobody on the host knows whether it is one: gradients are read once there whatever it is.
+    accelerator's scale the host does not know whether it is one: gradients are read once there in any case.
     """
     if scale.device.type != "cpu":
         return None

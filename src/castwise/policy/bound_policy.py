@@ -173,7 +173,7 @@ class BoundPolicy:
     def unbind(self) -> None:
         """Take the rules off the model; modules get back the `forward` of their class.
 
-        No region can be entered with it any more, by whoever has bound an equal policy to the model and got this.
+        No region can be entered with it any more, also where `bind` has returned it for an equal policy.
         """
         self.is_bound = False
         for forward in self._ruled:

@@ -131,7 +131,7 @@ def _contents(value: Any) -> list[Any]:
 
 @only_inlined
 def _with_contents(value: Any, items: list[Any]) -> Any:
-    """Return a container like another one, with other items; the same if nobody knows how to make one."""
+    """Return a container like another one, with other items; the same if it is not known how to make one."""
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
             return value._make(items)

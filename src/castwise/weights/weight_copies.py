@@ -124,7 +124,7 @@ class Copies:
         return [copy for copy in list(self._known.values()) if copy.device]
 
     def find(self, param: torch.Tensor, dtype: torch.dtype) -> Copy:
-        """Return the copy of a parameter as it is now; whoever uses it keeps it, or it is gone.
+        """Return the copy of a parameter as it is now; the caller keeps it alive.
 
         Raises:
             RuntimeError: `verify` is True, and the parameter was changed in a way that leaves no trace.
