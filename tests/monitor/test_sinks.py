@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from castwise.monitor import tensorboard_events
+from castwise.monitor.packing import in_full
 from castwise.monitor.sinks import JSONL, Sinks, TensorBoard
 
 WRITE_FOR_EVER = """
 import itertools, sys
+from castwise.monitor.packing import in_full
 from castwise.monitor.sinks import JSONL
 sink = JSONL(sys.argv[1])
 for step in itertools.count(1):
@@ -27,7 +29,8 @@ for step in itertools.count(1):
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [in_full(record) if record["kind"] == "step" else record for record in records]
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def test_a_killed_process_loses_at_most_the_line_it_was_writing(tmp_path: Path) 
     assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
     with JSONL(path) as sink:
         sink({"kind": "end", "step": 0})
-    assert path.read_bytes().split(b"\n")[:-1] == [*whole, b'{"kind": "end", "step": 0}']
+    assert path.read_bytes().split(b"\n")[:-1] == [*whole, b'{"kind":"end","step":0}']
 
 
 @pytest.mark.parametrize("rest", [b'{"kind": "st', b'{"kind": "step", "numbers": [' + b"1, " * 100_000])
@@ -82,7 +85,7 @@ def test_a_broken_last_line_is_cut_off(whole: bytes, rest: bytes, tmp_path: Path
     path.write_bytes(whole + rest)
     with JSONL(path) as sink:
         sink({"kind": "end"})
-    assert path.read_bytes() == whole + b'{"kind": "end"}\n'
+    assert path.read_bytes() == whole + b'{"kind":"end"}\n'
 
 
 def test_a_sink_that_fails_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ _STEP = _integer(0)
 _KINDS = {
     "run": _fields({"format": _integer(1), "settings": _by_name(lambda value: value)}, {"time": _time}),
     "step": _fields(
-        {"step": _STEP, "skipped": _flag},
+        {"step": _STEP},
         {
+            "skipped": _flag,
             "scale": _or_null(_number),
             "cause": _or_null(_text),
             "parameters": _or_null(_list(_text)),
@@ -163,7 +164,17 @@ _KINDS = {
             "modules": _by_name(_STATS),
             "activations": _by_name(_STATS),
             "weights": _by_name(_fields({"update_to_weight": _number, "lost_in_bf16": _number})),
+            "owned": _by_name(_list(_text)),
+            "packed": _text,
         },
+    ),
+    "names": _fields(
+        {
+            "gradients": _list(_text),
+            "owned": _by_name(_list(_text)),
+            "activations": _list(_text),
+            "weights": _list(_text),
+        }
     ),
     "diagnosis": _fields(
         {"step": _STEP, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), _text)},

@@ -13,12 +13,13 @@ from typing import Any
 
 from castwise.amp.simulation import GradientRange
 from castwise.monitor.formats import FP16
+from castwise.monitor.packing import in_full, unpack
 from castwise.monitor.record_shape import checked
 from castwise.monitor.sinks import file_in
 
 Record = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Run:
         elif kind == "step":
             if self.steps and record["step"] <= self.steps[-1]["step"]:
                 self._forget_from(record["step"])
-            self.steps.append(record)
+            self.steps.append(in_full(record))
         elif kind == "sample":
             self.samples.append(record)
         elif kind == "diagnosis":
@@ -117,9 +118,15 @@ def _range_of(sample: Record, loss: float | None) -> GradientRange:
 
 def _records(path: Path) -> Iterator[Record]:
     *lines, last = path.read_bytes().split(b"\n")
+    names: Record = {}
     for number, line in enumerate([*lines, last] if last else lines, start=1):
         try:
             record = checked(json.loads(line))
+            if record["kind"] == "names":
+                names = record
+                continue
+            if "packed" in record:
+                record = unpack(record, names)
         except (ValueError, RecursionError) as error:
             is_unfinished = number > len(lines)
             if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):

@@ -161,6 +161,7 @@ def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
         gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
             magnitudes are unscaled, formats are judged on scaled ones. On an accelerator the exponents are right to
             within one if the scale is no power of two (see `Tally.divided_by`); all else is exact.
+        owned: By module, the names of its own parameters.
         activations: The same of what modules return, where nothing is scaled.
         weights: By parameter, see `updates.update_record`.
     """
@@ -176,6 +177,7 @@ def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
         "scale": scale,
         "gradients": {name: part.unscaled.record(part.scaled) for name, part in gradients.items()},
         "modules": modules,
+        "owned": dict(found.modules),
         "activations": {name: of_module.record() for name, of_module in found.activations.items()},
         "weights": {name: update_record(numbers) for name, numbers in found.updates.items()},
     }

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from castwise import _files
 from castwise._warnings import warn
+from castwise.monitor import packing
 from castwise.monitor.tensorboard_events import TensorBoard
 
 __all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
@@ -20,12 +22,15 @@ Sink: TypeAlias = Callable[[Record], object]
 """Anything that takes a record; if it has a `close`, that is called at the end."""
 
 FILE_NAME = "monitor.jsonl"
-_ENCODER = json.JSONEncoder(allow_nan=False)
+SAMPLES_BYTES = 8 << 20
+"""More samples than fit into so many bytes of a file are thinned: of all but the latest quarter every second goes."""
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_SAMPLE = b'{"kind":"sample"'
 _AS_IT_IS: int = getattr(os, "O_BINARY", 0)  # Windows writes other ends of lines without
 
 
 class JSONL:
-    """Appends each record to a file as one line of JSON.
+    """Appends each record to a file as one line of JSON, as short as it can be (`castwise.monitor.packing`).
 
     A line is handed to the operating system whole, by one unbuffered write, so a process that is killed loses no line
     but the one it is writing, and others can read the file while it grows. What a killed process has left of a line is
@@ -42,12 +47,14 @@ class JSONL:
         >>> with JSONL(folder) as sink:
         ...     sink({"kind": "step", "step": 1, "loss": float("nan")})
         >>> print(Path(folder, "monitor.jsonl").read_text(), end="")
-        {"kind": "step", "step": 1, "loss": "nan"}
+        {"kind":"step","step":1,"loss":"nan"}
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = file_in(path)
         self._file: int | None = None
+        self._names: Record | None = None  # of the packed samples, as they were written last
+        self._samples_bytes = 0
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Append a record.
@@ -56,14 +63,42 @@ class JSONL:
             OSError: It could not be written, or not whole.
             TypeError: It holds what JSON has no word for.
         """
+        if record.get("kind") == "step":
+            record = packing.shortened(record)
+        elif record.get("kind") == "sample" and packing.can_be_packed(record):
+            names = packing.names_of(record)
+            if names != self._names:
+                self._append(names)
+                self._names = names
+            record = packing.pack(record)
+        self._append(record)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
         line = _ENCODER.encode(_spelled(record)).encode() + b"\n"
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AS_IT_IS, 0o666)
             _cut_off_broken_line(self._file)
+            self._names, self._samples_bytes = None, _bytes_of_samples(self._file)
+        if line.startswith(_SAMPLE):
+            if self._samples_bytes + len(line) > SAMPLES_BYTES:
+                self._thin()
+            self._samples_bytes += len(line)
         written = os.write(self._file, line)
         if written < len(line):
             raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+
+    def _thin(self) -> None:
+        """Drop every second sample of all but the latest quarter, in one go: the file is replaced whole."""
+        assert self._file is not None
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        samples = [place for place, line in enumerate(lines) if line.startswith(_SAMPLE)]
+        dropped = set(samples[1 : len(samples) * 3 // 4 : 2])
+        os.close(self._file)
+        self._file = None
+        _files.replace(self.path, b"".join(line for place, line in enumerate(lines) if place not in dropped))
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | _AS_IT_IS)
+        self._samples_bytes = _bytes_of_samples(self._file)
 
     def close(self) -> None:
         """Let go of the file; a later record opens it again."""
@@ -129,6 +164,14 @@ def _sink(given: object) -> Sink:
     if not callable(given):
         raise TypeError(f"a sink is a path or a function of one record (a dict), got {given!r}")
     return given
+
+
+def _bytes_of_samples(file: int) -> int:
+    if not os.fstat(file).st_size:  # a device may go on forever
+        return 0
+    os.lseek(file, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(file), "rb") as lines:
+        return sum(len(line) for line in lines if line.startswith(_SAMPLE))
 
 
 def _cut_off_broken_line(file: int) -> None:

@@ -1,0 +1,272 @@
+"""Records as they lie in a file, where they take a thirtieth of the bytes: samples packed, steps without what is usual.
+
+A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of one object for
+each tensor; its names are in the last `names` record before it. What follows from the columns is computed when they
+are read: the numbers of modules, which are sums of those of their parameters, and how the numbers fit into formats.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import lzma
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from castwise.monitor.formats import LOW_PRECISION
+
+Record = dict[str, Any]
+
+_USUAL: Record = {
+    "scale": None,
+    "skipped": False,
+    "cause": None,
+    "parameters": [],
+    "grad_norm": None,
+    "loss": None,
+    "seconds": None,
+}
+_DIGITS = {"grad_norm": 7, "loss": 7, "seconds": 4}
+_COUNT_DIGITS, _NUMBER_DIGITS = 3, 4
+# A dictionary of the usual 8 MiB would have the compressor take 90 MiB of memory.
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 18}]
+_LARGEST_SAMPLE = 1 << 28  # bytes of JSON in one sample: a file may be anyone's
+_LOWEST, _HIGHEST = -1074, 1023
+
+
+def shortened(step: Mapping[str, Any]) -> Record:
+    """Return a step's record without what is usual, and with no more digits than are looked at."""
+    return {
+        name: _rounded(value, _DIGITS[name]) if name in _DIGITS else value
+        for name, value in step.items()
+        if name not in _USUAL or value != _USUAL[name]
+    }
+
+
+def in_full(step: Record) -> Record:
+    """Return a step's record with what is usual, of which an older one may have left out some, too."""
+    usual = {**_USUAL, "parameters": []}  # a list of its own
+    return {**step, **{name: value for name, value in usual.items() if name not in step}}
+
+
+def names_of(sample: Mapping[str, Any]) -> Record:
+    """Return the `names` record of a sample."""
+    return {
+        "kind": "names",
+        "gradients": list(sample["gradients"]),
+        "owned": sample["owned"],
+        "activations": list(sample["activations"]),
+        "weights": list(sample["weights"]),
+    }
+
+
+def can_be_packed(sample: Mapping[str, Any]) -> bool:
+    """Return True if modules follow from parameters, and formats from the scale: if that is a power of two."""
+    return "owned" in sample and math.frexp(sample["scale"])[0] == 0.5
+
+
+def pack(sample: Mapping[str, Any]) -> Record:
+    """Return a sample's record as it is written."""
+    columns = {
+        "gradients": _columns(sample["gradients"].values()),
+        "activations": _columns(sample["activations"].values()),
+        "weights": [
+            [_spelled(each["update_to_weight"]), _spelled(each["lost_in_bf16"])] for each in sample["weights"].values()
+        ],
+    }
+    content = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
+    return {
+        "kind": "sample",
+        "step": sample["step"],
+        "scale": sample["scale"],
+        "packed": base64.b85encode(lzma.compress(content, filters=_FILTERS)).decode(),
+    }
+
+
+def _columns(stats: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("numel", "zero", "nonfinite", "largest", "smallest", "lowest", "counts")
+    }
+    for each in stats:
+        numel, exponents = each["numel"], each["exponents"]
+        columns["numel"].append(numel)
+        columns["zero"].append(round(each["zero"] * numel))
+        columns["nonfinite"].append(round(each["nonfinite"] * numel))
+        columns["largest"].append(_rounded(each["largest"], _NUMBER_DIGITS))
+        columns["smallest"].append(None if each["smallest"] is None else _rounded(each["smallest"], _NUMBER_DIGITS))
+        columns["lowest"].append(exponents["lowest"])
+        columns["counts"].append([int(_rounded(n, _COUNT_DIGITS)) for n in exponents["counts"]])
+    return columns
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, (int, float)) else value
+
+
+def _spelled(value: float) -> float | str:
+    rounded: float = _rounded(value, _NUMBER_DIGITS)
+    return rounded if math.isfinite(rounded) else str(rounded)
+
+
+def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
+    """Return a packed sample's record as the monitor has made it, counts rounded to three digits.
+
+    Raises:
+        ValueError: It was not packed by `pack`, or not with these names.
+    """
+    columns = _read(sample["packed"])
+    scale = float(sample["scale"])
+    try:
+        gradients = _Table(names["gradients"], columns["gradients"])
+        activations = _Table(names["activations"], columns["activations"])
+        weights = [[float(number) for number in pair] for pair in columns["weights"]]
+        if len(weights) != len(names["weights"]):
+            raise ValueError(f"of {len(names['weights'])} weights it has {len(weights)}")
+        return {
+            "kind": "sample",
+            "step": sample["step"],
+            "scale": sample["scale"],
+            "gradients": gradients.records(scale),
+            "modules": gradients.added_up(names["owned"]).records(scale),
+            "owned": names["owned"],
+            "activations": activations.records(1.0),
+            "weights": {
+                name: {"update_to_weight": update, "lost_in_bf16": lost}
+                for name, (update, lost) in zip(names["weights"], weights, strict=True)
+            },
+        }
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"its columns are no sample's: {type(error).__name__}: {error}") from None
+
+
+def _read(packed: str) -> Any:
+    try:
+        decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LARGEST_SAMPLE)
+        content = decompressor.decompress(base64.b85decode(packed), _LARGEST_SAMPLE)
+        if not decompressor.eof:
+            raise ValueError("it is cut off, or too large")
+        return json.loads(content)
+    except (ValueError, lzma.LZMAError, RecursionError) as error:
+        raise ValueError(f"it cannot be unpacked: {error}") from None
+
+
+class _Table:
+    """What is known of some tensors: a row for each.
+
+    Args:
+        names: Of the tensors.
+        columns: As `_columns` returns them.
+
+    Raises:
+        ValueError: They are not.
+    """
+
+    def __init__(self, names: Sequence[str], columns: Mapping[str, Any]) -> None:
+        self.names, rows = list(names), len(names)
+        self.numel, self.zero, self.nonfinite = (
+            _whole(columns[name], rows, 0) for name in ("numel", "zero", "nonfinite")
+        )
+        self.lowest = _whole(columns["lowest"], rows, _LOWEST)
+        self.counts = [_whole(counts, None, 0) for counts in columns["counts"]]
+        self.largest: list[float] = list(columns["largest"])
+        self.smallest: list[float | None] = list(columns["smallest"])
+        if not len(self.counts) == len(self.largest) == len(self.smallest) == rows:
+            raise ValueError(f"its columns are not of {rows} tensors")
+        if any(low + len(counts) > _HIGHEST + 1 for low, counts in zip(self.lowest, self.counts, strict=True)):
+            raise ValueError(f"an exponent is above {_HIGHEST}")
+        if not all(math.isfinite(number) and number >= 0.0 for number in [*self.largest, *filter(None, self.smallest)]):
+            raise ValueError("a magnitude is no finite number >= 0")
+
+    def added_up(self, owned: Mapping[str, list[str]]) -> _Table:
+        """Return a table of tensors that consist of some of these."""
+        place, total = {name: row for row, name in enumerate(self.names)}, object.__new__(_Table)
+        rows = [[place[name] for name in own] for own in owned.values()]
+        total.names = list(owned)
+        total.numel, total.zero, total.nonfinite = (
+            [sum(column[row] for row in own) for own in rows] for column in (self.numel, self.zero, self.nonfinite)
+        )
+        total.largest = [max((self.largest[row] for row in own), default=0.0) for own in rows]
+        total.smallest = [
+            min((least for row in own if (least := self.smallest[row]) is not None), default=None) for own in rows
+        ]
+        total.lowest, total.counts = [], []
+        for own in rows:
+            spans = [(self.lowest[row], self.counts[row]) for row in own if self.counts[row]]
+            lowest = min((low for low, _ in spans), default=0)
+            counts = [0] * (max((low + len(each) for low, each in spans), default=0) - lowest)
+            for low, each in spans:
+                for at, count in enumerate(each, low - lowest):
+                    counts[at] += count
+            total.lowest.append(lowest)
+            total.counts.append(counts)
+        return total
+
+    def records(self, scale: float) -> dict[str, Record]:
+        """Return what the record says of each; formats are judged on the numbers times a scale, a power of two."""
+        if not self.names:
+            return {}
+        shift = round(math.log2(scale))
+        lowest = min(self.lowest)
+        highest = max(low + len(counts) for low, counts in zip(self.lowest, self.counts, strict=True))
+        padded = [
+            [0] * (low - lowest) + counts + [0] * (highest - low - len(counts))
+            for low, counts in zip(self.lowest, self.counts, strict=True)
+        ]
+        # Of each row, how many elements are below an exponent: formats cut where exponents begin.
+        below = torch.tensor(padded, dtype=torch.float64).reshape(len(padded), -1).cumsum(1)
+        below = torch.nn.functional.pad(below, (1, 0)) / torch.tensor(self.numel).clamp(min=1).unsqueeze(1)
+        logs = [_log2(each) + shift for each in self.largest]
+        of_formats = []
+        for number_format in LOW_PRECISION.values():
+            cuts = [
+                min(max(round(math.log2(number)) - shift - lowest, 0), highest - lowest)
+                for number in (number_format.smallest_subnormal / 2, number_format.smallest_normal)
+            ]
+            flush, normal = below[:, cuts[0]], below[:, cuts[1]]
+            top = math.log2(number_format.largest)
+            headroom = [-math.inf if bad else top - log for log, bad in zip(logs, self.nonfinite, strict=True)]
+            of_formats.append(zip(flush.tolist(), (normal - flush).tolist(), headroom, strict=True))
+        return {
+            name: {
+                "numel": numel,
+                "largest": largest,
+                "smallest": smallest,
+                "zero": zero / max(numel, 1),
+                "nonfinite": nonfinite / max(numel, 1),
+                "exponents": {"lowest": low, "counts": counts},
+                "formats": {
+                    format_name: {"flush": flush, "subnormal": subnormal, "headroom_bits": headroom}
+                    for format_name, (flush, subnormal, headroom) in zip(LOW_PRECISION, fits, strict=True)
+                },
+            }
+            for name, numel, largest, smallest, zero, nonfinite, low, counts, fits in zip(
+                self.names,
+                self.numel,
+                self.largest,
+                self.smallest,
+                self.zero,
+                self.nonfinite,
+                self.lowest,
+                self.counts,
+                zip(*of_formats, strict=True),
+                strict=True,
+            )
+        }
+
+
+def _whole(numbers: Any, length: int | None, lowest: int) -> list[int]:
+    """Return a list of integers as it is; raise a ValueError if it is none."""
+    if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int}:
+        raise ValueError("a column is no list of integers")
+    if length is not None and len(numbers) != length:
+        raise ValueError(f"a column has {len(numbers)} rows instead of {length}")
+    if numbers and not lowest <= min(numbers) <= max(numbers) < 2**53:
+        raise ValueError(f"a number is not in [{lowest}, 2**53)")
+    return numbers
+
+
+def _log2(number: float) -> float:
+    return math.log2(number) if number else -math.inf
