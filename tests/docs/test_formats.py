@@ -64,7 +64,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
     mistake = Mistake("scaler-for-bf16", "text", "corrected").record()
     found: dict[str, dict[str, Any]] = {}
-    for record in (*lines, mistake, *given):  # of some the file holds less
+    for record in (*lines, mistake, *reversed(given)):  # of some the file holds less
         found[record["kind"]] = found.get(record["kind"], {}) | record
     return found
 

@@ -1,8 +1,9 @@
 """Records as they lie in a file, where they take a thirtieth of the bytes: samples packed, steps without what is usual.
 
-A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of one object for
-each tensor; its names are in the last `names` record before it. What follows from the columns is computed when they
-are read: the numbers of modules, which are sums of those of their parameters, and how the numbers fit into formats.
+A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of
+one object for each tensor; its names are in the last `names` record before it. What follows from the columns is
+computed when they are read: the numbers of modules, which are sums of those of their parameters, and how the numbers
+fit into formats.
 """
 
 from __future__ import annotations
