@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_without_scaling_steps_are_those_of_the_optimizer(scaler: castwise.GradS
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["scale"] for step in steps] == [None] * 3
     assert [step["loss"] for step in steps] == [None] * 3
-    assert training.numbers("sample") == [1, 3]
+    assert training.numbers("sample") == [1, 2]
     assert [sample["scale"] for sample in training.of("sample")] == [1.0, 1.0]
     assert all(sample["weights"] for sample in training.of("sample"))
 
@@ -153,12 +154,42 @@ def test_numbers_go_on_where_a_checkpoint_left_off() -> None:
 # -- samples --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_and_every_so_manieth_step_is_sampled() -> None:
-    training = Training(every=3)
+@pytest.mark.parametrize(
+    ("every", "sampled"), [(1, range(1, 25)), (3, [1, 2, *range(3, 25, 3)]), (10, [1, 2, 4, 8, 10, 20])]
+)
+def test_samples_are_dense_at_the_beginning(every: int, sampled: Sequence[int]) -> None:
+    training = Training(every=every)
     with training.monitor:
-        for _ in range(8):
+        for _ in range(24):
             training.step()
-    assert training.numbers("sample") == [1, 4, 7]
+    assert training.numbers("sample") == list(sampled)
+
+
+def test_a_short_run_has_several_samples_by_default() -> None:
+    training = Training(every=100)
+    with training.monitor:
+        for _ in range(20):
+            training.step()
+    assert training.numbers("sample") == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gradients_of_a_skipped_step_are_sampled(fused: bool) -> None:
+    """Those of others are unscaled when the host knows of the skip, those of fused ones on a CPU are not."""
+    samples = []
+    for every in (100, 1):
+        training = Training(every=every)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, fused=fused)
+        with Monitor(training.model, training.optimizer, training.scaler, every=every, sinks=[training.records.append]):
+            for bad in (1.0, 1.0, 2.0**118):
+                training.step(bad=bad)
+        samples.append(training.of("sample")[-1])
+    assert samples[0]["step"] == samples[1]["step"] == 3
+    assert samples[0]["activations"] == {}
+    assert [samples[0][key] for key in ("gradients", "modules")] == [
+        samples[1][key] for key in ("gradients", "modules")
+    ]
+    assert samples[0]["modules"]["0"]["nonfinite"] > 0
 
 
 @pytest.mark.parametrize("scale", [SCALE, 3.0, 0.6875, None], ids=str)
@@ -214,9 +245,8 @@ def test_outputs_are_those_of_the_first_micro_batch_and_gradients_of_all() -> No
 
 
 def test_updates_of_weights_are_compared_with_the_weights_before() -> None:
-    training = Training(every=2)
+    training = Training(every=4)
     with training.monitor:
-        training.step()
         training.step()
         before = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
         training.step()
@@ -253,7 +283,7 @@ def test_several_optimizers_share_a_sample(one_update: bool) -> None:
     model, records = mlp(), list[dict[str, Any]]()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
     scaler = castwise.GradScaler("cpu", init_scale=SCALE)
-    with Monitor(model, optimizers, scaler, every=2, sinks=[records.append]):
+    with Monitor(model, optimizers, scaler, every=4, sinks=[records.append]):
         for _ in range(3):
             scaler.scale(model(torch.ones(5, 4)).square().mean()).backward()
             for optimizer in optimizers:
@@ -264,7 +294,7 @@ def test_several_optimizers_share_a_sample(one_update: bool) -> None:
                 scaler.update()
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     samples = [record for record in records if record["kind"] == "sample"]
-    assert [sample["step"] for sample in samples] == [1, 5]
+    assert [sample["step"] for sample in samples] == [1, 3]
     for sample in samples:
         assert list(sample["gradients"]) == list(sample["weights"]) == [name for name, _ in model.named_parameters()]
 
@@ -323,13 +353,13 @@ def test_a_step_that_the_user_leaves_out_is_left_out(says_so: bool) -> None:
 
 
 def test_between_samples_no_hook_is_on_a_module() -> None:
-    training = Training(every=3)
+    training = Training(every=5)
     with training.monitor:
         seen = []
-        for _ in range(5):
+        for _ in range(7):
             seen.append(sum(len(module._forward_hooks) for module in training.model.modules()))
             training.step()
-    assert seen == [5, 0, 0, 5, 0]
+    assert seen == [5, 5, 0, 5, 5, 0, 0]
 
 
 def test_leaving_removes_every_hook() -> None:
@@ -356,7 +386,7 @@ def test_copies_of_weights_are_gone_when_it_is_known_that_there_is_no_step(left_
     model = nn.Linear(4, 97)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler, copies = castwise.GradScaler("cpu"), []
-    monitor = Monitor(model, optimizer, scaler, every=2)
+    monitor = Monitor(model, optimizer, scaler, every=5)
     with monitor:
         for _ in range(3):
             optimizer.zero_grad()
@@ -366,7 +396,7 @@ def test_copies_of_weights_are_gone_when_it_is_known_that_there_is_no_step(left_
             (scaler.skip if left_out else scaler.step)(optimizer)
             scaler.update()
             copies.append(copies_of(model.weight))
-    assert copies == ([1, 1, 0, 0, 1, 1] if left_out else [1, 0, 0, 0, 1, 0])
+    assert copies == ([1, 1, 1, 1, 0, 0] if left_out else [1, 0, 1, 0, 0, 0])
     assert copies_of(model.weight) == 0
     assert not monitor._handles  # it is still there, and holds nothing
 

@@ -671,6 +671,8 @@ class GradScaler(torch.amp.GradScaler):
             params, grads = params_and_grads(record.optimizer)
             still_scaled_by = self._scale if record.stage is OptState.READY else None
             record.note_flags(measure.local_flags(params, grads, still_scaled_by))
+            for observer in OBSERVERS:
+                observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
         return not record.is_finite
 
     def _look_again(self, record: OptimizerRecord) -> None:

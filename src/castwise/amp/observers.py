@@ -33,6 +33,12 @@ class Observer:
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` begins, of a disabled scaler as well."""
 
+    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+        """The host knows that a step is skipped, and the gradients are there; `is_scaled` says whether still scaled.
+
+        A fused optimizer's step on an accelerator is skipped on the device: the host does not know.
+        """
+
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` ends, also with an error."""
 

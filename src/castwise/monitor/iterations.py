@@ -22,7 +22,7 @@ class Iteration:
     """The steps from one of an optimizer to the next of the same.
 
     Args:
-        number: From 0.
+        number: From 1.
         seconds: Since the iteration before began; None of the first.
         sample: Its measurements, if it is sampled.
         begun: The optimizers whose gradients have been seen, with the number of their scaler's iteration.
@@ -87,7 +87,7 @@ class Iterations:
             last.begun[optimizer] = number
             return last
         now = time.perf_counter()
-        self._current = new = Iteration(0, None) if last is None else Iteration(last.number + 1, now - self._began)
+        self._current = new = Iteration(1, None) if last is None else Iteration(last.number + 1, now - self._began)
         new.begun[optimizer] = number
         self._began = now
         self._open.append(new)

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from castwise._guard import Guard
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
+from castwise.amp.observers import OBSERVERS, Observer
 from castwise.amp.outcomes import StepFacts
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
@@ -34,15 +35,16 @@ if TYPE_CHECKING:
 _PARAMETERS_NAMED = 8
 
 
-class Monitor:
-    """Records what happens to the numbers of a training run: of each step a little, of every `every`-th step a lot.
+class Monitor(Observer):
+    """Records what happens to the numbers of a training run: of each step a little, of sampled steps a lot.
 
     Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
     was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
-    since the step before. Of sampled steps, the first and every `every`-th after it: of each parameter's gradient, of
-    each module's gradients together and of each module's output how large the numbers are and how they fit into fp16,
-    bf16, e4m3 and e5m2, and of each parameter how far the step has moved it (the manual's page on formats says what
-    each number is).
+    since the step before. Of sampled steps: of each parameter's gradient, of each module's gradients together and of
+    each module's output how large the numbers are and how they fit into fp16, bf16, e4m3 and e5m2, and of each parameter
+    how far the step has moved it (the manual's page on formats says what each number is). Sampled are the steps 1, 2, 4,
+    8, ... up to `every`, then every `every`-th, and of each skipped step the gradients; but not where the device skips
+    it by itself, as in a fused step on an accelerator, or where ranks skip on their own.
 
     Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
     one forward. Gradients are looked at before they are unscaled or clipped.
@@ -69,7 +71,7 @@ class Monitor:
             computes during a step is not seen before it.
         scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and neither
             losses nor norms are known.
-        every: Steps from one sample to the next, >= 1.
+        every: Steps from one sample to the next, >= 1; at the beginning of a run it is less.
         sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
             that fails is dropped with a warning.
         on_skip: `"diagnose"` replays the batch of a skipped step and records the module and the op that produced the
@@ -132,7 +134,7 @@ class Monitor:
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def attach(self) -> Self:
-        """Begin to record; the first step from now on is sampled.
+        """Begin to record; steps are counted from now on.
 
         Raises:
             RuntimeError: It is attached already.
@@ -154,6 +156,7 @@ class Monitor:
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._told),
         ]
+        OBSERVERS.append(self)
         if self._recording is not None:
             with self._guard:
                 self._recording.attach()
@@ -179,6 +182,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        OBSERVERS.remove(self)
         WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
         self._iterations.clear()
@@ -215,14 +219,29 @@ class Monitor:
                 iteration.note_batches(optimizer, self._recording.take())
             if iteration.sample is not None:
                 iteration.sample.measure_gradients(optimizer, scale)
+                iteration.sample.keep_weights(optimizer)
 
     def _begin(self, iteration: Iteration) -> None:
         self._finish()
-        if iteration.number % self._every == 0:
+        if self._is_sampled(iteration.number):
             iteration.sample = Sample(self._model, self._activations.stop())
-        if (iteration.number + 1) % self._every == 0:
+        if self._is_sampled(iteration.number + 1):
             with self._guard:
                 self._activations.watch()
+
+    def _is_sampled(self, number: int) -> bool:
+        is_power_of_two = number & (number - 1) == 0
+        return number % self._every == 0 or (number < self._every and is_power_of_two)
+
+    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+        """Sample the gradients of a step that the host has just decided to skip, unless they are sampled anyway."""
+        iteration, scale = self._iterations.current, scaler._get_scale_async()
+        if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
+            return
+        if iteration.sample is None and (self._ranks.size == 1 or self._steps.agrees):
+            with self._guard:
+                iteration.sample = Sample(self._model, {})
+                iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
 
     @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

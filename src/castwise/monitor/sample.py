@@ -65,18 +65,22 @@ class Sample:
         self._model = model
         self._outputs = Arrivals({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._distinct: dict[str, int | None] = {}
+        self._is_scaled: dict[str, bool] = {}
         self._gradients: list[Arrivals[tuple[str, bool]]] = []
         self._updates = Updates()
         self._updated: dict[torch.optim.Optimizer, Arrivals[torch.Tensor]] = {}
 
-    def measure_gradients(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-        """Count the exponents of an optimizer's gradients, and keep its weights; the forward is over.
+    def measure_gradients(
+        self, optimizer: torch.optim.Optimizer, scale: torch.Tensor, *, is_scaled: bool = True
+    ) -> None:
+        """Count the exponents of an optimizer's gradients; the forward is over.
 
         Args:
-            optimizer: With gradients as the backward has left them.
+            optimizer: With gradients as the backward has left them, or unscaled by a step that is skipped.
             scale: That of the gradients, on their device.
+            is_scaled: Whether they are still scaled.
         """
-        mantissa = _mantissa(scale)
+        mantissa = _mantissa(scale) if is_scaled else None
         of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
         counts = {}
         for parameter in params_and_grads(optimizer)[0]:
@@ -85,10 +89,14 @@ class Sample:
                 continue
             part = part_of(parameter.grad, parameter)
             self._distinct[name] = part.distinct
+            self._is_scaled[name] = is_scaled
             counts[name, True] = count(part.local)
             if mantissa is not None:
                 counts[name, False] = count(part.local, mantissa.to(part.local.device))
         self._gradients.append(Arrivals(counts))
+
+    def keep_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep an optimizer's weights, which it is about to step on."""
         self._updates.keep(optimizer)
 
     def measure_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,10 +137,12 @@ class Sample:
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
         gradients = {}
-        for name, is_scaled in found:
-            if is_scaled:
+        for name, is_first in found:
+            if is_first:
                 scaled = tally(found[name, True])
-                if (name, False) in found:
+                if not self._is_scaled[name]:
+                    scaled, unscaled = scaled.divided_by(1.0 / scale), scaled
+                elif (name, False) in found:
                     unscaled = tally(found[name, False]).times_two_to_the(1 - math.frexp(scale)[1])
                 else:
                     unscaled = scaled.divided_by(scale)
