@@ -29,7 +29,9 @@ SERVER.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp.sharded_grad_scaler",
         "torch.distributed.tensor.parallel",
-        "castwise.cli",
+        "castwise.cli.report_text",
+        "castwise.cli.script",
+        "castwise.demo.command",
         "castwise.monitor.monitor",
     ]
 )

@@ -1,23 +1,28 @@
-"""castwise: mixed-precision training for PyTorch that says what happened to the numbers."""
+"""castwise: mixed-precision training for PyTorch that says what happened to the numbers.
+
+Names and submodules are imported on first use. The command line needs that to answer `castwise --help` without torch,
+and users to write `castwise.monitor.sinks` after `import castwise` alone.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from castwise import amp, cpu, cuda, policies, schedules
+from castwise._lazy_modules import submodules_of
 from castwise._version import __version__ as __version__
-from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
-from castwise.amp.outcomes import Cause, ScaleExhausted
-from castwise.policy.policy import Policy
-from castwise.tracing.tracing import trace
-from castwise.weights.weight_cache import WeightCache
 
 if TYPE_CHECKING:
+    from castwise import amp, cpu, cuda, policies, schedules
+    from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
+    from castwise.amp.outcomes import Cause, ScaleExhausted
     from castwise.diagnosis.diagnosis import diagnose
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from castwise.installation import install, installed, uninstall
     from castwise.mistakes.watch import MixedPrecisionMistake
     from castwise.monitor.monitor import Monitor
+    from castwise.policy.policy import Policy
     from castwise.report.verdicts import verdict
+    from castwise.tracing.tracing import trace
+    from castwise.weights.weight_cache import WeightCache
 
 __all__ = [
     "Cause",
@@ -45,20 +50,37 @@ __all__ = [
     "verdict",
 ]
 
-# Loaded when they are asked for. Of the first, torch's class, of which it is an instance, loads all of FSDP.
-_LATER = {
-    "ShardedGradScaler": "castwise.distributed.fsdp.sharded_grad_scaler",
-    "MixedPrecisionMistake": "castwise.mistakes.watch",
-    "Monitor": "castwise.monitor.monitor",
-    "diagnose": "castwise.diagnosis.diagnosis",
-    "install": "castwise.installation",
-    "installed": "castwise.installation",
-    "uninstall": "castwise.installation",
-    "verdict": "castwise.report.verdicts",
+# The other public names are modules.
+_DEFINED_IN = {
+    "Cause": "amp.outcomes",
+    "GradScaler": "amp",
+    "MixedPrecisionMistake": "mistakes.watch",
+    "Monitor": "monitor.monitor",
+    "Policy": "policy.policy",
+    "ScaleExhausted": "amp.outcomes",
+    "ShardedGradScaler": "distributed.fsdp.sharded_grad_scaler",
+    "WeightCache": "weights.weight_cache",
+    "autocast": "amp",
+    "custom_bwd": "amp",
+    "custom_fwd": "amp",
+    "diagnose": "diagnosis.diagnosis",
+    "install": "installation",
+    "installed": "installation",
+    "is_autocast_available": "amp",
+    "trace": "tracing.tracing",
+    "uninstall": "installation",
+    "verdict": "report.verdicts",
 }
+
+_submodule = submodules_of(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _DEFINED_IN:
+        return _submodule(name)
+    found = globals()[name] = getattr(import_module(f"castwise.{_DEFINED_IN[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

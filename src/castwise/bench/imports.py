@@ -18,7 +18,7 @@ import json, time
 start = time.perf_counter()
 import torch
 between = time.perf_counter()
-import castwise
+from castwise import GradScaler, Policy, WeightCache, autocast, policies, schedules, trace
 print(json.dumps([between - start, time.perf_counter() - between]))
 """
 

@@ -1,6 +1,7 @@
-"""The command line, one file or folder per command.
+"""The command line: a file for each command, which declares it and imports what it runs when it runs.
 
-`import castwise` never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
+Help and completion must not wait for torch, so no file imports it, or a module that does, at its top. `import castwise`
+never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
 user's mistake is one line and exit code 2 (`castwise._user_error`), and anything else deserves Python's full
 traceback.
 """
@@ -15,15 +16,15 @@ import typer
 
 import castwise
 from castwise.cli.bench import bench as bench_command
+from castwise.cli.demo import demo as demo_command
 from castwise.cli.doctor import doctor as doctor_command
 from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
 from castwise.cli.tracing import trace as trace_command
-from castwise.demo import command as demo_command
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.command()(bench_command)
-app.command()(demo_command.demo)
+app.command()(demo_command)
 app.command()(doctor_command)
 app.command()(report_command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)

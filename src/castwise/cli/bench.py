@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -20,11 +19,11 @@ from rich.text import Text
 
 from castwise._suggestions import nearest
 from castwise._user_error import UserError
+from castwise.cli.names import DEVICES
 
 if TYPE_CHECKING:
     from castwise.bench import benchmark
 
-DEVICES = ("cpu", "cuda")
 LOG_WIDTH = 140
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -46,7 +45,6 @@ def bench(
 
     Exits with 0, with 1 if a benchmark failed, 2 if something was asked that cannot be done, and 130 after Ctrl-C.
     """
-    # Not above: the room uses the demo, which lives in this one.
     from castwise.bench.catalogue import BENCHMARKS
 
     try:
@@ -75,6 +73,8 @@ def _chosen(
 
 
 def _device(name: str | None) -> str:
+    import torch
+
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in DEVICES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 import castwise
-from castwise.doctor.checkup import Checkup, examine
+
+if TYPE_CHECKING:
+    from castwise.doctor.checkup import Checkup
 
 _COMPUTED = {True: "by units", False: "emulated", None: "not known"}
 
@@ -23,6 +25,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
     Takes several seconds, best on an idle machine. Exits with 0, or with 2 if there is no such option.
     """
+    from castwise.doctor.checkup import examine
+
     found = examine()
     if as_json:
         typer.echo(json.dumps({"castwise": castwise.__version__, **found.as_dict()}, indent=2))

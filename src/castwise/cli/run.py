@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from castwise._user_error import UserError
-from castwise.cli.policies import read_policy, read_schedule
 
 OUT = Path("castwise-run")
 
@@ -43,6 +42,7 @@ def run(
     Options for castwise come before SCRIPT. The script's exit code, traceback and output are its own; castwise writes
     to standard error. Exits with 2 if the script cannot be run.
     """
+    from castwise.cli.policies import read_policy, read_schedule
     from castwise.cli.script import Script
 
     try:

@@ -1,4 +1,4 @@
-"""The command itself: options in, exit code out. Everything a user can do wrong ends here as one line."""
+"""What `castwise demo` does: options in, exit code out. Everything a user can do wrong ends here as one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -17,11 +16,10 @@ from castwise.demo import account
 from castwise.demo.comparison import compare, verdicts, write_summary
 from castwise.demo.corpus import Corpus, read_text
 from castwise.demo.display import display_for
-from castwise.demo.gpt import SIZES
 from castwise.demo.hardware import choose_device, emulated_precisions, make_deterministic
-from castwise.demo.ranks import STRATEGIES, Ranks, is_first
+from castwise.demo.ranks import Ranks, is_first
 from castwise.demo.run_folder import SETTINGS, create_run_folder, read_settings
-from castwise.demo.settings import CASTWISE, DEFAULT_STEPS, Settings, size_of
+from castwise.demo.settings import CASTWISE, Settings, size_of
 from castwise.demo.table import print_results
 from castwise.demo.training import Result, Trainer
 
@@ -31,35 +29,17 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 def demo(
     context: typer.Context,
-    data: Annotated[
-        Path | None, typer.Option(help="Text to train on, a file or folder. [default: the standard library]")
-    ] = None,
-    preset: Annotated[str, typer.Option(metavar=f"[{'|'.join(SIZES)}]", help="Size of the model.")] = "tiny",
-    steps: Annotated[int, typer.Option(help="Steps of each of the six trainings.")] = DEFAULT_STEPS,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar=f"[{'|'.join(STRATEGIES)}]",
-            help="Split the model between processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results of runs.")] = Path("runs"),
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a run to go on with, runs/<time>; its settings stay as they are."),
-    ] = None,
+    data: Path | None,
+    preset: str,
+    steps: int,
+    device: str | None,
+    seed: int,
+    strategy: str | None,
+    out: Path,
+    checkpoint_every: int,
+    resume: Path | None,
 ) -> None:
-    """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
-
-    Takes one to two minutes on two CPU cores. At its end it trains in fp16 once more, under a monitor, and writes a
-    report of what happened to the numbers.
-
-    Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
-    done, and 130 after Ctrl-C.
-    """
+    """Do what `castwise demo` does: start a run, or go on with one; `context` knows which options were given."""
     folder = resume
     try:
         if folder is None:

@@ -9,7 +9,6 @@ from castwise._user_error import UserError
 from castwise.demo.gpt import EMULATED, SIZES, Size
 from castwise.demo.hardware import PRECISIONS
 
-DEFAULT_STEPS = 150
 MAX_THREADS = 1024
 TORCH, CASTWISE = "torch.amp", "castwise"
 

@@ -1,0 +1,26 @@
+"""Submodules that are imported when they are first used, so that `import castwise` stays light."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def submodules_of(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports its submodules on first use.
+
+    What a submodule raises while it is imported, such as an error that names a missing extra, is raised unchanged.
+    """
+
+    def get(name: str) -> Any:
+        if not name.startswith("_"):  # doctest, inspect and others ask every module for private names
+            module = f"{package}.{name}"
+            try:
+                return import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != module:
+                    raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

@@ -1,0 +1,45 @@
+"""Names that `--help` lists and the shell completes.
+
+They are repeated here because importing the modules that define them would import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+BENCHMARKS = (
+    "training",
+    "step_cost",
+    "small_steps",
+    "growth",
+    "tensor_growth",
+    "host_time",
+    "autocast_overhead",
+    "policy_overhead",
+    "weight_cache",
+    "monitor_cost",
+    "scale_out",
+    "imports",
+)
+DEVICES = ("cpu", "cuda")
+POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
+PRESETS = ("tiny", "small")
+RECORDS = "monitor.jsonl"
+SCHEDULES = ("Dynamic", "Guard", "Headroom", "Static")
+STRATEGIES = ("ddp", "fsdp", "fsdp2", "tp")
+
+
+def completing(*names: str) -> Callable[[str], list[str]]:
+    """Return a function that completes the beginning of one of these names."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def complete_policy(incomplete: str) -> list[str]:
+    """Complete the name of a policy, or of a policy file in this folder."""
+    files = [path.name for path in Path().iterdir() if path.suffix in {".toml", ".json"}]
+    return completing(*POLICIES, *sorted(files))(incomplete)

@@ -1,0 +1,97 @@
+"""The model that `castwise trace` is asked for, its inputs, and its policy."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise._suggestions import nearest
+from castwise._user_error import UserError
+from castwise.cli.policies import naming, read_policy
+from castwise.policy.bound_policy import BoundPolicy
+from castwise.tracing.batches import Batch
+
+
+def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
+    """Make the model that `--model` names; return it with its batch.
+
+    Raises:
+        UserError: There is no such function, it makes no model, or there is no batch for it.
+    """
+    place, _, name = spelled.partition(":")
+    if not place or not name:
+        raise UserError(f"--model must be MODULE:FACTORY, got {spelled!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the folder one is in, as for python -m
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
+            raise  # it is there, but misses something
+        raise UserError(f"there is no module {place!r}") from None
+    except TypeError:
+        if not place.startswith("."):
+            raise
+        raise UserError(f"--model must begin with the name of a module, not with a dot, got {spelled!r}") from None
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
+        raise UserError(f"{place!r} has no function {name!r}{near}")
+    made = _call(factory, spelled)
+    net, *given = made if isinstance(made, tuple) else (made,)
+    if not isinstance(net, nn.Module):
+        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+    if inputs:
+        given = [_input(text) for text in inputs]
+    elif not given:
+        raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
+    is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
+    return net, given[0] if is_batch else tuple(given)
+
+
+def _call(factory: Callable[..., Any], spelled: str) -> Any:
+    try:
+        needed = inspect.signature(factory).bind
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return factory()
+    try:
+        needed()
+    except TypeError as error:
+        raise UserError(f"{spelled} must be callable without arguments: {error}") from None
+    return factory()
+
+
+def _input(spelled: str) -> torch.Tensor:
+    shape, _, dtype_name = spelled.partition(":")
+    try:
+        sizes = [int(size) for size in shape.split("x")]
+        if min(sizes) < 0:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--input must be a shape such as 8x128, or 8x128:int64, got {spelled!r}") from None
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"--input: {dtype_name!r} is not a dtype of torch")
+    try:
+        return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
+    except (RuntimeError, TypeError) as error:  # too much memory, or a dtype that tensors are not made of
+        raise UserError(f"--input {spelled!r}: {str(error).splitlines()[0]}") from None
+
+
+def find_policy(spelled: str, net: nn.Module) -> BoundPolicy:
+    """Return the policy of this name or file, bound to a model.
+
+    Raises:
+        UserError: There is none, or it does not fit the model.
+    """
+    policy = read_policy(spelled)
+    try:
+        return policy.bind(net)
+    except ValueError as error:
+        raise UserError(naming(spelled, error)) from None
