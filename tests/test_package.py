@@ -19,6 +19,7 @@ import torch
 import castwise
 
 SOURCE = Path(castwise.__file__).parent
+ROOT = Path(__file__).parents[1]
 # Lowest first: each package may import itself, those named, and the private modules beside them.
 MAY_IMPORT = {
     "amp": set(),
@@ -186,6 +187,59 @@ def test_the_import_is_light() -> None:
 def test_the_test_of_the_light_import_can_fail() -> None:
     assert {"typer", "rich"} <= loaded_after("import castwise.cli")
     assert not set(EXTRAS) & loaded_after("import castwise")
+
+
+RESOLVE = """
+import castwise, sys
+for name in sys.argv[1:]:
+    found = castwise
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+"""
+
+
+def documented_names() -> set[str]:
+    """Names such as `castwise.monitor.sinks.TensorBoard` in README and manual; integrations import their framework."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = {name for page in pages for name in re.findall(r"\bcastwise(?:\.[A-Za-z_]\w*)+", page.read_text())}
+    return {name for name in found if not name.startswith("castwise.integrations.")}
+
+
+def test_documented_names_are_there_after_importing_castwise_alone() -> None:
+    names = documented_names()
+    assert {"castwise.monitor.sinks.TensorBoard", "castwise.report.verdicts.Verdict"} <= names
+    done = subprocess.run([sys.executable, "-c", RESOLVE, *sorted(names)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_FRAMEWORKS = """
+import castwise, sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None
+    try:
+        getattr(castwise.integrations, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_an_integration_without_its_framework_names_the_extra() -> None:
+    names = ["accelerate", "lightning", "pytorch_lightning"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS, *names], capture_output=True, text=True, check=True
+    )
+    told = done.stdout.splitlines()
+    assert len(told) == len(names)
+    for name, text in zip(names, told, strict=True):
+        assert text.startswith(f"castwise.integrations.{name} needs ")
+        assert "pip install" in text
+
+
+def test_a_name_that_no_package_has_is_an_attribute_error() -> None:
+    for package in (castwise, castwise.monitor, castwise.integrations):
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nothing'"):
+            _ = package.nothing
+        assert not hasattr(package, "_nothing")
 
 
 def imports(code: str) -> set[str]:

@@ -1,1 +1,5 @@
 """Gradient scaling for models that are split over ranks."""
+
+from castwise._lazy_modules import submodules_of
+
+__getattr__ = submodules_of(__name__)
