@@ -59,6 +59,22 @@ def test_the_essentials_are_printed(runs: Path) -> None:
     assert not (runs / "bad" / "report.html").exists()
 
 
+def test_the_essentials_are_written_to_a_file(runs: Path, tmp_path: Path) -> None:
+    _, printed = report("--text", runs / "bad")
+    assert report("--text", runs / "bad", "-o", tmp_path / "x") == (0, f"wrote {tmp_path / 'x'}\n")
+    assert (tmp_path / "x").read_text() == printed
+    code, refused = report("--text", runs / "bad", "-o", tmp_path)
+    assert (code, refused) == (2, f"castwise report: cannot write {tmp_path}: Is a directory\n")
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("0", 120), ("many", 120)])
+def test_text_in_a_pipe_is_as_wide_as_columns_says(
+    columns: str, widest: int, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert max(map(len, report("--text", runs / "bad")[1].splitlines())) == widest
+
+
 def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
     code, printed = report("--text", recorded.write(tmp_path))
     assert code == 0

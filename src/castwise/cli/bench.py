@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from castwise._suggestions import nearest
+from castwise._terminal import new_console
 from castwise._user_error import UserError
 from castwise.cli.names import DEVICES
 
@@ -114,7 +114,7 @@ def _run(
     from castwise.bench.machine import machine
     from castwise.bench.recording import doubt, file_of, headline, write
 
-    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH, highlight=False, markup=False, emoji=False)
+    console = new_console(LOG_WIDTH)
     console.print(headline(machine(device, command)).replace("`", ""))
     failed, doubts = [], []
     for each in chosen:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import castwise
+from castwise._terminal import new_console
 
 if TYPE_CHECKING:
     from castwise.doctor.checkup import Checkup
@@ -35,9 +34,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def _print(found: Checkup) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = new_console(width=120)
     versions = f"castwise {castwise.__version__}, torch {found.torch}, Python {found.python}, {found.platform}"
-    console.print(versions, markup=False)
+    console.print(versions)
     for device in found.as_dict()["devices"]:
         console.rule(Text(f"{device['device']}: {device['name']}"))
         console.print(Text("; ".join(_facts(device))))

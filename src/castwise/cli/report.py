@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from castwise._files import replace
+from castwise._terminal import new_console
 from castwise._user_error import UserError
 from castwise.cli.names import RECORDS
 
 if TYPE_CHECKING:
     from castwise.monitor.run import Run
 
-PAGE = "report.html"
+PAGE, WIDTH = "report.html", 120
 
 
 def report(
@@ -23,9 +26,11 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help=f"The page; {PAGE} in the first RUN otherwise."),
+        typer.Option("--output", "-o", metavar="FILE", help=f"Where to write. [default: {PAGE} in the first RUN]"),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Print the essentials instead of writing a page.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the essentials instead; with -o write them there.")
+    ] = False,
 ) -> None:
     """Write one HTML page, which needs no network, about what happened to the numbers of runs.
 
@@ -35,9 +40,7 @@ def report(
         files = [file for run in runs for file in _records_in(run)]
         read = [_read(file) for file in files]
         if text:
-            from castwise.cli.report_text import print_runs
-
-            print_runs(read)
+            _print(read, output)
         else:
             page = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / PAGE
             typer.echo(f"wrote {_write(read, page)}")
@@ -48,17 +51,19 @@ def report(
 
 def _records_in(path: Path) -> list[Path]:
     """The record of a run, or those of the runs in a folder, such as that of a demo."""
+    from castwise.monitor.sinks import FILE_NAME
+
     try:
         if not path.exists():
             raise UserError(f"there is no {path}")
         if not path.is_dir():
             return [path]
-        own = path / RECORDS
-        found = [own] if own.is_file() else sorted(path.glob(f"*/{RECORDS}"))
+        own = path / FILE_NAME
+        found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
     except OSError as error:  # a name that is too long
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if not found:
-        raise UserError(f"there is no {RECORDS} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
+        raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
     return found
 
 
@@ -82,3 +87,18 @@ def _write(runs: list[Run], page: Path) -> Path:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"cannot write {page}: {error.strerror}") from None
+
+
+def _print(runs: list[Run], output: Path | None) -> None:
+    from castwise.cli.report_text import print_runs
+
+    if output is None:
+        print_runs(runs, new_console(WIDTH))
+        return
+    text = io.StringIO()
+    print_runs(runs, new_console(WIDTH, text))
+    try:
+        replace(output, text.getvalue().encode(errors="backslashreplace"))
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    typer.echo(f"wrote {output}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,13 +19,12 @@ WORST_SHOWN = 6
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
 
 
-def print_runs(runs: list[Run]) -> None:
+def print_runs(runs: list[Run], console: Console) -> None:
     """Print the essentials of each run."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     for label, run in zip(labels([run.path for run in runs]), runs, strict=True):
         facts = RunFacts(run)
         console.rule(Text(label))
-        console.print(_summary(facts), markup=False)
+        console.print(_summary(facts))
         if facts.skips:
             console.print(_skips(facts))
         if facts.gradients or facts.activations:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 import castwise
+from castwise._terminal import new_console
 from castwise._user_error import UserError
 from castwise.cli.names import POLICIES
 
@@ -69,7 +68,7 @@ def trace(
 def _print(seen: Trace) -> None:
     from castwise.tracing.trace_result import CAST_NUMBERS, OP_NUMBERS
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = new_console(width=160)
     for rows, numbers in ((seen.op_rows(), OP_NUMBERS), (seen.cast_rows(), CAST_NUMBERS)):
         table = Table(box=box.SIMPLE_HEAD, padding=0)
         for position, column in enumerate(rows[0]):
@@ -77,4 +76,4 @@ def _print(seen: Trace) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-    console.print(seen.summary(), highlight=False)
+    console.print(seen.summary())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import warnings
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from castwise._terminal import new_console
 from castwise._user_error import UserError
 from castwise.demo import account
 from castwise.demo.comparison import compare, verdicts, write_summary
@@ -71,9 +71,9 @@ def _say(message: str) -> None:
 
 
 def _console() -> Console:
-    """Prints what it is given: a path may well hold what rich takes for markup."""
-    width = None if sys.stdout.isatty() else LOG_WIDTH
-    return Console(markup=False, emoji=False, highlight=False, width=width, quiet=not is_first())
+    console = new_console(LOG_WIDTH)
+    console.quiet = not is_first()
+    return console
 
 
 def _new(
