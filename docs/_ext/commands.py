@@ -28,6 +28,7 @@ def _section(command: Any, context: Any, title: str) -> str:
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     rows = [row for param in command.get_params(context) if (row := param.get_help_record(context))]
     lines = [f"## `{title}`", "", "```text", usage, "```", "", _prose((command.help or "").strip()), ""]
+    lines += [command.epilog, ""] if command.epilog else []
     lines += ["| | |", "|---|---|", *(f"| `{_cell(what)}` | {_prose(_cell(text))} |" for what, text in rows), ""]
     return "\n".join(lines)
 

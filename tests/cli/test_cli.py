@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import castwise
+from castwise import policies, schedules
+from castwise.bench.catalogue import BENCHMARKS
+from castwise.cli import app, names
+from castwise.demo.gpt import SIZES
+from castwise.demo.ranks import STRATEGIES
+from castwise.monitor.sinks import FILE_NAME
+
+GROUP: Any = typer.main.get_command(app)
 
 
 def run_python(*arguments: str, **environment: str) -> str:
@@ -64,3 +75,60 @@ def test_completion_imports_no_torch() -> None:
 def test_the_test_of_torch_can_fail(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')")
     assert "torch" in modules_loaded_by("run", "--out", str(tmp_path / "out"), str(tmp_path / "script.py"))
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "castwise"], capture_output=True, text=True, env=os.environ | typed(line), cwd=folder
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("castwise bench --only st", ["step_cost"]),
+        ("castwise bench --device c", ["cpu", "cuda"]),
+        ("castwise demo --preset t", ["tiny"]),
+        ("castwise demo --strategy fs", ["fsdp", "fsdp2"]),
+        ("castwise run --schedule H", ["Headroom"]),
+        ("castwise run --policy fp16_", ["fp16_stable"]),
+        ("castwise trace --policy m", ["mine.toml"]),
+    ],
+)
+def test_values_complete(line: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").touch()
+    assert completed(line, tmp_path) == words
+
+
+def is_schedule(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, schedules.Schedule) and value is not schedules.Schedule
+
+
+def test_names_on_the_command_line_are_those_of_the_library() -> None:
+    assert [benchmark.name for benchmark in BENCHMARKS] == list(names.BENCHMARKS)
+    assert policies.__all__ == list(names.POLICIES)
+    assert list(SIZES) == list(names.PRESETS)
+    assert FILE_NAME == names.RECORDS
+    assert [name for name in schedules.__all__ if is_schedule(getattr(schedules, name))] == list(names.SCHEDULES)
+    assert STRATEGIES == names.STRATEGIES
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_each_command_has_an_example_that_it_understands(name: str) -> None:
+    command = GROUP.commands[name]
+    program, called, *arguments = shlex.split(command.epilog.removeprefix("Example: ").strip("`").partition(" > ")[0])
+    assert (program, called) == ("castwise", name)
+    command.make_context(name, arguments)
+
+
+METAVARS = {
+    *("SCRIPT", "ARGS", "RUN", "N", "FILE", "FOLDER", "FILE|FOLDER", "NAME", "NAME|FILE", "SCHEDULE"),
+    *("MODULE:FACTORY", "SHAPE[:DTYPE]", "[cpu|cuda]", "[tiny|small]", "[ddp|fsdp|fsdp2|tp]"),
+}
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_every_value_is_named_in_one_style(name: str) -> None:
+    params = GROUP.commands[name].params
+    assert {param.metavar for param in params if not getattr(param, "is_flag", False)} <= METAVARS

@@ -323,6 +323,9 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
     ("arguments", "message"),
     [
         (["missing.py"], "cannot read missing.py: No such file or directory"),
+        (["--lr", "3", "broken.py"], "it has no option --lr; options of the script go after it, as in `castwise run "),
+        (["--lr=3", "--out", "x", "broken.py"], "it has no option --lr; options of the script go after it"),
+        (["--polcy", "fp16", "broken.py"], "it has no option --polcy; did you mean 'policy'?; options of the script"),
         (["n" * 300], "n: File name too long"),
         (["--out", "n" * 300, "broken.py"], "n: File name too long"),
         (["-m", "missing.module"], "there is no module 'missing'"),

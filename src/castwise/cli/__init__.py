@@ -22,13 +22,17 @@ from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
 from castwise.cli.tracing import trace as trace_command
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
-app.command()(bench_command)
-app.command()(demo_command)
-app.command()(doctor_command)
-app.command()(report_command)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
-app.command()(trace_command)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown", no_args_is_help=True)
+app.command(epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
+app.command(epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo_command)
+app.command(epilog="Example: `castwise doctor --json > machine.json`")(doctor_command)
+app.command(epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report_command)
+app.command(
+    # What `run` does not know is refused by `run` itself, which can say where it belongs.
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
+)(run_command)
+app.command(epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(trace_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 from castwise._suggestions import nearest
 from castwise._terminal import new_console
 from castwise._user_error import UserError
-from castwise.cli.names import DEVICES
+from castwise.cli.names import BENCHMARKS, DEVICES, completing
 
 if TYPE_CHECKING:
     from castwise.bench import benchmark
@@ -32,9 +32,21 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick/--full", help="Within two minutes on two cores, or all that there is.")
     ] = True,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(DEVICES)}]",
+            help="Where to measure. [default: cuda if there is one]",
+            autocompletion=completing(*DEVICES),
+        ),
+    ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Run this benchmark; repeatable. [default: all]")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run this benchmark; repeatable. [default: all]",
+            autocompletion=completing(*BENCHMARKS),
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("castwise-bench"),
 ) -> None:

@@ -7,30 +7,41 @@ from typing import Annotated
 
 import typer
 
-from castwise.cli.names import PRESETS, STRATEGIES
+from castwise.cli.names import DEVICES, PRESETS, STRATEGIES, completing
 
 
 def demo(
     context: typer.Context,
     data: Annotated[
-        Path | None, typer.Option(help="Text to train on, a file or folder. [default: the standard library]")
+        Path | None, typer.Option(metavar="FILE|FOLDER", help="Text to train on. [default: the standard library]")
     ] = None,
-    preset: Annotated[str, typer.Option(metavar=f"[{'|'.join(PRESETS)}]", help="Size of the model.")] = "tiny",
-    steps: Annotated[int, typer.Option(help="Steps of each of the six trainings.")] = 150,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
+    preset: Annotated[
+        str,
+        typer.Option(metavar=f"[{'|'.join(PRESETS)}]", help="Size of the model.", autocompletion=completing(*PRESETS)),
+    ] = "tiny",
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each of the six training runs.")] = 150,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"[{'|'.join(DEVICES)}]",
+            help="Where to train. [default: cuda if there is one]",
+            autocompletion=completing(*DEVICES),
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Decides the first weights and the batches.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(STRATEGIES)}]",
             help="Split the model between processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp",
+            autocompletion=completing(*STRATEGIES),
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results of runs.")] = Path("runs"),
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results of runs go.")] = Path("runs"),
+    checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Steps between two checkpoints.")] = 50,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Folder of a run to go on with, runs/<time>; its settings stay as they are."),
+        typer.Option(metavar="FOLDER", help="Continue the run in this folder, with its settings."),
     ] = None,
 ) -> None:
     """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.

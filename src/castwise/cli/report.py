@@ -22,7 +22,7 @@ PAGE, WIDTH = "report.html", 120
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help=f"Folders with a {RECORDS}, or with such folders; or the files."),
+        typer.Argument(metavar="RUN", help=f"Folders with a {RECORDS}, or with such folders; or the files."),
     ],
     output: Annotated[
         Path | None,

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from castwise._suggestions import nearest
 from castwise._user_error import UserError
+from castwise.cli.names import SCHEDULES, complete_policy, completing
 
 OUT = Path("castwise-run")
 
@@ -18,20 +20,30 @@ script raises, and end a process in its own way."""
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python file; with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS...", help="The script's own.")] = None,
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", metavar="FOLDER", help="For records and report; those of an earlier run go."),
     ] = OUT,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one sample of the numbers to the next.")] = 100,
+    every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between samples of the numbers.")] = 100,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="In force in all regions, instead of their dtype.")
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="In force in all regions, instead of their dtype.",
+            autocompletion=complete_policy,
+        ),
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="SCHEDULE", help='Of all scalers, such as Headroom or "Dynamic(hysteresis=2)".'),
+        typer.Option(
+            metavar="SCHEDULE",
+            help='Of all scalers, such as Headroom or "Dynamic(hysteresis=2)".',
+            autocompletion=completing(*SCHEDULES),
+        ),
     ] = None,
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Keep casts of weights between regions.")
@@ -39,13 +51,14 @@ def run(
 ) -> None:
     """Run a training script with castwise instead of torch.amp, monitored, and write a report at its end.
 
-    Options for castwise come before SCRIPT. The script's exit code, traceback and output are its own; castwise writes
-    to standard error. Exits with 2 if the script cannot be run.
+    Options for castwise come before SCRIPT, those of the script after it. The script's exit code, traceback and output
+    are its own; castwise writes to standard error. Exits with 2 if the script cannot be run.
     """
     from castwise.cli.policies import read_policy, read_schedule
     from castwise.cli.script import Script
 
     try:
+        _check_script(script, context)
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
         _check_folder(out)
@@ -62,3 +75,13 @@ def _check_folder(out: Path) -> None:
             raise UserError(f"--out must be a folder, and {out} is a file")
     except OSError as error:  # a name that is too long
         raise UserError(f"--out {out}: {error.strerror}") from None
+
+
+def _check_script(script: str, context: typer.Context) -> None:
+    if script.startswith("-"):
+        given = script.partition("=")[0]
+        own = [option.lstrip("-") for param in context.command.params for option in param.opts]
+        raise UserError(
+            f"it has no option {given}{nearest(given.lstrip('-'), own)}; options of the script go after it, as in "
+            "`castwise run train.py --lr 3`"
+        )

@@ -12,7 +12,7 @@ from rich.table import Table
 import castwise
 from castwise._terminal import new_console
 from castwise._user_error import UserError
-from castwise.cli.names import POLICIES
+from castwise.cli.names import POLICIES, complete_policy
 
 if TYPE_CHECKING:
     from castwise.tracing.trace_result import Trace
@@ -36,7 +36,12 @@ def trace(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help=f"A file, or one of {', '.join(POLICIES)}.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"A file, or one of {', '.join(POLICIES)}.",
+            autocompletion=complete_policy,
+        ),
     ] = "bf16",
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Run under a WeightCache that has been filled by a forward before.")
