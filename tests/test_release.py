@@ -111,6 +111,12 @@ def test_without_extras_only_torch_is_needed(about: metadata.PathDistribution) -
     assert [str(each) for each in needed if each.marker is None] == ["torch>=2.11"]
 
 
+def test_reports_come_with_numpy_without_which_torch_warns(about: metadata.PathDistribution) -> None:
+    needed = [Requirement(line) for line in about.requires or []]
+    of_report = {each.name for each in needed if each.marker and each.marker.evaluate({"extra": "report"})}
+    assert {"numpy", "plotly"} <= of_report
+
+
 def test_every_extra_that_is_named_exists(about: metadata.PathDistribution) -> None:
     extras = set(about.metadata.get_all("Provides-Extra") or [])
     required = [Requirement(line) for line in about.requires or []]

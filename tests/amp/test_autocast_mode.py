@@ -538,3 +538,14 @@ def test_the_words_of_refusals(make: Any, error: type[Exception], text: str) -> 
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         make()
     assert castwise.autocast("cpu", cache_enabled=False)._cache_enabled is False
+
+
+def test_a_repr_shows_the_settings() -> None:
+    region = castwise.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+    assert repr(region) == "autocast('cpu', dtype=torch.bfloat16, enabled=True, cache_enabled=False)"
+    model = torch.nn.Linear(2, 2)
+    policy, cache = castwise.Policy("bfloat16"), castwise.WeightCache(model)
+    shown = repr(castwise.autocast("cpu", policy=policy.bind(model), weight_cache=cache, cache_enabled=True))
+    assert shown == f"autocast('cpu', policy=BoundPolicy({policy}), enabled=True, cache_enabled=True, weight_cache=...)"
+    assert "enabled=False" in repr(castwise.autocast("cpu", enabled=False))
+    assert "autocast object at" in repr(castwise.autocast.__new__(castwise.autocast))

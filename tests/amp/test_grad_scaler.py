@@ -891,3 +891,23 @@ def test_a_backoff_that_would_end_at_a_scale_of_zero_is_refused_wherever_it_come
     theirs.step(torch.optim.SGD([param]))
     theirs.update()
     assert theirs.get_scale() == 0.0
+
+
+def test_a_repr_shows_the_settings_and_reads_nothing_from_the_device() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, allow_fp16_gradients=True)
+    scaler.scale(torch.ones(1, requires_grad=True))
+    scaler._scale = torch.empty((), device="meta")  # whose values nobody can read
+    scaler.set_growth_interval(7)
+    text = repr(scaler)
+    assert text.startswith("GradScaler('cpu', schedule=Dynamic(init_scale=8.0, ")
+    assert "growth_interval=7" in text
+    assert text.endswith("), allow_fp16_gradients=True)")
+    assert repr(GradScaler("cpu", enabled=False)) == "GradScaler('cpu', enabled=False)"
+    assert "schedule=Static(init_scale=4.0" in repr(GradScaler("cpu", schedule=Static(4.0)))
+
+
+def test_a_scaler_that_is_not_made_yet_or_has_strange_numbers_has_a_repr() -> None:
+    assert "GradScaler object at" in repr(GradScaler.__new__(GradScaler))
+    scaler = GradScaler("cpu")
+    scaler._growth_factor = -1.0
+    assert "growth_factor=2.0" in repr(scaler)

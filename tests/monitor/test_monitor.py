@@ -658,3 +658,12 @@ def test_no_optimizer_is_refused() -> None:
 def test_on_skip_without_a_scaler_that_skips_is_pointed_out() -> None:
     with pytest.warns(UserWarning, match="on_skip has no effect: no step is skipped without a scaler"):
         Training(scale=None, on_skip="diagnose")
+
+
+def test_a_repr_shows_the_settings(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+    monitor = castwise.Monitor(model, optimizer, scaler, every=5, sinks=[tmp_path], on_skip="diagnose")
+    file = str(tmp_path / "monitor.jsonl")
+    assert repr(monitor) == f"Monitor(Linear, [SGD], {scaler}, every=5, sinks=[JSONL({file!r})], on_skip='diagnose')"
+    assert "Monitor object at" in repr(castwise.Monitor.__new__(castwise.Monitor))

@@ -51,9 +51,10 @@ def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) ->
 def test_a_table_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40))
     policy = Policy("bfloat16", modules={"": "float16", "1": "exclude"}, ops={"softmax": "float32", "sum": "float16"})
-    policy.explain(model, units=["0"])
+    text = policy.explain(model, units=["0"])
     assert (
         capsys.readouterr().out
+        == f"{text}\n"
         == """\
 module  type        parameters  computes in             gathered in            decided by
 (root)  Sequential           0  float16                 own dtype with (root)  (root)

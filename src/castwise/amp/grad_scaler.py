@@ -1133,6 +1133,20 @@ class GradScaler(torch.amp.GradScaler):
         """Return True if this scaler scales; False also if it was made for CUDA where there is none."""
         return self._enabled
 
+    def __repr__(self) -> str:
+        if "_last_step" not in vars(self):  # a subclass has not called __init__ yet
+            return object.__repr__(self)
+        name = f"{type(self).__name__}({self._device!r}"
+        if not self._enabled:
+            return f"{name}, enabled=False)"
+        try:
+            rule = self._schedule()
+        except (TypeError, ValueError):  # a subclass or a framework has set numbers that no schedule takes
+            rule = self._rule
+        fp16 = ", allow_fp16_gradients=True" if self._allow_fp16_gradients else ""
+        group = ", process_group=..." if self._agreement is not None else ""
+        return f"{name}, schedule={rule}{fp16}{group})"
+
     # -- saving and loading -------------------------------------------------------------------------------------------
 
     @never_traced

@@ -131,6 +131,16 @@ class Monitor(Observer):
         self.diagnosis: Diagnosis | None = None
         """That of the last skipped step, if `on_skip="diagnose"`; None if there was nothing recorded to replay."""
 
+    def __repr__(self) -> str:
+        if "_last_step" not in vars(self):  # `__init__` has not ended
+            return object.__repr__(self)
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        diagnoses = ", on_skip='diagnose'" if self._recording is not None else ""
+        return (
+            f"{type(self).__name__}({type(self._model).__name__}, [{optimizers}], {self._scaler!r}, "
+            f"every={self._every}, sinks={self._sinks}{diagnoses})"
+        )
+
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def attach(self) -> Self:

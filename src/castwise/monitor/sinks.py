@@ -129,6 +129,9 @@ class Sinks:
     def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
         self._sinks = [_sink(each) for each in sinks]
 
+    def __repr__(self) -> str:
+        return repr(self._sinks)
+
     def __call__(self, record: Record) -> None:
         """Hand a record to all of them."""
         for sink in list(self._sinks):

@@ -126,7 +126,7 @@ class Policy:
         >>> with castwise.autocast("cpu", policy=policy.bind(model)):
         ...     model(torch.ones(1, 4)).dtype
         torch.float32
-        >>> policy.explain(model)
+        >>> text = policy.explain(model)
         module  type        parameters  computes in  decided by
         (root)  Sequential           0  bfloat16     compute
         0       Linear              20  bfloat16     compute
@@ -170,16 +170,21 @@ class Policy:
         """
         return bind(self, model)
 
-    def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> None:
+    def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> str:
         """Print by module: type, parameters of its own, dtype of its computation, and the rule that decided it.
 
         Args:
             model: As for `bind`, whose errors are raised; nothing is done to it.
             units: As for `fsdp`: adds a column with the dtype in which FSDP2 gathers the module's parameters.
+
+        Returns:
+            What it prints.
         """
         from castwise.policy import explanation
 
-        print(explanation.table(self, model, units))
+        text = explanation.table(self, model, units)
+        print(text)
+        return text
 
     def fsdp(
         self, model: nn.Module, units: Iterable[Any], *, reduce_dtype: torch.dtype = torch.float32
