@@ -59,6 +59,27 @@ def test_models_and_policies_of_ones_own(here: Path) -> None:
         }
 
 
+def test_a_model_in_a_file_is_traced_and_finds_its_neighbours(here: Path) -> None:
+    (here / "models").mkdir()
+    (here / "models" / "sizes_by_test.py").write_text("WIDTH = 4")
+    (here / "models" / "net.py").write_text(
+        """
+from __future__ import annotations
+import dataclasses, torch
+from sizes_by_test import WIDTH
+@dataclasses.dataclass
+class Sizes:
+    width: int = WIDTH
+def make():
+    return torch.nn.Linear(Sizes().width, 2), torch.ones(3, WIDTH)
+"""
+    )
+    code, printed = run("--model", "models/net.py:make")
+    assert code == 0, printed
+    assert printed.split()[0] == "module"  # casts come first
+    assert printed.index("float32 to bfloat16") < printed.index("aten.addmm") < printed.index("casts,")
+
+
 @pytest.mark.parametrize("name", policies.__all__)
 def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
     assert run("--model", "traced_by_test:both", "--policy", name)[0] == 0
@@ -67,8 +88,13 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--model", "torch"], "--model must be MODULE:FACTORY, got 'torch'"),
-        (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..:f'"),
+        (
+            ["--model", "torch"],
+            "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:",
+        ),
+        (["--model", "nowhere.py:f"], "there is no file nowhere.py"),
+        (["--model", "traced_by_test.py:bot"], "'traced_by_test.py' has no function 'bot'; did you mean 'both'?"),
+        (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..'"),
         (["--model", "torch.nn:Linear"], "torch.nn:Linear must be callable without arguments: missing a required"),
         (["--model", "traced_by_test:model", "--input", "99999999x99999999"], "--input '99999999x99999999': "),
         (["--model", "nowhere:f"], "there is no module 'nowhere'"),

@@ -44,7 +44,17 @@ WORDS = [
     *("tiny", "cpu", "cuda", "xpu", "ddp", "bf16", "fp16", "bf15", "policy.toml", "policy.json", "folder"),
     *("script.py", "broken.py", "monitor.jsonl", "no.jsonl", "json", "Headroom", "Dynamic(init_scale=1024.0)"),
     *("Dynamic(1e999)", "Dynamic(", "Guard(1)", "Static(-1)", "exit()", "(" * 300),
-    *("castwise.demo.gpt:example", "os:getcwd", "torch.nn:Linear", "a:b", ":", "..:x", "os:path", "castwise:x.y"),
+    *(
+        "castwise.demo.gpt:example",
+        "script.py:f",
+        "os:getcwd",
+        "torch.nn:Linear",
+        "a:b",
+        ":",
+        "..:x",
+        "os:path",
+        "castwise:x.y",
+    ),
     *("2x4", "2x4:int64", "2x4:bfloat16", "2x4:load", "0x0", "-1x2", "x", "99999999x99999999", "1" * 400),
     *("2x2:float8_e4m3fn", "2x2:quint8"),
 ]

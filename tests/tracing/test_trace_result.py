@@ -17,15 +17,15 @@ def test_a_trace_as_text() -> None:
     assert (
         str(Trace(OPS, CASTS))
         == """\
-op         inputs    output    forward  backward
-aten.mm    bfloat16  bfloat16       12         3
-aten.relu  float32   float32         1         0
-
 module  phase     cast of     dtypes               count  bytes  redundant
 0       forward   0.weight    float32 to bfloat16      2  1,200
 (root)  forward   activation  float32 to bfloat16      3     30  cast before
 0       forward   gradient    float32 to bfloat16      1      7
 0       backward  0.weight    bfloat16 to float32      1    600
+
+op         inputs    output    forward  backward
+aten.mm    bfloat16  bfloat16       12         3
+aten.relu  float32   float32         1         0
 
 7 casts, 1,837 bytes
 2 of weights, 1,200 bytes: a WeightCache keeps these

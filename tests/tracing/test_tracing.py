@@ -157,7 +157,7 @@ def test_nothing_is_changed() -> None:
 def test_a_trace_is_a_table_and_a_dict() -> None:
     seen = castwise.trace(mlp(), torch.ones(3, 4), policy=policies.bf16)
     table = str(seen).splitlines()
-    assert table[0].split() == ["op", "inputs", "output", "forward", "backward"]
+    assert table[0].split() == ["module", "phase", "cast", "of", "dtypes", "count", "bytes", "redundant"]
     assert table[-3:] == [
         "9 casts, 768 bytes",
         "4 of weights, 348 bytes: a WeightCache keeps these",

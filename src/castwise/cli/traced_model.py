@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from castwise.cli.policies import naming, read_policy
 from castwise.policy.bound_policy import BoundPolicy
 from castwise.tracing.batches import Batch
 
+_OF_FILE = "__traced__"  # no name that a module has
+
 
 def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
     """Make the model that `--model` names; return it with its batch.
@@ -24,21 +29,13 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
     Raises:
         UserError: There is no such function, it makes no model, or there is no batch for it.
     """
-    place, _, name = spelled.partition(":")
+    place, _, name = spelled.rpartition(":")
     if not place or not name:
-        raise UserError(f"--model must be MODULE:FACTORY, got {spelled!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the folder one is in, as for python -m
-    try:
-        module = importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-            raise  # it is there, but misses something
-        raise UserError(f"there is no module {place!r}") from None
-    except TypeError:
-        if not place.startswith("."):
-            raise
-        raise UserError(f"--model must begin with the name of a module, not with a dot, got {spelled!r}") from None
+        raise UserError(
+            f"--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
+            f"got {spelled!r}"
+        )
+    module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
     factory = getattr(module, name, None)
     if not callable(factory):
         near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
@@ -53,6 +50,33 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
         raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
     is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
     return net, given[0] if is_batch else tuple(given)
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    spec = spec_from_file_location(_OF_FILE, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[_OF_FILE] = module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script, so that it finds its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the folder one is in, as for python -m
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # it is there, but misses something
+        raise UserError(f"there is no module {name!r}") from None
+    except TypeError:
+        if not name.startswith("."):
+            raise
+        raise UserError(f"--model must begin with the name of a module, not with a dot, got {name!r}") from None
 
 
 def _call(factory: Callable[..., Any], spelled: str) -> Any:

@@ -22,9 +22,9 @@ def trace(
     model: Annotated[
         str,
         typer.Option(
-            metavar="MODULE:FACTORY",
-            help="Function without arguments that returns a model, or a tuple of a model and its batch: a tensor, "
-            "several inputs, or a mapping of keyword arguments.",
+            metavar="MODULE|FILE:FACTORY",
+            help="Function without arguments, in a module or a .py file, that returns a model, or a tuple of a model "
+            "and its batch: a tensor, several inputs, or a mapping of keyword arguments.",
         ),
     ] = "castwise.demo.gpt:example",
     inputs: Annotated[
@@ -48,7 +48,7 @@ def trace(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run one forward and backward of a model, and print its ops, their dtypes, and every cast.
+    """Run one forward and backward of a model, and print every cast, and its ops with their dtypes.
 
     Exits with 0, or with 2 if something was asked that cannot be done. What the model itself raises, as for an input
     that it does not take, is Python's traceback, with 1.
@@ -74,7 +74,7 @@ def _print(seen: Trace) -> None:
     from castwise.tracing.trace_result import CAST_NUMBERS, OP_NUMBERS
 
     console = new_console(width=160)
-    for rows, numbers in ((seen.op_rows(), OP_NUMBERS), (seen.cast_rows(), CAST_NUMBERS)):
+    for rows, numbers in ((seen.cast_rows(), CAST_NUMBERS), (seen.op_rows(), OP_NUMBERS)):
         table = Table(box=box.SIMPLE_HEAD, padding=0)
         for position, column in enumerate(rows[0]):
             table.add_column(column, justify="right" if position in numbers else "left")

@@ -62,7 +62,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What `trace` has seen; as a string, a table.
+    """What `trace` has seen; as a string, a table of casts, one of ops, and totals.
 
     Args:
         ops: By op and dtypes.
@@ -107,7 +107,7 @@ class Trace:
 
     def __str__(self) -> str:
         tables = [
-            aligned(rows, right) for rows, right in ((self.op_rows(), OP_NUMBERS), (self.cast_rows(), CAST_NUMBERS))
+            aligned(rows, right) for rows, right in ((self.cast_rows(), CAST_NUMBERS), (self.op_rows(), OP_NUMBERS))
         ]
         return "\n\n".join([*tables, self.summary()])
 
