@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -59,6 +60,14 @@ def test_it_writes_and_prints_each_benchmark_with_machine_versions_and_command(t
     assert "About one: one" in printed
     assert "short" in printed
     assert "| short | cannot tell |" in (tmp_path / "new" / "folder" / "README.md").read_text()
+
+
+def test_it_shows_which_benchmark_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    shown = contextlib.nullcontext(lambda *progress: told.append(progress))
+    monkeypatch.setattr("castwise.cli.bench.progress_bar", lambda: shown)
+    run("--device", "cpu", "--out", tmp_path)
+    assert told == [("one", 0, 2), ("two", 1, 2)]
 
 
 def test_full_and_only(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -40,6 +41,14 @@ def test_it_prints_what_each_device_computes_and_what_to_train_with() -> None:
     assert "schedule  castwise.schedules." in printed or "schedule  none: no scaler" in printed
     source = "tests/doctor/test_notes.py]" if torch.__version__ >= (2, 13) else "castwise/_torch_private.py;"
     assert f"[{source}" in printed
+
+
+def test_it_shows_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    shown = contextlib.nullcontext(lambda what, done, total: told.append(what))
+    monkeypatch.setattr("castwise.cli.doctor.progress_bar", lambda: shown)
+    run()
+    assert told[0].startswith("cpu: fp32")
 
 
 def test_as_json_it_is_the_same_facts_and_nothing_else() -> None:

@@ -81,7 +81,7 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(command, "_run", lambda *_: True)
         patch.setattr(bench, "_run", lambda *_: [])
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
-        patch.setattr("castwise.doctor.checkup.examine", lambda: checkup)
+        patch.setattr("castwise.doctor.checkup.examine", lambda _: checkup)
         patch.setattr("castwise.report.report._plotly_js", lambda: "")
         patch.setattr(castwise, "trace", lambda *_, **__: seen)
         yield

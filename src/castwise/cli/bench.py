@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from castwise._suggestions import nearest
-from castwise._terminal import new_console
+from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
 from castwise.cli.names import BENCHMARKS, DEVICES, completing
 
@@ -129,11 +129,12 @@ def _run(
     console = new_console(LOG_WIDTH)
     console.print(headline(machine(device, command)).replace("`", ""))
     failed, doubts = [], []
-    for each in chosen:
+    for done, each in enumerate(chosen):
         console.rule(Text(f"{each.title}: {each.name}"))
         start = time.perf_counter()
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), progress_bar() as progress:
+                progress(each.name, done, len(chosen))
                 warnings.simplefilter("ignore")  # of fp16 that is emulated, and of what torch's classes do themselves
                 measured = each.measure(device, each.quick if quick else each.full)
         except Exception:

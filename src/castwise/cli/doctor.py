@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import castwise
-from castwise._terminal import new_console
+from castwise._terminal import new_console, progress_bar
 
 if TYPE_CHECKING:
     from castwise.doctor.checkup import Checkup
@@ -26,7 +26,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """
     from castwise.doctor.checkup import examine
 
-    found = examine()
+    with progress_bar() as progress:
+        found = examine(progress)
     if as_json:
         typer.echo(json.dumps({"castwise": castwise.__version__, **found.as_dict()}, indent=2))
     else:

@@ -13,7 +13,7 @@ from castwise.amp.emulation import limit_of_onednn, units
 from castwise.doctor.advice import Recommendation, recommend
 from castwise.doctor.formats import DTYPES, Native, of_device, to_try
 from castwise.doctor.notes import Note, notes_on
-from castwise.doctor.speed import Quartiles, Speed, measure
+from castwise.doctor.speed import Progress, Quartiles, Speed, measure
 
 BUDGET_S = 6.0
 
@@ -85,7 +85,7 @@ class Checkup:
         return {**asdict(self), "devices": [device.as_dict() for device in self.devices]}
 
 
-def examine() -> Checkup:
+def examine(progress: Progress = lambda *_: None) -> Checkup:
     """Find out what this machine can do; takes several seconds, in which matrices are multiplied on every device."""
     devices = [torch.device("cpu")]
     accelerator = torch.accelerator.current_accelerator()
@@ -95,14 +95,14 @@ def examine() -> Checkup:
         torch=str(torch.__version__),
         python=platform.python_version(),
         platform=platform.platform(),
-        devices=[_examine(device, BUDGET_S / len(devices)) for device in devices],
+        devices=[_examine(device, BUDGET_S / len(devices), progress) for device in devices],
         notes=notes_on(torch.__version__),
     )
 
 
-def _examine(device: torch.device, budget_s: float) -> Device:
+def _examine(device: torch.device, budget_s: float, progress: Progress) -> Device:
     native = of_device(device)
-    speeds = measure(device, to_try(native), budget_s)
+    speeds = measure(device, to_try(native), budget_s, progress)
     recommendation = recommend(device.type, native, speeds)
     if device.type == "cpu":
         capabilities, limit = get_capabilities(), limit_of_onednn()

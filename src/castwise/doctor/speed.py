@@ -27,6 +27,8 @@ _SLOW_FROM = 4.0
 _NOISY_FROM = 1.5
 GAIN = 1.1  # less is not worth a change of precision
 
+Progress = Callable[[str, int, int], object]
+"""Told what is being done, how much of it is done, and how much there is."""
 Verdict = Literal["faster", "as fast", "slower", "too noisy to tell"]
 
 
@@ -74,13 +76,16 @@ class Speed:
         return "too noisy to tell" if high > _NOISY_FROM * low else "as fast"
 
 
-def measure(device: torch.device, formats: list[str], budget_s: float) -> dict[str, Speed | str]:
+def measure(
+    device: torch.device, formats: list[str], budget_s: float, progress: Progress = lambda *_: None
+) -> dict[str, Speed | str]:
     """Measure the speed of matrix products.
 
     Args:
         device: Where.
         formats: Names of `castwise.doctor.formats.DTYPES`, fp32 among them.
         budget_s: Seconds that this may take, about. Emulated formats on slow machines take some more.
+        progress: Called before each turn.
 
     Returns:
         For each format its speed, or in words why there is none.
@@ -103,11 +108,11 @@ def measure(device: torch.device, formats: list[str], budget_s: float) -> dict[s
     fast = [name for name in seconds if name not in slow]
     races = [race for race in (["fp32", *slow] if slow else [], fast) if race]
     for race in races:  # the fast ones last: their race is where fp32's own speed is from
-        found |= _race(device, race, budget_s / len(races))
+        found |= _race(device, race, budget_s / len(races), progress)
     return {name: found[name] for name in formats}
 
 
-def _race(device: torch.device, formats: list[str], budget_s: float) -> dict[str, Speed]:
+def _race(device: torch.device, formats: list[str], budget_s: float, progress: Progress) -> dict[str, Speed]:
     size = SMALLEST
     while True:
         runs = {name: _warm(device, name, size) for name in formats}
@@ -121,6 +126,7 @@ def _race(device: torch.device, formats: list[str], budget_s: float) -> dict[str
     for turn in range(ROUNDS):
         if turn >= FEWEST_ROUNDS and time.perf_counter() > give_up:
             break
+        progress(f"{device}: {', '.join(formats)}, {size} x {size}", turn, ROUNDS)
         for name in order.sample(formats, len(formats)):
             seconds[name].append(runs[name]())
     operations = 3 * 2 * size**3
