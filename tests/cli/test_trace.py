@@ -92,7 +92,9 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
             ["--model", "torch"],
             "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:",
         ),
-        (["--model", "nowhere.py:f"], "there is no file nowhere.py"),
+        (["--model", "nowhere.py:f"], "cannot read nowhere.py: No such file or directory"),
+        (["--model", "n" * 300 + ".py:f"], "n.py: File name too long"),
+        (["--model", "broken.py:f"], "broken.py is no Python file: "),
         (["--model", "traced_by_test.py:bot"], "'traced_by_test.py' has no function 'bot'; did you mean 'both'?"),
         (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..'"),
         (["--model", "torch.nn:Linear"], "torch.nn:Linear must be callable without arguments: missing a required"),
@@ -115,6 +117,7 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
 def test_what_cannot_be_done_is_one_line(options: list[str], text: str, here: Path) -> None:
     Policy(compute="bfloat16", modules={"nothing": "float32"}).to_file(here / "bad.json")
     (here / "worse.json").write_text("x")
+    (here / "broken.py").write_text("def")
     code, printed = run(*options)
     assert code == 2
     assert text in printed

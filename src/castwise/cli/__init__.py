@@ -1,9 +1,8 @@
 """The command line: a file for each command, which declares it and imports what it runs when it runs.
 
-Help and completion must not wait for torch, so no file imports it, or a module that does, at its top. `import castwise`
-never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
-user's mistake is one line and exit code 2 (`castwise._user_error`), and anything else deserves Python's full
-traceback.
+Help and completion must not wait for torch, so no file that declares a command imports it, or a module that does, at
+its top. `import castwise` never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
+user's mistake is one line and exit code 2 (`castwise._user_error`), and anything else deserves Python's full traceback.
 """
 
 from __future__ import annotations

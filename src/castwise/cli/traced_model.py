@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,7 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
     place, _, name = spelled.rpartition(":")
     if not place or not name:
         raise UserError(
-            f"--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
+            "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
             f"got {spelled!r}"
         )
     module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
@@ -53,14 +52,16 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
 
 
 def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-    spec = spec_from_file_location(_OF_FILE, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[_OF_FILE] = module_from_spec(spec)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{path} is no Python file: {error}") from None
+    module = sys.modules[_OF_FILE] = ModuleType(_OF_FILE)  # dataclasses look their module up
+    module.__file__ = str(path)
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script, so that it finds its neighbours
-    spec.loader.exec_module(module)
+    exec(code, vars(module))
     return module
 
 
