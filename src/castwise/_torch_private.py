@@ -66,9 +66,10 @@ __all__ = [
 
 
 def _find(module: str, name: str, otherwise: Any = None) -> Any:
-    """Return a name of a module of torch, or something else if one of the two does not exist."""
+    """Return a name of a module of torch, also of a submodule, or something else if one of the two does not exist."""
     try:
-        return getattr(importlib.import_module(module), name, otherwise)
+        found = importlib.import_module(module)
+        return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
     except ImportError:
         return otherwise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -486,3 +488,19 @@ def test_a_policy_with_rules_sets_how_backwards_are_compiled_unless_the_user_has
     for setting in ("off", [{"device_type": "cpu", "dtype": BF16}]):
         with config.patch(backward_pass_autocast=setting), castwise.autocast("cpu", policy=ruled):
             assert config.backward_pass_autocast == setting
+
+
+@not_in_their_region
+def test_a_region_sets_its_backwards_before_anything_is_compiled() -> None:
+    """torch loads the module that has the setting with its compiler."""
+    code = """
+import sys, torch, castwise
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+bound = castwise.Policy(compute="bfloat16", modules={"0": "float32"}).bind(model)
+assert "torch._functorch.config" not in sys.modules
+with castwise.autocast("cpu", policy=bound):
+    import torch._functorch.config as config
+    print(config.backward_pass_autocast)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "off\n"

@@ -41,10 +41,11 @@ class Monitor(Observer):
     Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
     was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
     since the step before. Of sampled steps: of each parameter's gradient, of each module's gradients together and of
-    each module's output how large the numbers are and how they fit into fp16, bf16, e4m3 and e5m2, and of each parameter
-    how far the step has moved it (the manual's page on formats says what each number is). Sampled are the steps 1, 2, 4,
-    8, ... up to `every`, then every `every`-th, and of each skipped step the gradients; but not where the device skips
-    it by itself, as in a fused step on an accelerator, or where ranks skip on their own.
+    each module's output how large the numbers are and how they fit into fp16, bf16, e4m3 and e5m2, and of each
+    parameter how far the step has moved it (the manual's page on formats says what each number is).
+
+    Sampled are the steps 1, 2, 4, 8, ... up to `every`, then every `every`-th; and of each skipped step the gradients,
+    except where the device skips it by itself (a fused step on an accelerator) or ranks skip on their own.
 
     Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
     one forward. Gradients are looked at before they are unscaled or clipped.
