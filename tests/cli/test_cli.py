@@ -124,7 +124,14 @@ def test_each_command_has_an_example_that_it_understands(name: str) -> None:
 
 METAVARS = {
     *("SCRIPT", "ARGS", "RUN", "N", "FILE", "FOLDER", "FILE|FOLDER", "NAME", "NAME|FILE", "SCHEDULE"),
-    *("MODULE|FILE:FACTORY", "SHAPE[:DTYPE]", "[cpu|cuda]", "[tiny|small]", "[ddp|fsdp|fsdp2|tp]"),
+    *(
+        "MODULE|FILE:FACTORY",
+        "SHAPE[:DTYPE]",
+        "[cpu|cuda]",
+        "[tiny|small]",
+        "[ddp|fsdp|fsdp2|tp]",
+        "[first|diagnose|nothing]",
+    ),
 }
 
 

@@ -267,7 +267,7 @@ def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> N
     assert run.stderr.rstrip().endswith(f"there are records: castwise report {tmp_path / 'out'}")
     files = [*(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
     assert len(files) == 2
-    assert all('"kind": "run"' in file.read_text() for file in files)
+    assert all('"kind":"run"' in file.read_text() for file in files)
 
 
 def test_a_package_is_not_imported_before_castwise_is_installed(

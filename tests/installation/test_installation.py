@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import pickle
 import sys
 import types
@@ -19,9 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
+from castwise import installation
 from castwise._torch_private import load_compiler
 from castwise.amp.observers import OBSERVERS
+from castwise.installation import account
+from castwise.installation.account import Account
 from castwise.installation.replacement import _NAMES
+from castwise.installation.settings import Settings
 from castwise.monitor.run import Run
 
 load_compiler()  # by which torch itself changes torch.manual_seed, as it does when the first optimizer is made
@@ -145,8 +150,9 @@ def test_a_training_ends_with_the_same_bits_and_a_report(tmp_path: Path) -> None
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     run = Run.read(tmp_path / "Sequential")
     assert [step["step"] for step in run.steps] == [1, 2, 3]
-    assert [sample["step"] for sample in run.samples] == [2]
-    assert run.samples[0]["activations"].keys() == {"", "0", "1", "2"}
+    assert [sample["step"] for sample in run.samples] == [1, 2]
+    assert run.samples[0]["gradients"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert run.samples[1]["activations"].keys() == {"", "0", "1", "2"}
     assert run.ended
     assert (tmp_path / "report.html").is_file()
 
@@ -228,7 +234,7 @@ def test_a_step_inside_of_compiled_code_is_recorded(tmp_path: Path, capfd: pytes
             compiled(torch.randn(2, 8))
     torch.compiler.reset()
     run = Run.read(tmp_path / "Compiled")
-    assert [step["step"] for step in run.steps] == [1, 2, 3]  # the first one is what it was met by
+    assert [step["step"] for step in run.steps] == [1, 2, 3, 4]
     assert "castwise" not in capfd.readouterr().err
 
 
@@ -310,3 +316,82 @@ def test_a_weight_cache_serves_all_regions_and_changes_no_bit(monkeypatch: pytes
         assert cache is not None
         assert cache.report().refreshes > 0
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def trained_on(batches: list[torch.Tensor], model: nn.Module) -> None:
+    """Train as a script does that knows nothing of castwise; batches that are not finite are skipped."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(batch).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+GOOD, BAD = torch.ones(4, 8), torch.ones(4, 8).index_fill(0, torch.tensor([2]), math.nan)
+
+
+def test_skipped_steps_are_diagnosed_from_the_first_one_on(tmp_path: Path) -> None:
+    with castwise.installed(tmp_path, on_skip="diagnose"):
+        trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
+    run = Run.read(tmp_path / "Sequential")
+    assert [diagnosis["step"] for diagnosis in run.diagnoses] == [1, 3, 4, 5, 6]
+    assert {diagnosis["phase"] for diagnosis in run.diagnoses} == {"input"}
+
+
+@pytest.mark.parametrize(("most", "diagnosed"), [(0, []), (3, [1, 3, 4])])
+def test_no_more_skips_are_diagnosed_than_are_asked_for(most: int, diagnosed: list[int], tmp_path: Path) -> None:
+    installation.begin(Account(tmp_path, 100, most), Settings(None, None, False))
+    trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
+    castwise.uninstall()
+    assert [diagnosis["step"] for diagnosis in Run.read(tmp_path / "Sequential").diagnoses] == diagnosed
+
+
+def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4 - 1)
+    with (
+        castwise.installed(tmp_path, on_skip="diagnose"),
+        pytest.warns(UserWarning, match="takes more than .* MiB: skipped steps are not diagnosed"),
+    ):
+        trained_on([BAD, BAD], small_model())
+    run = Run.read(tmp_path / "Sequential")
+    assert [step["skipped"] for step in run.steps] == [True, True]
+    assert run.diagnoses == []
+
+
+def test_where_gradients_of_outputs_are_too_large_faults_of_the_forward_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4)
+    with castwise.installed(tmp_path, on_skip="diagnose"):
+        trained_on([BAD], small_model())
+    assert [diagnosis["step"] for diagnosis in Run.read(tmp_path / "Sequential").diagnoses] == [1]
+
+
+def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: Path) -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("peak", torch.ones(()))
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.peak = torch.maximum(self.peak, x.detach().abs().amax())
+            self.peak.mul_(1.0)
+            return self.layer(x / self.peak)  # type: ignore[no-any-return]
+
+    with castwise.installed(tmp_path, on_skip="diagnose"):
+        trained_on([BAD], Running())
+    (diagnosis,) = Run.read(tmp_path / "Running").diagnoses
+    assert diagnosis["phase"] == "input"
+
+
+def test_diagnoses_need_a_folder() -> None:
+    with pytest.raises(ValueError, match=r'on_skip="diagnose" records what it finds: give a folder, out=\.\.\., too'):
+        castwise.install(on_skip="diagnose")
+    with pytest.raises(ValueError, match='on_skip must be "diagnose" or None, got 3'):
+        castwise.install("x", on_skip=3)  # type: ignore[arg-type]

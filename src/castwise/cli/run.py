@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,17 @@ from castwise._user_error import UserError
 from castwise.cli.names import SCHEDULES, complete_policy, completing
 
 OUT = Path("castwise-run")
+
+
+class OnSkip(str, Enum):
+    """What `--on-skip` takes."""
+
+    FIRST = "first"
+    DIAGNOSE = "diagnose"
+    NOTHING = "nothing"
+
+
+DIAGNOSES = {OnSkip.FIRST: 3, OnSkip.DIAGNOSE: math.inf, OnSkip.NOTHING: 0}
 
 chosen: list[Callable[[], None]] = []
 """What `castwise.__main__` is to do when the command line has been read: outside of typer, which would catch what the
@@ -48,6 +61,12 @@ def run(
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Keep casts of weights between regions.")
     ] = False,
+    on_skip: Annotated[
+        OnSkip,
+        typer.Option(
+            metavar="[first|diagnose|nothing]", help="Diagnose the first three skipped steps, all of them, or none."
+        ),
+    ] = OnSkip.FIRST,
 ) -> None:
     """Run a training script with castwise instead of torch.amp, monitored, and write a report at its end.
 
@@ -66,7 +85,7 @@ def run(
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
-    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache))
+    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip]))
 
 
 def _check_folder(out: Path) -> None:

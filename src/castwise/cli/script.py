@@ -17,6 +17,8 @@ import castwise
 import castwise.installation
 from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
+from castwise.installation.account import Account
+from castwise.installation.settings import Settings
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
@@ -56,10 +58,18 @@ class Script:
         except (SyntaxError, ValueError) as error:
             raise UserError(f"{path} is no Python script: {error}") from None
 
-    def run(self, out: Path, every: int, policy: Policy | None, schedule: Schedule | None, weight_cache: bool) -> None:
+    def run(
+        self,
+        out: Path,
+        every: int,
+        policy: Policy | None,
+        schedule: Schedule | None,
+        weight_cache: bool,
+        diagnoses: float,
+    ) -> None:
         """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
         out = out.absolute()  # the script may change the folder
-        castwise.install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
+        castwise.installation.begin(Account(out, every, diagnoses), Settings(policy, schedule, weight_cache))
         WATCH.warns = False  # scripts filter warnings
         WATCH.begin_telling(self._say)
         atexit.register(self._finish, out, os.getpid())  # before any of the script's, so it comes after them

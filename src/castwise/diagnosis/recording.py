@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from torch import nn
 
 from castwise._guard import Guard
 from castwise._torch_private import is_backward_running, tree_map
+from castwise._warnings import warn
 from castwise.amp.outcomes import Cause
 from castwise.diagnosis.cases import outputs_of
 from castwise.diagnosis.diagnosis import Diagnosis, Harmless, diagnose_replay
@@ -37,6 +39,7 @@ class MicroBatch:
         kwargs: Keyword arguments.
         casting: Autocast regions.
         random: State of random number generators at its beginning.
+        buffers: Module, name and value at its beginning: a forward may leave in them what is not finite.
         gradients: Of the floating-point tensors in the output, by place; summed over several backwards. Of a batch
             that is condensed only their largest magnitudes, shape ().
         is_condensed: There is no room for its gradients any more.
@@ -46,6 +49,7 @@ class MicroBatch:
     kwargs: dict[str, Any]
     casting: CastingState
     random: RandomState
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)
     outputs: int = 0
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     is_condensed: bool = False
@@ -82,6 +86,8 @@ class MicroBatch:
 
         def region() -> AbstractContextManager[None]:
             self.random.restore()  # the replay puts back what it was before
+            for module, name, before in self.buffers:
+                module._buffers[name] = before.clone()
             return self.casting.in_force()
 
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
@@ -157,18 +163,24 @@ class MicroBatches:
 class Recording:
     """Keeps what forwards in training are given, and the gradients of what they return, until it is taken.
 
-    A forward costs some 0.1 ms for the state of random number generators; no data is copied, and nothing syncs. What a
-    program writes over before the replay (a static input buffer) is replayed as it is then, and so are weights.
+    A forward costs some 0.1 ms for the state of random number generators; of the model's buffers copies are made, of no
+    other data, and nothing syncs. What a program writes over before the replay (a static input) is replayed as it is
+    then, and so are weights.
     Forwards without gradients, those that checkpointing runs again, and replays are not recorded. What an iteration of
     the scaler has left, as its step was left out, is forgotten in the next one.
 
     Args:
         model: As it is called: with its wrappers.
         iteration: Says in which iteration the scaler is.
+        most_bytes: What the batches and buffers of a step may take; beyond that nothing is recorded any more, with a
+            warning. Gradients of outputs for which there is no space left are reduced to their largest magnitudes.
     """
 
-    def __init__(self, model: nn.Module, iteration: Callable[[], int] = lambda: 0) -> None:
-        self._model, self._iteration = model, iteration
+    def __init__(
+        self, model: nn.Module, iteration: Callable[[], int] = lambda: 0, most_bytes: float = math.inf
+    ) -> None:
+        self._model, self._iteration, self._most_bytes = model, iteration, most_bytes
+        self._nbytes = 0
         self._guard = Guard()
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
@@ -192,8 +204,16 @@ class Recording:
         """Return what was recorded since the last time, and forget it: for a step whose verdict comes later."""
         if self._hooks is not None:
             self._hooks.put_back()
-        taken, self._batches = self._batches, MicroBatches(self._model)
+        taken = self._batches
+        self._begin(0)
         return taken
+
+    def follow(self, iteration: Callable[[], int]) -> None:
+        """Let something else say from now on in which iteration the scaler is; what was recorded counts as of that."""
+        self._iteration, self._batches.iteration = iteration, iteration()
+
+    def _begin(self, iteration: int) -> None:
+        self._batches, self._nbytes = MicroBatches(self._model, iteration), 0
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = None
@@ -201,7 +221,7 @@ class Recording:
             with self._guard:
                 types = {tensor.device.type for tensor in [*tensors_of([args, kwargs]), *model.parameters()]}
                 given = tree_map(_detached, args), tree_map(_detached, kwargs)
-                batch = MicroBatch(*given, CastingState(types), RandomState())
+                batch = MicroBatch(*given, CastingState(types), RandomState(), self._buffers_of(model))
         self._begun.append(batch)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -215,12 +235,43 @@ class Recording:
                 if tensor.requires_grad and not tensor.is_leaf:  # the hook of a weight would stay
                     tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
             if self._batches.iteration != self._iteration():
-                self._batches = MicroBatches(self._model, self._iteration())
+                self._begin(self._iteration())
+            kept = [*tensors_of([batch.args, batch.kwargs]), *(copy for _, _, copy in batch.buffers)]
+            if not self._fits(kept):
+                self.detach()
+                warn(
+                    f"what a step is computed from takes more than {self._most_bytes / 2**20:g} MiB: skipped steps are "
+                    "not diagnosed; castwise.Monitor(..., on_skip='diagnose') has no limit",
+                    UserWarning,
+                    2,
+                )
+                return
+            self._nbytes += _nbytes(kept)
             self._batches.append(batch)
 
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor) -> None:
         with self._guard:
+            if not self._fits([gradient]):
+                batch.condense()
+            elif not batch.is_condensed:
+                self._nbytes += gradient.nbytes
             batch.add(place, gradient)
+
+    def _buffers_of(self, model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        return [
+            (module, name, buffer.detach().clone())
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and self._fits([buffer])
+        ]
+
+    def _fits(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return self._nbytes + _nbytes(tensors) <= self._most_bytes
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _peak(gradient: torch.Tensor) -> torch.Tensor:

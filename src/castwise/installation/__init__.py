@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from castwise.amp.schedules import Schedule
 from castwise.installation.account import Account
@@ -27,6 +29,7 @@ def install(
     policy: Policy | None = None,
     schedule: Schedule | None = None,
     weight_cache: bool = False,
+    on_skip: Literal["diagnose"] | None = None,
 ) -> None:
     """Replace torch's mixed precision by castwise's in this process, and look for mistakes in its use.
 
@@ -46,11 +49,14 @@ def install(
             the model (`Generator.layers.0`).
         schedule: Of all enabled scalers, instead of the numbers they are made with.
         weight_cache: Give all regions a `WeightCache` of the models that there are when the first one is entered.
+        on_skip: `"diagnose"` replays the batch of each skipped step, for which a step's batches and the model's buffers
+            are kept, 64 MiB at most. On an accelerator it is known two steps later, and replayed with the weights of
+            then.
 
     Raises:
         RuntimeError: It is installed already.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is no number of steps.
+        ValueError: `every` is no number of steps, or `on_skip` is something else or has no folder to write into.
 
     Warns:
         UserWarning: There is something that could not be replaced.
@@ -64,8 +70,15 @@ def install(
         >>> torch.amp.GradScaler is castwise.GradScaler
         False
     """
-    settings = Settings(policy, schedule, weight_cache)
-    account = Account(out, every)
+    if on_skip not in (None, "diagnose"):
+        raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
+    if on_skip and out is None:
+        raise ValueError('on_skip="diagnose" records what it finds: give a folder, out=..., too')
+    begin(Account(out, every, math.inf if on_skip else 0), Settings(policy, schedule, weight_cache))
+
+
+def begin(account: Account, settings: Settings) -> None:
+    """`install` what has been set up."""
     with _LOCK:
         if _INSTALLED:
             raise RuntimeError("castwise is installed already: uninstall() it first")
@@ -112,6 +125,7 @@ def installed(
     policy: Policy | None = None,
     schedule: Schedule | None = None,
     weight_cache: bool = False,
+    on_skip: Literal["diagnose"] | None = None,
 ) -> Iterator[None]:
     """`install` at the beginning of a block, and `uninstall` at its end, also after an error.
 
@@ -121,6 +135,7 @@ def installed(
         policy: As for `install`.
         schedule: As for `install`.
         weight_cache: As for `install`.
+        on_skip: As for `install`.
 
     Example:
         >>> import castwise, torch
@@ -129,7 +144,7 @@ def installed(
         >>> type(scaler) is castwise.GradScaler
         True
     """
-    install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache)
+    install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache, on_skip=on_skip)
     try:
         yield
     finally:

@@ -14,26 +14,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from castwise._guard import Guard
-from castwise._torch_private import never_traced
+from castwise._torch_private import is_dynamo_active, never_traced
 from castwise._warnings import warn
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
+from castwise.amp.outcomes import StepFacts
+from castwise.diagnosis.diagnosis import Diagnosis
+from castwise.diagnosis.recording import MicroBatches, Recording
 from castwise.installation.models import Models, model_with
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.monitor import Monitor, check_every
 from castwise.monitor.ranks import Ranks, rank_now
+from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import FILE_NAME, JSONL
 
 REPORT = "report.html"
+# What diagnoses may keep of a step.
+MOST_BYTES = 64 << 20
 _PROCESSES = "process that was started", "processes that were started"
 
 
 class Account(Observer):
-    """Attaches a `Monitor` to each model after the first step of an optimizer that trains it.
+    """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
     With several processes each writes folders of its own, and none waits for another: what it does not know is whether
     they all train the same. Workers that were forked and are no ranks have the number of their process in the name.
@@ -41,16 +47,19 @@ class Account(Observer):
     Args:
         out: The folder; None records nothing, and tells mistakes alone.
         every: Of the monitors.
+        diagnoses: How many skipped steps of a model are diagnosed.
 
     Raises:
         ValueError: `every` is no number of steps.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None, every: int) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
         check_every(every)
+        self._diagnoses = diagnoses
+        self._recordings: dict[nn.Module, Recording] = {}  # of the first step
+        self._has_seen_a_region = False
         self.out, self._every = None if out is None else Path(out), every
         self._monitors: list[weakref.ref[Monitor]] = []
-        self._scaler: Any = None
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
         self._hook: Any = None
@@ -65,7 +74,7 @@ class Account(Observer):
             file.unlink()  # of workers of an earlier run
         WATCH.begin_telling(self._told, of_gradients=True)
         OBSERVERS.append(self)
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def end(self) -> Path | None:
         """Record what is still on its way, and write the report; return where it is if there is one."""
@@ -99,7 +108,11 @@ class Account(Observer):
     # -- what happens -------------------------------------------------------------------------------------------
 
     def entered(self, region: Any) -> None:
-        """Count regions."""
+        """Count regions; in the first one of a training step begin to keep what a diagnosis needs."""
+        if not self._has_seen_a_region and torch.is_grad_enabled() and not is_dynamo_active():
+            self._has_seen_a_region = True
+            with self._guard:
+                self._record_batches()
         if region._enabled:
             dtype = str(region.fast_dtype).removeprefix("torch.")
             self._seen[f"autocast region in {dtype}", f"autocast regions in {dtype}"] += 1
@@ -108,21 +121,31 @@ class Account(Observer):
         """Count losses."""
         self._seen["scaled loss", "scaled losses"] += 1
 
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is unscaled before its step is met here: its gradients are still scaled."""
+        self._meet(optimizer, scaler)
+
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Remember whose step it is."""
-        self._scaler = scaler if scaler.is_enabled() else None
+        """A step that is skipped does not call the optimizer: it is met here."""
+        self._meet(optimizer, scaler if scaler.is_enabled() else None)
 
-    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """A step that was skipped has not called the optimizer: it is met here."""
-        with self._guard:
-            self._meet(optimizer)
-        self._scaler = None
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """Forget what was kept for models that have not stepped in the first iteration."""
+        for recording in self._recordings.values():
+            recording.detach()
+        self._recordings.clear()
 
-    @never_traced
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._scaler is None:
-            with self._guard:
-                self._meet(optimizer)
+    @never_traced  # a step may be inside of compiled code
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._meet(optimizer, None)
+
+    def _record_batches(self) -> None:
+        """Keep the batches of models that are about to be trained: the first step may be one that is skipped."""
+        optimizers = _optimizers_of(None) if self._diagnoses and self.out is not None else []
+        for model in {model_with(params_of(optimizer)) for optimizer in optimizers}:
+            if model is not None and not isinstance(model, Models):
+                self._recordings[model] = recording = Recording(model, most_bytes=MOST_BYTES)
+                recording.attach()
 
     def _is_worker(self) -> bool:
         """Return True in a process that was forked from the one castwise was installed in, and is no rank."""
@@ -132,10 +155,13 @@ class Account(Observer):
     def _told(self, mistake: Mistake) -> None:
         """The finder warns of them by itself, and looks only while something listens."""
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._met:
-            return
-        self._met.add(optimizer)
+    def _meet(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if optimizer not in self._met:
+            self._met.add(optimizer)
+            with self._guard:
+                self._monitor(optimizer, scaler)
+
+    def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         model = model_with(params_of(optimizer))
         if model is None:
             self._seen["optimizer of parameters of no module", "optimizers of parameters of no module"] += 1
@@ -147,7 +173,12 @@ class Account(Observer):
             WATCH.model_found(model)
             return
         sink = self._sink(model)
-        monitor = _Alone(model, optimizers, self._scaler, every=self._every, sinks=[sink])
+        monitor = _Alone(model, optimizers, scaler, every=self._every, sinks=[sink])
+        recording = self._recordings.pop(model, None)
+        if self._diagnoses and scaler is not None:
+            monitor.diagnose(recording, self._diagnoses)
+        elif recording is not None:
+            recording.detach()
         monitor.attach()
         # What the optimizer's hooks keep alive: a script may train one model after the other.
         self._monitors.append(weakref.ref(monitor))
@@ -172,8 +203,33 @@ class Account(Observer):
 class _Alone(Monitor):
     """A monitor that waits for no other process: nothing is known of what those do."""
 
+    _diagnoses_left = 0.0
+
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
+
+    def diagnose(self, recording: Recording | None, most: float) -> None:
+        """Diagnose skipped steps from now on, so many at most.
+
+        Args:
+            recording: Of the model, if there is one that has begun.
+            most: How many.
+        """
+        if is_split_over_ranks(self._model):  # a replay that ends on one rank would keep the others waiting
+            return
+        assert self._scaler is not None
+        scaler: Any = self._scaler
+        self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
+        self._recording.follow(lambda: int(scaler.iteration))
+        self._diagnoses_left = most
+
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+        diagnosis = Monitor._diagnosed(self, facts, batches)
+        self._diagnoses_left -= facts.skipped
+        if self._recording is not None and self._diagnoses_left <= 0:
+            self._recording.detach()
+            self._recording = None
+        return diagnosis
 
 
 def _processes_started() -> int:
@@ -184,14 +240,14 @@ def _processes_started() -> int:
     return int(next_name.replace(":", "-").rpartition("-")[2]) - 1
 
 
-def _optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers there are for a model's parameters, without those that wrap another one."""
-    wanted = set(map(id, model.parameters()))
+def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
+    """Return the optimizers there are for a model's parameters, or all, without those that wrap another one."""
+    wanted = None if model is None else set(map(id, model.parameters()))
     found = []
     for value in gc.get_objects():
         if not issubclass(type(value), torch.optim.Optimizer) or "param_groups" not in vars(value):
             continue
-        if any(id(param) in wanted for group in value.param_groups for param in group["params"]):
+        if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):
             found.append(value)
     return found
 

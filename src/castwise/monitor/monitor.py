@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _PARAMETERS_NAMED = 8
 
 
-class Monitor(Observer):
+class Monitor:
     """Records what happens to the numbers of a training run: of each step a little, of sampled steps a lot.
 
     Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
@@ -166,8 +167,8 @@ class Monitor(Observer):
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._told),
+            _Skips(self),
         ]
-        OBSERVERS.append(self)
         if self._recording is not None:
             with self._guard:
                 self._recording.attach()
@@ -193,7 +194,6 @@ class Monitor(Observer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        OBSERVERS.remove(self)
         WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
         self._iterations.clear()
@@ -244,7 +244,7 @@ class Monitor(Observer):
         is_power_of_two = number & (number - 1) == 0
         return number % self._every == 0 or (number < self._every and is_power_of_two)
 
-    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+    def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, is_scaled: bool) -> None:
         """Sample the gradients of a step that the host has just decided to skip, unless they are sampled anyway."""
         iteration, scale = self._iterations.current, scaler._get_scale_async()
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
@@ -338,6 +338,28 @@ class Monitor(Observer):
     @property
     def _is_scaled(self) -> bool:
         return not isinstance(self._steps, UnscaledSteps)
+
+
+class _Skips(Observer):
+    """Tells a monitor of skips; does not keep it alive, as the process would then keep every model that was trained.
+
+    Args:
+        monitor: That is told.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = weakref.ref(monitor, lambda _: self.remove())
+        OBSERVERS.append(self)
+
+    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+        """Tell of a skip."""
+        if (monitor := self._monitor()) is not None:
+            monitor._sample_skipped(scaler, optimizer, is_scaled)
+
+    def remove(self) -> None:
+        """Tell of no more."""
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
 
 
 def check_every(every: int) -> None:
