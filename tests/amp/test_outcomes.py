@@ -823,6 +823,18 @@ def test_the_first_diagnosis_is_not_lost_to_a_hook_that_has_none() -> None:
     assert caught.value.diagnosis == "of the first"
 
 
+def test_the_warning_shows_the_last_diagnosis_of_the_row_of_skips() -> None:
+    for told, shown in ((["it was the head", None], "it was the head"), ([None, None], "castwise.diagnose(")):
+        world = World(Dynamic(1024.0, patience=2))
+        answers = iter(told)
+        world.scaler.register_step_hook(lambda _, answers=answers: next(answers))  # type: ignore[misc]  # bound now
+        world.step(gradient=math.nan)
+        with pytest.warns(UserWarning, match="Cause") as caught:
+            world.step(gradient=math.nan)
+        assert shown in str(caught[0].message)
+        assert ("castwise.diagnose(" in str(caught[0].message)) == (told[0] is None)
+
+
 @pytest.mark.usefixtures("slow_host")
 def test_a_dead_optimizer_has_no_steps_in_a_row() -> None:
     world = World(Dynamic(1024.0, patience=1), fused=True)

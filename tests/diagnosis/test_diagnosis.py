@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_a_product_that_overflows_fp16_is_to_be_kept_in_fp32() -> None:
         found = diagnose(model, mean, ONES)
     assert (found.phase, found.module, found.op, found.remedy) == ("forward", "last", "aten.addmm", "float32")
     assert 'modules={"last": "float32"}' in found.advice
+    policy = 'policy = castwise.Policy(compute="float16", modules={"last": "float32"})'
+    assert found.code == f"{policy}\nwith castwise.autocast(device_type, policy=policy.bind(model)):"
+    assert re.fullmatch(r"In the forward, aten.addmm in module last gives inf(, at .*)?\.", found.summary)
+    names = ("phase", "module", "op", "remedy", "advice", "code", "summary")
+    assert found.record() == {**{name: getattr(found, name) for name in names}, "text": str(found)}
+    rule: dict[str, Any] = {"castwise": castwise, "device_type": "cpu", "model": model, "x": torch.ones(1, 4)}
+    exec(f"{found.code}\n    output = model(x)", rule)  # what is to be copied runs
+    assert rule["output"].isfinite().all()
     with torch.no_grad():
         exact = model.last.double()(model.first.double()(ONES.double()))
     assert found.in_float32 is not None
@@ -215,6 +224,7 @@ def test_gradients_that_overflow_at_this_scale_ask_for_a_lower_one() -> None:
     with castwise.autocast("cpu", dtype=torch.float16):
         found = of(lambda x: x, loss_fn=lambda y: y.float().sum(), scale=2.0**20)
         assert (found.phase, found.remedy, found.scale) == ("backward", "scale", 2.0**20)
+        assert found.code == "scaler = castwise.GradScaler(device_type, init_scale=2.0**15)"
         assert "2^15 or less" in found.advice  # the gradient of a sum is 1, and 2^16 is too large for fp16
         assert not of(lambda x: x, loss_fn=lambda y: y.float().sum(), scale=2.0**14)
 

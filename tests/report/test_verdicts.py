@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,23 +236,126 @@ def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_told_again(
     assert "The loss was" not in str(verdict(write(tmp_path, *steps(9), *killed)))
 
 
-def test_a_diagnosis_gives_its_advice_once_and_asks_for_no_other(tmp_path: Path) -> None:
+def diagnosis(at: int, cause: str, module: str = "", **more: str) -> recorded.Record:
+    fields = {"phase": "forward", "op": "aten.bmm", "text": f"{module} overflowed.\nkeep it", "advice": "keep it"}
+    return {"kind": "diagnosis", "step": at, "cause": cause, "module": module, **fields, **more}
+
+
+def test_a_bad_batch_is_one_warning_with_its_diagnosis(tmp_path: Path) -> None:
     advice = "drop or repair such samples"
-    found = {"kind": "diagnosis", "cause": "non-finite loss", "phase": "input", "module": "", "op": "", "step": 3}
-    text = {"text": f"input: input 0 is nan\n{advice}", "advice": advice}
+    found = diagnosis(3, "non-finite loss", text=f"input: input 0 is nan\n  a range\n{advice}", advice=advice)
     bad = step(3, 2.0**14, "non-finite loss", loss="nan")
-    printed = str(verdict(write(tmp_path / "a", *steps(2), bad, {**found, **text})))
-    assert printed.count(advice) == 1
-    assert "castwise.diagnose" not in printed
-    assert "castwise.diagnose" in str(verdict(write(tmp_path / "b", *steps(2), bad)))
+    broken = sample(3, 2.0**14, GOOD, OUTPUTS, not_finite=("a", "b"))
+    broken["activations"] = broken["modules"]
+    run = write(tmp_path / "a", *steps(2), bad, found, broken, *steps(400)[3:], *samples())
+    warnings = [piece for piece in verdict(run) if piece.severity == "warning"]
+    assert [piece.finding.split(",")[0] for piece in warnings] == ["The loss was inf or NaN at 1 step"]
+    assert warnings[0].text.endswith("Step 3: input: input 0 is nan Drop or repair such samples.")
+    assert "castwise.diagnose" not in str(verdict(run))
+    (cause,) = warnings[0].diagnosed
+    assert (cause.advice, cause.details) == (advice, "a range")
+    alone = write(tmp_path / "b", *steps(2), bad, broken, *steps(400)[3:], *samples())
+    warning = told(alone, "The loss was inf or NaN")
+    assert "castwise.diagnose" in warning.text
+    assert warning.evidence["first_module_not_finite"] == "a"
 
 
-def test_diagnoses_are_told_once_for_each_place(tmp_path: Path) -> None:
-    found = {"kind": "diagnosis", "cause": "overflow", "phase": "forward", "module": "blocks.3.attn", "op": "bmm"}
-    told_of = {"text": "blocks.3.attn overflowed in bmm.", "advice": "Keep it in fp32."}
-    run = write(tmp_path, *steps(), *({**found, **told_of, "step": at} for at in (10, 20)))
-    advice = told(run, "blocks.3.attn overflowed in bmm. Keep it in fp32.")
+def test_outputs_that_are_not_finite_are_told_where_no_skip_tells_it(tmp_path: Path) -> None:
+    broken = sample(150, 2.0**14, GOOD, OUTPUTS, not_finite=("a",))
+    broken["activations"] = broken["modules"]
+    run = write(tmp_path, *steps(), *samples(n=1), broken, *samples()[1:])
+    assert told(run, "Outputs of a were inf or NaN").severity == "warning"
+
+
+def test_an_overflow_of_a_scale_that_is_sought_is_one_note_without_a_remedy(tmp_path: Path) -> None:
+    found = diagnosis(1, "overflow", "a", advice="lower the scale: this op needs 2^13")
+    run = write(tmp_path, step(1, 2.0**15, "overflow"), found, *steps(400)[1:], *samples())
+    assert [piece.severity for piece in verdict(run) if "overflow" in piece.finding and "skipped" in piece.text] == [
+        "note"
+    ]
+    advice = told(run, "1 step skipped for overflow: the usual price")
+    assert advice.text.endswith("finding the scale. Step 1: a overflowed.")
+
+
+def test_an_overflow_that_no_scale_mends_is_one_warning_with_the_first_and_the_last_diagnosis(tmp_path: Path) -> None:
+    skips = {at: step(at, 2.0**14, "overflow") for at in (10, 20, 30, 40)}
+    records = [skips.get(each["step"], each) for each in steps()]
+    found = [diagnosis(at, "overflow", f"blocks.{at // 20}") for at in skips]
+    advice = told(write(tmp_path, *records, *found), "4 steps skipped for overflow, and a lower scale is not what")
+    assert advice.severity == "warning"
+    assert [(each.at, each.module) for each in advice.diagnosed] == [("Step 10", "blocks.0"), ("Step 40", "blocks.2")]
+
+
+def test_diagnoses_of_steps_without_a_record_are_told(tmp_path: Path) -> None:
+    found = [diagnosis(at, "overflow", "blocks.3.attn", advice="Keep it in fp32.") for at in (10, 20)]
+    advice = told(write(tmp_path, *steps(), *found), "Steps were skipped: overflow. 2 steps from 10 to 20: blocks.3")
     assert (advice.evidence["module"], advice.evidence["diagnosed_steps"]) == ("blocks.3.attn", 2)
+
+
+def test_a_scale_that_collapses_shows_the_diagnosis_that_is_at_hand(tmp_path: Path) -> None:
+    falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
+    run = write(tmp_path, *falling, diagnosis(1, "overflow", "head", advice="keep head in fp32"))
+    first, *others = verdict(run)
+    assert first.finding.startswith("The scale collapsed")
+    assert first.text.endswith("is scaled. Step 1: head overflowed. Keep head in fp32.")
+    assert not [piece for piece in others if "skipped" in piece.text]
+
+
+# -- divergence ------------------------------------------------------------------------------------------------------
+
+
+def diverged(losses: list[float], norms: list[float] | None = None, skips: int = 6, **more: Any) -> list[Any]:
+    norms = norms or [1.0] * len(losses)
+    taken = [
+        step(i, 2.0**14, loss=loss, grad_norm=norm, **more)
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
+    begun = len(losses) + 1
+    return [*taken, *(step(i, 2.0**13, "overflow", loss="nan", grad_norm="inf") for i in range(begun, begun + skips))]
+
+
+def test_a_loss_that_grows_by_orders_of_magnitude_before_steps_fail_is_divergence(tmp_path: Path) -> None:
+    records = diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0])
+    found = [diagnosis(7, "overflow", "blocks.0.attn"), diagnosis(12, "overflow", "head")]
+    run = write(tmp_path, *records, *samples(outputs={"a": 16.5, "b": 1.0}), *found, **{"learning rate": 3.0})
+    (advice,) = verdict(run)
+    assert advice.severity == "critical"
+    assert advice.finding == (
+        "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and steps failed after that. Lower "
+        "the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients."
+    )
+    assert (advice.evidence["growth_steps"], advice.evidence["learning_rate"]) == (3, 3.0)
+    assert [each.module for each in advice.diagnosed] == ["blocks.0.attn", "head"]
+    assert "keep it" not in str(advice.text).replace("overflowed. keep it", "")
+
+
+def test_a_gradient_norm_that_grows_is_divergence_unless_the_loss_falls(tmp_path: Path) -> None:
+    norms = [1.0, 1.5, 90.0, 4e5]
+    assert told(write(tmp_path / "a", *diverged([2.0, 2.0, 2.1, 3.0], norms)), "Training diverged: the gradient norm")
+    assert "diverged" not in str(verdict(write(tmp_path / "b", *diverged([2.0, 1.9, 1.8, 1.7], norms))))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param([2.0] * 20, id="steady"),
+        pytest.param([10.0 * 0.5**i for i in range(20)] + [1e-3, 1e-2], id="some of what was learnt is lost"),
+        pytest.param([2.0, 2.0, 2.0, 5000.0, 2.1, 2.0], id="one bad batch"),
+    ],
+)
+def test_what_is_no_divergence(losses: list[float], tmp_path: Path) -> None:
+    assert "diverged" not in str(verdict(write(tmp_path, *diverged(losses))))
+
+
+def test_a_loss_that_grows_in_a_run_without_failed_steps_is_not_judged(tmp_path: Path) -> None:
+    assert "diverged" not in str(verdict(write(tmp_path, *diverged([2.0, 2.0, 2.0, 5000.0, 1e6], skips=0))))
+
+
+def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path: Path) -> None:
+    search = [step(i, 2.0 ** (20 - i), "overflow") for i in (1, 2)]
+    later = [{**each, "step": each["step"] + 2} for each in diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0])]
+    run = write(tmp_path, *search, *later)
+    assert told(run, "2 steps skipped for overflow: the usual price").evidence["last_step"] == 2
 
 
 def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:

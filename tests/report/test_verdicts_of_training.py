@@ -104,3 +104,15 @@ def test_small_bf16_gradients_with_unused_rows_are_not_taken_for_those_of_fp16()
     found = str(trained(model, None, lambda _: torch.randint(9, (6, 2)), torch.bfloat16))
     assert "Nothing was scaled here. With fp16, gradients fit" in found
     assert "vanished" not in found
+
+
+def test_a_learning_rate_that_is_far_too_high_is_divergence() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    found = trained(
+        model, GradScaler("cpu", init_scale=2.0**10), lambda _: torch.randn(16, 8), torch.float16, rate=30.0, steps=30
+    )
+    worst = next(iter(found))
+    assert worst.finding.startswith("Training diverged: the loss grew from ")
+    assert "usual price" not in str(found)
+    assert "fp32" not in str(found)

@@ -139,6 +139,8 @@ class Outcomes:
         self._streaks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._first_streak = 0
         self._has_warned = False
+        self._diagnosis: object = None
+        """The last that a hook has returned since a step was taken."""
         self.pending: deque[_Pending] = deque()
         """Steps of which the host has yet to hear."""
         self._scale: torch.Tensor | None = None
@@ -230,13 +232,17 @@ class Outcomes:
             message = _exhaustion(facts, after, self._streak(facts.optimizer, facts.skipped), schedule)
             if message and schedule.on_exhausted == "raise":
                 exhausted = exhausted or ScaleExhausted(message, facts)
-            elif message and not self._has_warned:
-                self._has_warned = True
-                warn(f"{message}. {_WHERE}", UserWarning, stacklevel + 1)
+            self._diagnosis = self._diagnosis if facts.skipped else None
             for hook in tuple(self.hooks.values()):
                 told = hook(facts)
-                if exhausted is not None and exhausted.step is facts:
-                    exhausted.diagnosis = exhausted.diagnosis if told is None else told
+                self._diagnosis = self._diagnosis if told is None else told
+            if exhausted is not None and exhausted.step is facts:
+                exhausted.diagnosis = self._diagnosis
+            elif message and exhausted is None and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"{message}. {_WHERE if self._diagnosis is None else self._diagnosis}", UserWarning, stacklevel + 1
+                )
         if exhausted is not None:
             raise exhausted
 

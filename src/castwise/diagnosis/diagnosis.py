@@ -69,6 +69,7 @@ class Diagnosis:
         loss: Its value before scaling; None if it is not known.
         remedy: What would help: a lower "scale", the module in "float32", another "input" or "weight", other "code".
         advice: The same in words.
+        code: The same as Python to be copied; "" where words have to do.
         line: Where the code of the model, or of the loss, calls the op: "model.py:31"; "" if that is not known, as in
             the backward.
         source: That line itself.
@@ -92,6 +93,7 @@ class Diagnosis:
     loss: float | None = None
     remedy: Remedy = ""
     advice: str = ""
+    code: str = ""
     line: str = ""
     source: str = ""
     harmless: tuple[Harmless, ...] = ()
@@ -111,6 +113,29 @@ class Diagnosis:
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
         return "\n".join([*lines, *harmless, self.advice])
 
+    @property
+    def summary(self) -> str:
+        """What was found, in one sentence."""
+        if not self.found:
+            return "Replayed, this batch gave a finite loss and finite gradients."
+        if self.phase == "weight" or not self.op:
+            what = self._what()
+        else:
+            phase = "" if self.phase == "loss" else f"in the {self.phase}, "
+            reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+            where = f"module {self.module}" if self.module else _where(self.module, self.in_loss)
+            what = f"{phase}{self.op} in {where} {self._gives()}{reached}"
+        at = f", at {self.line}" if self.line else ""
+        return f"{what[:1].upper()}{what[1:]}{at}."
+
+    def record(self) -> dict[str, str]:
+        """Return what a run records of it; see "diagnosis" in the manual's page on formats."""
+        names = ("phase", "module", "op", "advice", "summary", "remedy", "code")
+        return {**{name: getattr(self, name) for name in names}, "text": str(self)}
+
+    def _gives(self) -> str:
+        return f"{'gives' if self.outputs else 'reads'} {self.value}"
+
     def _what(self) -> str:
         if self.phase == "weight":
             return f"{self.parameter} is {self.value} at {self.index}"
@@ -121,9 +146,7 @@ class Diagnosis:
             return f"the gradient of the model's output is {self.value}"
         if not self.op:
             return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
-        where = _where(self.module, self.in_loss)
-        verb = "gives" if self.outputs else "reads"
-        return f"{where}: {self.op} {verb} {self.value}{reached}"
+        return f"{_where(self.module, self.in_loss)}: {self.op} {self._gives()}{reached}"
 
 
 def _where(module: str, in_loss: bool) -> str:
@@ -215,7 +238,7 @@ def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
     fault, harmless = found.fault, tuple(map(_harmless, found.harmless))
     if fault is None:
         return Diagnosis(False, scale=scale, loss=loss, harmless=harmless)
-    remedy, advice = remedy_of(fault, scale)
+    remedy, advice, code = remedy_of(fault, scale)
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
     at = None if birth.tensor is None else first_not_finite(birth.tensor)
@@ -236,6 +259,7 @@ def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
         loss=loss,
         remedy=remedy,
         advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
+        code=code,
         line="" if birth.place is None else str(birth.place),
         source="" if birth.place is None else birth.place.source,
         harmless=harmless,

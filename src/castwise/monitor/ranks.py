@@ -90,10 +90,7 @@ class Skip:
             return None
         bad = set(facts.parameters)
         named = tuple(name for name, parameter in names.parameters(model).items() if parameter in bad)
-        fields = None
-        if diagnosis is not None:
-            fields = {name: getattr(diagnosis, name) for name in ("phase", "module", "op", "advice")}
-            fields["text"] = str(diagnosis)
+        fields = None if diagnosis is None else diagnosis.record()
         return cls(facts.cause.value, named, fields, is_found=diagnosis is not None and diagnosis.found)
 
 

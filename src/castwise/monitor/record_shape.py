@@ -178,6 +178,7 @@ _KINDS = {
     ),
     "diagnosis": _fields(
         {"step": _STEP, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), _text)},
+        dict.fromkeys(("summary", "remedy", "code"), _text),
     ),
     "mistake": _fields({**dict.fromkeys(("name", "text", "corrected", "file", "source"), _text), "line": _integer(0)}),
 }

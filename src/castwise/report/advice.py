@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from castwise._number_text import bits, percent, power_of_two
+from castwise.report.diagnosed import Diagnosed
 
 Severity = Literal["critical", "warning", "note", "good"]
 """How much an advice matters, the gravest first."""
@@ -20,16 +21,23 @@ class Advice:
     """What to do, and the numbers behind it.
 
     Args:
-        text: One or two sentences.
+        finding: One or two sentences.
         evidence: What was measured, by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
             `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); text else.
         severity: "critical" if training is lost or will be, "warning" if numbers are being lost, "note" for what is
             worth knowing, "good" for what was checked and holds.
+        diagnosed: What replays of the steps that it is about have found.
     """
 
-    text: str
+    finding: str
     evidence: Evidence
     severity: Severity
+    diagnosed: tuple[Diagnosed, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it in words: the finding, then each diagnosis with its remedy."""
+        return " ".join([self.finding, *map(str, self.diagnosed)])
 
     def shown_evidence(self) -> list[tuple[str, str]]:
         """Names and numbers as people read them."""

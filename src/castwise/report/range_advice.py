@@ -175,7 +175,7 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
 
 def outputs(facts: RunFacts) -> Iterator[Advice]:
     """Name the innermost modules whose outputs come near to fp16's largest number, with the rule that keeps them."""
-    near = _innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
+    near = innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
     for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
         over = ranges.headroom_bits < 0
         yield Advice(
@@ -189,7 +189,8 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
-    broken = _innermost([each for each in facts.activations.values() if each.nonfinite_samples])
+    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}  # told by their cause
+    broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
     for ranges in broken[:1]:
         yield Advice(
             f"Outputs of {shown(ranges.module)} were inf or NaN, of all modules the first in the model's order.",
@@ -203,7 +204,7 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
         )
 
 
-def _innermost(modules: list[Ranges]) -> list[Ranges]:
+def innermost(modules: list[Ranges]) -> list[Ranges]:
     """Those without another of them inside: what a module returns, the ones around it often return too."""
     return [each for each in modules if not any(_inside(other.module, each.module) for other in modules)]
 

@@ -13,6 +13,8 @@ from functools import cached_property
 
 from castwise.amp.outcomes import Cause
 from castwise.monitor.run import Run
+from castwise.report.diagnosed import Diagnosed, diagnosed
+from castwise.report.divergence import Growth, find_divergence
 from castwise.report.record_numbers import Record, exponent_counts, number
 from castwise.report.underflow import Underflow
 
@@ -59,7 +61,7 @@ class Ranges:
         scale: Of the last sample.
         subnormal: Elements that are subnormal there.
         samples: Number of finite samples.
-        nonfinite_samples: Number of samples with an inf or NaN, which count nowhere else.
+        nonfinite_steps: Those of samples with an inf or NaN, which count nowhere else.
     """
 
     module: str
@@ -77,7 +79,12 @@ class Ranges:
     scale: float = 1.0
     subnormal: float = 0.0
     samples: int = 0
-    nonfinite_samples: int = 0
+    nonfinite_steps: list[int] = field(default_factory=list)
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Number of samples with an inf or NaN."""
+        return len(self.nonfinite_steps)
 
     @property
     def mean_flush(self) -> float:
@@ -102,7 +109,7 @@ class Ranges:
     def add(self, step: int, stats: Record, underflow: Underflow) -> None:
         """Count one sample's STATS record; `underflow` is that of the sample."""
         if number(stats["nonfinite"]) > 0:
-            self.nonfinite_samples += 1
+            self.nonfinite_steps.append(step)
             return
         numel, fp16 = int(stats["numel"]), stats["formats"]["fp16"]
         self.samples += 1
@@ -139,17 +146,25 @@ class RunFacts:
     @cached_property
     def skips(self) -> list[Skips]:
         """Skipped steps by cause, most frequent first."""
-        steps: dict[str, list[int]] = {}
-        named: dict[str, Counter[str]] = {}
-        for record in self.run.steps:
-            if record["skipped"]:
-                cause = record.get("cause") or Cause.UNKNOWN.value
-                steps.setdefault(cause, []).append(record["step"])
-                named.setdefault(cause, Counter()).update(record.get("parameters") or [])
-        return sorted(
-            (Skips(cause, sorted(at), named[cause].most_common()) for cause, at in steps.items()),
-            key=lambda skips: -len(skips.steps),
-        )
+        return _skips_of(self.run.steps)
+
+    @cached_property
+    def divergence(self) -> tuple[Growth, ...]:
+        """What grew by orders of magnitude before steps failed; empty if the run did not diverge."""
+        return find_divergence(self.run.steps)
+
+    @cached_property
+    def skips_before_divergence(self) -> list[Skips]:
+        """`skips` without those that divergence explains."""
+        if not self.divergence:
+            return self.skips
+        begun = self.divergence[0].first[0]
+        return _skips_of(record for record in self.run.steps if record["step"] <= begun)
+
+    @cached_property
+    def diagnosed(self) -> list[Diagnosed]:
+        """What replays of skipped steps have found, each place once, the first found first."""
+        return diagnosed(self.run.diagnoses)
 
     @property
     def skipped(self) -> int:
@@ -234,13 +249,31 @@ class RunFacts:
         return {name: int(stats["numel"]) for name, stats in gradients}
 
     def blamed(self, module: str) -> int:
-        """Number of skips in which a parameter of the module itself was not finite, as far as they were named."""
+        """Number of overflows in which a gradient of the module itself was not finite, as far as they were named.
+
+        After a loss that was not finite all gradients are NaN, whatever their module.
+        """
         return sum(
             count
             for skips in self.skips
+            if skips.cause == Cause.OVERFLOW
             for parameter, count in skips.parameters
             if parameter.rpartition(".")[0] == module
         )
+
+
+def _skips_of(records: Iterable[Record]) -> list[Skips]:
+    steps: dict[str, list[int]] = {}
+    named: dict[str, Counter[str]] = {}
+    for record in records:
+        if record["skipped"]:
+            cause = record.get("cause") or Cause.UNKNOWN.value
+            steps.setdefault(cause, []).append(record["step"])
+            named.setdefault(cause, Counter()).update(record.get("parameters") or [])
+    return sorted(
+        (Skips(cause, sorted(at), named[cause].most_common()) for cause, at in steps.items()),
+        key=lambda skips: -len(skips.steps),
+    )
 
 
 def _has_nonfinite_gradients(sample: Record) -> bool:

@@ -9,8 +9,10 @@ from castwise._number_text import percent, power_of_two, several
 from castwise.amp.outcomes import Cause
 from castwise.amp.schedules import Schedule
 from castwise.report.advice import Advice, Measured, Severity
+from castwise.report.diagnosed import Diagnosed, first_and_last
+from castwise.report.range_advice import innermost
 from castwise.report.record_numbers import number
-from castwise.report.run_facts import RunFacts, Skips
+from castwise.report.run_facts import RunFacts, Skips, shown
 
 # Dynamic probes for the highest scale by one overflow in growth_interval (2000) steps, 0.05% of them. Twenty times that
 # is work thrown away: at 1% of skips the scale is too high more often than it pays to find out.
@@ -25,14 +27,39 @@ COLLAPSED_BELOW = 1.0
 NAMES_SHOWN = 3
 
 
+def divergence(facts: RunFacts) -> Iterator[Advice]:
+    """Say that numbers grew by orders of magnitude before steps failed: what failed then is not the format's fault."""
+    if not facts.divergence:
+        return
+    evidence: dict[str, Measured] = {}
+    for growth in facts.divergence:
+        name = growth.name.replace(" ", "_")
+        evidence |= {f"{name}_before": growth.first[1], f"{name}_after": growth.last[1]}
+    first, last = facts.divergence[0].first[0], facts.divergence[0].last[0]
+    evidence |= {"growth_steps": last - first, "skipped_steps": facts.skipped, "recorded_steps": len(facts.run.steps)}
+    rate = facts.run.settings.get("learning rate")
+    if rate is not None:
+        evidence["learning_rate"] = rate if isinstance(rate, (int, float)) else str(rate)
+    is_number = isinstance(rate, (int, float))
+    yield Advice(
+        f"Training diverged: {' and '.join(map(str, facts.divergence))}, and steps failed after that. Lower the "
+        f"learning rate{f' ({rate:g} at the beginning)' if is_number else ''}, warm it up, or clip the norm of the "
+        "gradients.",
+        evidence,
+        "critical",
+        tuple(each.without_remedy() for each in first_and_last(facts.diagnosed)),
+    )
+
+
 def lost_weights(facts: RunFacts) -> Iterator[Advice]:
     """Say when the weights stopped being numbers."""
-    for skips in _of_cause(facts, Cause.NONFINITE_WEIGHTS):
+    for skips in [skips for skips in facts.skips if skips.cause == Cause.NONFINITE_WEIGHTS]:
         yield Advice(
             f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN. Go back to a checkpoint "
             "from before it, and look at what is said of the steps before.",
             _evidence(facts, skips),
             "critical",
+            () if facts.divergence else _diagnosed(facts, Cause.NONFINITE_WEIGHTS),
         )
 
 
@@ -64,17 +91,25 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
 def bad_losses(facts: RunFacts) -> Iterator[Advice]:
     """Say that losses were not finite: they are not the scale's fault."""
     for skips in _of_cause(facts, Cause.NONFINITE_LOSS):
-        is_diagnosed = any(record["step"] in skips.steps for record in facts.run.diagnoses)
+        if _told_by_collapse(facts).issuperset(skips.steps):
+            continue
+        found = _diagnosed(facts, Cause.NONFINITE_LOSS)
+        evidence = _evidence(facts, skips)
+        bad = set(skips.steps)
+        broken = innermost([each for each in facts.activations.values() if not bad.isdisjoint(each.nonfinite_steps)])
+        if broken and not found:
+            evidence["first_module_not_finite"] = shown(broken[0].module)
         yield Advice(
             f"The loss was inf or NaN at {several(len(skips.steps), 'step')}, first at step {skips.steps[0]:,}: the "
             "forward or the data is at fault, the scale is not the cause."
-            + ("" if is_diagnosed else " castwise.diagnose on that batch names the module."),
-            _evidence(facts, skips),
+            + ("" if found else " castwise.diagnose on that batch names the module."),
+            evidence,
             "warning",
+            found,
         )
     skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
     taken = [step for step in facts.nonfinite_losses if step not in skipped]
-    if taken:
+    if taken and not facts.divergence:
         yield Advice(
             f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
             f"{taken[0]:,}: the forward or the data is at fault.",
@@ -86,21 +121,24 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
 def overflows(facts: RunFacts) -> Iterator[Advice]:
     """Say how many steps the scale cost, and whether that is the usual price."""
     unfinished = {record["step"] for record in facts.skips_to_the_end}
-    told_by_collapse = unfinished if _is_endless(facts) else set()
     for skips in _of_cause(facts, Cause.OVERFLOW):
-        counted = [step for step in skips.steps if step not in told_by_collapse]
+        counted = [step for step in skips.steps if step not in _told_by_collapse(facts)]
         if not counted:
             continue
+        found = _diagnosed(facts, Cause.OVERFLOW)
         share = sum(step > WARM_UP_SKIPS for step in counted) / len(facts.run.steps)
         skipped = f"{several(len(skips.steps), 'step')} skipped for overflow"
         severity: Severity = "note"
-        if unfinished.issuperset(counted):
-            text = f"{skipped}, and none was taken since: what scale fits is not known yet."
+        if any(each.advice and not each.is_due_to_scale for each in found):
+            text, severity = f"{skipped}, and a lower scale is not what helps.", "warning"
         elif share > OVERFLOWS_MATTER:
             text, severity = _cost_of_overflows(facts, counted, share), "warning"
+        elif unfinished.issuperset(counted):
+            text = f"{skipped}, and none was taken since: what scale fits is not known yet."
         else:
             text = f"{skipped}: the usual price of finding the scale."
-        yield Advice(text, _evidence(facts, skips), severity)
+            found = tuple(each.without_remedy() for each in found)  # the scaler has done it
+        yield Advice(text, _evidence(facts, skips), severity, found)
 
 
 def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) -> str:
@@ -120,24 +158,35 @@ def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) ->
 def other_skips(facts: RunFacts) -> Iterator[Advice]:
     """Say what is left: skips of other ranks and of no known cause."""
     told = {Cause.NONFINITE_WEIGHTS, Cause.NONFINITE_LOSS, Cause.OVERFLOW}
-    for skips in facts.skips:
+    for skips in facts.skips_before_divergence:
         if skips.cause not in told:
             is_elsewhere = skips.cause == Cause.ANOTHER_RANK
             why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
-            yield Advice(f"{several(len(skips.steps), 'step')} skipped: {why}.", _evidence(facts, skips), "note")
+            text = f"{several(len(skips.steps), 'step')} skipped: {why}."
+            yield Advice(text, _evidence(facts, skips), "note", _diagnosed(facts, skips.cause))
 
 
 def collapse(facts: RunFacts) -> Iterator[Advice]:
     """Say that the scale went down without end, or that steps are skipped without end."""
+    if facts.divergence:
+        return
     if not _is_endless(facts):
         yield from _long_rows(facts)
         return
     skips = facts.skips_to_the_end
+    causes = {record.get("cause") or Cause.UNKNOWN.value for record in skips}
+    if causes == {Cause.NONFINITE_WEIGHTS}:
+        return  # `lost_weights` tells of them
+    found = _diagnosed(facts, *causes)
     scales = [number(record.get("scale")) for record in skips]
     lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
     first = facts.scales[0][1] if facts.scales else lowest
     begun, last = skips[0]["step"], skips[-1]["step"]
-    no_scale = "No scale helps against what is not finite before it is scaled: see the causes of the skips."
+    no_scale = "No scale helps against what is not finite before it is scaled"
+    if causes == {Cause.NONFINITE_LOSS}:
+        no_scale += ": the loss was inf or NaN, so the forward or the data is at fault."
+    else:
+        no_scale += "." if found else ": see the causes of the skips."
     if lowest < COLLAPSED_BELOW and lowest < first:
         text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}: below 1 it can only hurt. {no_scale}"
     elif all(record.get("cause") == Cause.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
@@ -153,7 +202,12 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
         "longest_row_of_skipped_steps": len(skips),
         "row_begins_at_step": begun,
     }
-    yield Advice(text, evidence, "critical")
+    yield Advice(text, evidence, "critical", found)
+
+
+def _told_by_collapse(facts: RunFacts) -> set[int]:
+    """The last steps, if `collapse` tells of them."""
+    return {record["step"] for record in facts.skips_to_the_end} if _is_endless(facts) else set()
 
 
 def _is_endless(facts: RunFacts) -> bool:
@@ -190,26 +244,24 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
         )
 
 
-def diagnoses(facts: RunFacts) -> Iterator[Advice]:
-    """Repeat what the monitor found out about failing batches, once for each module, op and cause."""
-    grouped: dict[tuple[str, str, str, str], list[int]] = {}
-    texts: dict[tuple[str, str, str, str], str] = {}
-    for record in facts.run.diagnoses:
-        key = (record["cause"], record["phase"], record["module"], record["op"])
-        grouped.setdefault(key, []).append(record["step"])
-        text, advice = record["text"], record["advice"]
-        texts.setdefault(key, text if advice in text else f"{text} {advice}")
-    for (cause, phase, module, op), steps in grouped.items():
-        where = {"cause": cause, "phase": phase, "module": module, "op": op}
-        yield Advice(
-            texts[cause, phase, module, op],
-            {**where, "first_step": steps[0], "diagnosed_steps": len(steps)},
-            "warning",
-        )
+def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
+    """Tell of diagnoses of steps whose own record is missing, as it is of a process that was killed."""
+    if facts.divergence:
+        return
+    told = {skips.cause for skips in facts.skips}
+    for cause in dict.fromkeys(each.cause for each in facts.diagnosed if each.cause not in told):
+        found = [each for each in facts.diagnosed if each.cause == cause]
+        evidence: dict[str, Measured] = {"module": shown(found[0].module), "op": found[0].op}
+        evidence["diagnosed_steps"] = sum(len(each.steps) for each in found)
+        yield Advice(f"Steps were skipped: {cause}.", evidence, "warning", first_and_last(found))
+
+
+def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
+    return first_and_last([each for each in facts.diagnosed if each.cause in causes])
 
 
 def _of_cause(facts: RunFacts, cause: Cause) -> list[Skips]:
-    return [skips for skips in facts.skips if skips.cause == cause]
+    return [skips for skips in facts.skips_before_divergence if skips.cause == cause]
 
 
 def _evidence(facts: RunFacts, skips: Skips) -> dict[str, Measured]:

@@ -14,13 +14,14 @@ from castwise.report.run_facts import RunFacts
 __all__ = ["Advice", "Severity", "Verdict", "verdict"]
 
 _OF_STEPS = (
+    step_advice.divergence,
     step_advice.lost_weights,
     step_advice.poisoned_weights,
     step_advice.collapse,
     step_advice.bad_losses,
-    step_advice.diagnoses,
     step_advice.overflows,
     step_advice.other_skips,
+    step_advice.other_diagnoses,
 )
 _OF_RANGES = (
     range_advice.underflow,
@@ -68,7 +69,8 @@ def judge(facts: RunFacts) -> Verdict:
     """The verdict on facts that were gathered already."""
     advice = [piece for rule in _OF_STEPS for piece in rule(facts)]
     is_lost = any(piece.severity == "critical" for piece in advice)
-    advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
+    if not facts.divergence:  # no format holds numbers that grow without end
+        advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
     if not is_lost:  # else the samples are of a training that was none
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)

@@ -1,0 +1,98 @@
+"""Divergence: a loss, or a norm of the gradients, that grows by orders of magnitude and does not come back."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from castwise.report.record_numbers import Record, number
+
+# Two orders of magnitude over what was usual, and one over the first value: training that has come far may lose what
+# it gained without diverging.
+TIMES_USUAL = 100.0
+TIMES_FIRST = 10.0
+# These many values before the one that is judged may be part of the growth.
+GROWING = 3
+# What is within this factor of the usual is still usual.
+USUAL = 3.0
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a number grew.
+
+    Args:
+        name: Of the number: "loss" or "gradient norm".
+        first: Step and value of the last usual one.
+        last: Step and value of the largest before the run failed for good, or of the last.
+    """
+
+    name: str
+    first: Point
+    last: Point
+
+    def __str__(self) -> str:
+        (first_step, first), (last_step, last) = self.first, self.last
+        return (
+            f"the {self.name} grew from {_spelled(first)} at step {first_step:,} to {_spelled(last)} at step "
+            f"{last_step:,}"
+        )
+
+
+def find_divergence(steps: Sequence[Record]) -> tuple[Growth, ...]:
+    """Return what grew before steps failed, the loss first; nothing if the run did not diverge.
+
+    Args:
+        steps: The run's step records. One is a failure if it was skipped or its loss is inf or NaN.
+    """
+    failures = [record["step"] for record in steps if record["skipped"] or _is_nonfinite(record.get("loss"))]
+    if not failures:
+        return ()
+    losses = _points(steps, "loss")
+    of_loss = _growth("loss", losses, failures)
+    of_norm = _growth("gradient norm", _points(steps, "grad_norm"), failures)
+    if of_norm and not of_loss and losses and not _rises(losses, of_norm.first[0]):
+        of_norm = None  # gradients of a network that begins to learn grow as well
+    return tuple(growth for growth in (of_loss, of_norm) if growth is not None)
+
+
+def _growth(name: str, points: Sequence[Point], failures: Sequence[int]) -> Growth | None:
+    values = [value for _, value in points]
+    smallest = math.inf
+    for place, value in enumerate(values):
+        smallest = min(smallest, value)
+        # Cheap questions first: a median at every step of a long run would take minutes.
+        if value < TIMES_FIRST * values[0] or value < TIMES_USUAL * smallest or values[-1] < TIMES_FIRST * values[0]:
+            continue
+        usual = statistics.median(values[: max(1, place - GROWING + 1)])
+        if value < TIMES_USUAL * usual or values[-1] < TIMES_FIRST * usual:
+            continue
+        begun = max(at for at in range(place) if values[at] <= USUAL * usual)
+        later = [failure for failure in failures if failure > points[begun][0]]
+        if not later:
+            return None
+        until = [point for point in points[begun:] if point[0] <= later[0]] if points[place][0] <= later[0] else []
+        return Growth(name, points[begun], max(until or points[place:], key=lambda point: point[1]))
+    return None
+
+
+def _points(steps: Sequence[Record], name: str) -> list[Point]:
+    pairs = ((record["step"], number(record.get(name))) for record in steps)
+    return [(step, value) for step, value in pairs if 0.0 < value < math.inf]
+
+
+def _rises(losses: Sequence[Point], since: int) -> bool:
+    before = [loss for step, loss in losses if step <= since]
+    return not before or losses[-1][1] > statistics.median(before)
+
+
+def _is_nonfinite(value: object) -> bool:
+    return value is not None and not math.isfinite(number(value))
+
+
+def _spelled(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e4 else f"{value:.3g}"
