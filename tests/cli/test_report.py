@@ -75,6 +75,18 @@ def test_text_in_a_pipe_is_as_wide_as_columns_says(
     assert max(map(len, report("--text", runs / "bad")[1].splitlines())) == widest
 
 
+def test_the_module_that_a_diagnosis_names_is_listed_first_and_marked(tmp_path: Path) -> None:
+    found = dict.fromkeys(("phase", "op", "text", "advice"), "")
+    found |= {"kind": "diagnosis", "cause": "overflow", "module": "blocks.0.attn"}
+    broken = recorded.sample(1, 2.0, {"a": -16.0}, {}, not_finite=("a",))
+    run = recorded.write(tmp_path, recorded.step(1, 2.0, "overflow"), broken, {**found, "step": 1})
+    code, printed = report("--text", run)
+    assert code == 0
+    table = printed[printed.index("Worst modules, in fp16") :].splitlines()[2:4]
+    assert [" ".join(line.split()) for line in table] == ["blocks.0.attn (diagnosed)", "a none finite"]
+    assert "all zero" not in printed
+
+
 def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
     code, printed = report("--text", recorded.write(tmp_path))
     assert code == 0

@@ -160,3 +160,24 @@ def troubled(folder: Path, steps: int = 6000, layers: int = 6, name: str = "") -
         else:
             calm += 1
     return write(folder, *records, policy="float16")
+
+
+def large(folder: Path, layers: int = 50, samples: int = 60) -> Path:
+    """A model of many modules with long names, one of which a diagnosis names."""
+    inner = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up")
+    names = ["model.embed", *(f"model.decoder.layers.{i}.attention.{name}" for i in range(layers) for name in inner)]
+    names.append("head")
+    culprit = f"model.decoder.layers.{layers // 2}.attention.o_proj"
+    records: list[Record] = []
+    for number in range(1, samples + 1):
+        cause = "non-finite loss" if number == samples // 2 else None
+        records.append(step(number, 2.0**14, cause, loss="nan" if cause else 2.0))
+        gradients = {name: -16 - ((7 * i + 3 * number) % 50) / 10 for i, name in enumerate(names)}
+        records.append(sample(number, 2.0**14, gradients, {name: 1 + at / 20 for name, at in gradients.items()}))
+        if cause:
+            code = f'policy = castwise.Policy(compute="float16", modules={{"{culprit}": "float32"}})'
+            found = {"kind": "diagnosis", "step": number, "cause": cause, "phase": "forward", "op": "aten.bmm"}
+            texts = {"text": "forward\n  input 0: -1 .. 1\nkeep it in fp32", "advice": "keep it in fp32"}
+            more = {"summary": f"aten.bmm in {culprit} gives inf.", "code": code, "remedy": "float32"}
+            records.append({**found, **texts, **more, "module": culprit})
+    return write(folder, *records)

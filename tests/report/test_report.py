@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 import random
@@ -21,6 +23,7 @@ from castwise.report.figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report.figures.timeline import MAX_MARKS, marks, timeline
 from castwise.report.report import labels, write_report
 from castwise.report.run_facts import RunFacts, Skips
+from castwise.report.worst_modules import worst_modules
 
 EVIL = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>&lt;b&gt;'
 
@@ -54,7 +57,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = json.loads(self.scripts[0])
+        figures: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(self.scripts[0])))
         return figures
 
 
@@ -110,16 +113,14 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     assert tags.count("script") == 3
     assert "img" not in tags
     assert page.text.count(EVIL) >= 14
-    assert page.figures["flush-1"]["choices"]["outputs/e4m3"]["labels"] == [
-        EVIL.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    ]
+    assert page.figures["flush-1"]["names"]["outputs"] == [EVIL]  # as it is: the page's script escapes it for plotly
 
 
 def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
     run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
     modules = list(run.samples[0]["modules"])
     for measure in (HEADROOM, FLUSH):
-        figure = heat_map(measure, run.samples, {"gradients": modules, "outputs": modules})
+        figure = heat_map(measure, RunFacts(run), {"gradients": modules, "outputs": modules})
         for kind, key in (("gradients", "modules"), ("outputs", "activations")):
             for name in ("fp16", "bf16", "e4m3", "e5m2"):
                 cells = figure["choices"][f"{kind}/{name}"]["data"][0]["z"]
@@ -135,8 +136,9 @@ def test_a_map_of_many_samples_keeps_the_worst_of_each_column(tmp_path: Path) ->
     calm[123] = sample(124, 2.0**14, {"a": 2.0}, {})
     calm[777] = sample(778, 2.0**14, {"a": -50.0}, {})
     choice, rows = "gradients/fp16", {"gradients": ["a"], "outputs": []}
-    headroom = heat_map(HEADROOM, calm, rows)["choices"][choice]["data"]
-    flush = heat_map(FLUSH, calm, rows)["choices"][choice]["data"]
+    facts = RunFacts(Run(Path(), samples=calm))
+    headroom = heat_map(HEADROOM, facts, rows)["choices"][choice]["data"]
+    flush = heat_map(FLUSH, facts, rows)["choices"][choice]["data"]
     assert len(headroom[0]["x"]) == MAX_COLUMNS
     assert min(headroom[0]["z"][0]) < 0
     assert max(flush[0]["z"][0]) > 0.9
@@ -202,6 +204,58 @@ def test_runs_in_which_nothing_was_finite_or_all_was_zero_have_a_page(tmp_path: 
     skipped = [step(i, 2.0 ** (10 - i), "non-finite loss", loss="nan", grad_norm="inf") for i in range(1, 40)]
     text = page_of(tmp_path, write(tmp_path / "a", *skipped, *broken), write(tmp_path / "b", zero)).text
     assert "The scale collapsed" in text
+
+
+def test_without_a_finite_sample_nothing_is_said_of_headroom_and_underflow(tmp_path: Path) -> None:
+    broken = [sample(i, 2.0**10, {"a": -16.0}, {"a": 1.0}, not_finite=("a",)) for i in range(1, 5)]
+    page = page_of(
+        tmp_path, write(tmp_path / "run", *(step(i, 2.0**10, "non-finite loss") for i in range(1, 5)), *broken)
+    )
+    assert "all zero" not in page.text.lower()
+    assert page.text.count("no sample was finite") == 4  # two tiles and two maps
+    assert "none finite" in page.text
+
+
+def test_a_diagnosis_and_its_remedy_stand_whole_at_the_top_and_under_the_skips(tmp_path: Path) -> None:
+    module = "encoder." + ".".join(f"blocks.{i}" for i in range(60))
+    code = f'policy = castwise.Policy(compute="float16", modules={{"{module}": "float32"}})'
+    found = dict.fromkeys(("phase", "op"), "")
+    found |= {"text": "first\n  input 0: all of it\nkeep", "advice": "keep", "remedy": "float32", "code": code}
+    found |= {"kind": "diagnosis", "cause": "overflow", "module": module, "summary": f"aten.bmm in {module} gives inf."}
+    steps = [step(i, 2.0**14, "overflow" if i == 3 else None) for i in range(1, 9)]
+    page = page_of(tmp_path, write(tmp_path / "run", *steps, {**found, "step": 3, "rank": 1}))
+    for text in (f"aten.bmm in {module} gives inf. (rank 1)", code, "input 0: all of it"):
+        assert page.text.count(text) == 2, text
+    assert [tag for tag, _ in page.tags].count("details") == 2
+
+
+def test_modules_are_ranked_by_their_own_numbers_after_those_that_a_diagnosis_names(tmp_path: Path) -> None:
+    gradients = {"victim": -16.0, "near": 1.0, "culprit": -16.0}
+    steps = [
+        step(i, 2.0**10, "non-finite loss" if i == 3 else None, parameters=["victim.weight"] * (i == 3))
+        for i in range(1, 9)
+    ]
+    found = dict.fromkeys(("phase", "op", "text", "advice"), "")
+    found |= {"kind": "diagnosis", "cause": "non-finite loss", "module": "culprit"}
+    ranges = sample(4, 2.0**10, gradients, dict.fromkeys(gradients, 1.0))
+    run = write(tmp_path, *steps, ranges, {**found, "step": 3})
+    ranked = worst_modules(RunFacts(Run.read(run)))
+    assert [(module.name, module.is_diagnosed) for module in ranked] == [
+        ("culprit", True),
+        ("near", False),
+        ("victim", False),
+    ]
+    assert [module.blamed for module in ranked] == [0, 0, 0]
+
+
+def test_a_run_of_300_modules_makes_a_small_page_in_which_all_are_found(tmp_path: Path) -> None:
+    run = recorded.large(tmp_path / "run")
+    page = write_report([run], tmp_path / "page.html")
+    plotly = next(len(script) for script in Page(page).scripts if "plotly.js v" in script)
+    assert page.stat().st_size - plotly < 1.5e6
+    named = [attributes.get("data-value") for tag, attributes in Page(page).tags if tag == "th"]
+    assert len(set(named)) == 303  # and None, of the heads
+    assert len(Page(page).figures["flush-1"]["names"]["gradients"]) == 302
 
 
 def test_runs_side_by_side_share_their_axes(tmp_path: Path) -> None:

@@ -126,6 +126,16 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(runs, folder / "report.html")
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """302 modules in 60 samples."""
+    folder = tmp_path_factory.mktemp("large")
+    return write_report([recorded.large(folder / "run")], folder / "report.html")
+
+
+CULPRIT = "model.decoder.layers.25.attention.o_proj"
+
+
 def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) -> None:
     browser.open(trained)
     assert browser.run("document.documentElement.dataset.drawn") == "4"
@@ -203,17 +213,19 @@ def test_no_page_is_wider_than_its_screen_and_runs_stand_side_by_side_on_wide_on
 def test_all_can_be_reached_by_keyboard_in_the_order_of_the_page(browser: Browser, troubled: Path) -> None:
     browser.open(troubled)
     reached = []
-    for _ in range(40):
+    for _ in range(80):
         browser.press(Keys.TAB)
         if browser.run("document.activeElement === document.body"):
             break
         reached.append(browser.focused())
-        outlined = "getComputedStyle(document.activeElement.closest('label') && document.activeElement.matches('input')"
+        outlined = (
+            "getComputedStyle(document.activeElement.closest('label') && document.activeElement.matches('[type=radio]')"
+        )
         style = f"{outlined} ? document.activeElement.nextElementSibling : document.activeElement).outlineStyle"
         assert browser.run(style) != "none", reached[-1]
     assert 'class="skip-link"' in reached[0]
-    places = ["skip-link", "#verdict", "#settings", 'name="kind"', 'name="format"', "headroom_bits-1", "flush-1"]
-    places += ['name="moment"', 'name="module"', 'class="scroll"']
+    places = ["skip-link", "#verdict", 'name="theme"', "#settings", 'name="kind"', 'name="format"', 'name="search"']
+    places += ['name="all"', "headroom_bits-1", "flush-1", 'name="moment"', 'name="module"', "scroll modules"]
     found = [next(i for i, each in enumerate(reached) if place in each) for place in places]
     assert found == sorted(found)
     assert reached[-1].count("Skipped steps") == 1
@@ -258,6 +270,114 @@ def test_controls_choose_format_numbers_and_module(browser: Browser, troubled: P
     assert bars[1] - bars[0] == 14  # the last scale of the run is 2^14
 
 
+# Texts of one axis whose boxes share more than a pixel.
+OVERLAPS = """[...document.querySelectorAll('.plot')].flatMap(plot => ['x', 'y', 'y2', 'y3', 'y4'].flatMap(axis => {
+    const boxes = [...plot.querySelectorAll(`.${axis}tick text`)].map(text => text.getBoundingClientRect());
+    return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other =>
+        one.left + 1 < other.right && other.left + 1 < one.right && one.top + 1 < other.bottom &&
+        other.top + 1 < one.bottom).map(() => plot.id + axis));
+}))"""
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_302_modules_fit_the_page_and_labels_stand_apart(browser: Browser, large: Path, width: int) -> None:
+    browser.open(large, width=width)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run(OVERLAPS) == []
+    browser.driver.execute_script("document.querySelector('[name=all]').click()")
+    browser.wait_for("document.getElementById('flush-1').data[0].z.length === 302")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run(OVERLAPS) == []
+
+
+def test_every_module_is_found_by_a_part_of_its_name(browser: Browser, large: Path) -> None:
+    browser.open(large)
+    maps = browser.driver.find_element(By.CSS_SELECTOR, "[data-controls*=flush] [name=search]")
+    assert browser.run("document.getElementById('flush-1').names.length") == 24
+    assert browser.run("document.querySelector('[data-rows]').textContent").startswith("24 of 302 modules")
+    maps.send_keys("Layers.49.")
+    browser.wait_for("document.getElementById('flush-1').names.length === 6")
+    labels = browser.run("[...document.querySelectorAll('#flush-1 .ytick text')].map(label => label.textContent)")
+    assert labels[0] == "model.d…rs.49.attention.q_proj"
+    browser.run("document.getElementById('flush-1').focus()")
+    browser.press(Keys.ARROW_DOWN)
+    read = browser.driver.find_element(By.CSS_SELECTOR, "[data-for='flush-1']").text
+    assert read.startswith("model.decoder.layers.49.attention.k_proj, step 1: ")
+    hovered = browser.run("document.querySelector('#flush-1 .hoverlayer').textContent")
+    assert hovered.startswith("model.decoder.layers.49.attention.k_proj")
+
+    browser.driver.find_element(By.CSS_SELECTOR, "[data-modules] [name=search]").send_keys("layers.31.attention.gate")
+    shown = "[...document.querySelectorAll('.modules tbody tr')].filter(row => !row.hidden).map(row => row.innerText)"
+    found = browser.run(shown)
+    assert [row.split()[0] for row in found] == ["model.decoder.layers.31.attention.gate"]
+    assert browser.run("document.querySelector('[data-modules] output').textContent") == "1 of 302"
+
+
+def test_a_column_is_sorted_by_a_click_and_turned_by_another(browser: Browser, large: Path) -> None:
+    browser.open(large)
+    heads = browser.driver.find_elements(By.CSS_SELECTOR, ".modules thead button")
+    column = "[...document.querySelectorAll('.modules tbody tr')].map(row => row.cells[{}].dataset.value)"
+    for place, kind in ((1, float), (0, str)):
+        for sort, turned in (("ascending", False), ("descending", True)):
+            browser.driver.execute_script("arguments[0].click()", heads[place])
+            values = [kind(value) for value in browser.run(column.format(place))]
+            assert len(values) == 302
+            if kind is float:
+                assert values == sorted(values, reverse=turned)
+            else:
+                assert (
+                    values.index("model.decoder.layers.9.attention.up")
+                    < values.index("model.decoder.layers.10.attention.up")
+                    or turned
+                )
+            assert browser.run(f"document.querySelectorAll('.modules th')[{place}].ariaSort") == sort
+
+
+def test_what_a_diagnosis_names_comes_first_and_is_marked(browser: Browser, large: Path) -> None:
+    browser.open(large)
+    first = browser.driver.find_element(By.CSS_SELECTOR, ".modules tbody tr")
+    assert first.get_attribute("class") == "diagnosed"
+    assert first.text.startswith(CULPRIT)
+    assert "diagnosed" in first.text
+    labels = browser.run("[...document.querySelectorAll('#flush-1 .ytick text')].map(label => label.textContent)")
+    assert [label for label in labels if label.startswith("▸")] == ["▸ model.d…rs.25.attention.o_proj"]
+
+
+def test_a_remedy_is_copied_and_details_unfold(browser: Browser, large: Path) -> None:
+    browser.open(large)
+    browser.driver.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+    for section in ("verdict", "skips"):
+        box = browser.driver.find_element(By.CSS_SELECTOR, f"#{section} .diagnosis")
+        assert f"aten.bmm in {CULPRIT} gives inf." in box.text
+        assert "input 0: -1 .. 1" not in box.text
+        box.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
+        assert "input 0: -1 .. 1" in box.text
+        box.find_element(By.CLASS_NAME, "copy").send_keys(Keys.ENTER)
+        browser.wait_for(f"document.querySelector('#{section} .copy').textContent === 'Copied'")
+    search = browser.driver.find_element(By.CSS_SELECTOR, "[data-modules] [name=search]")
+    search.send_keys(Keys.CONTROL, "v")
+    assert search.get_attribute("value") == (
+        f'policy = castwise.Policy(compute="float16", modules={{"{CULPRIT}": "float32"}})'
+    )
+
+
+def test_the_theme_can_be_switched_whatever_the_system_has(browser: Browser, troubled: Path) -> None:
+    browser.open(troubled, theme="dark")
+    panel = "getComputedStyle(document.querySelector('section')).backgroundColor"
+    color = "getComputedStyle(document.querySelector('#headroom_bits-1 .ytick text')).fill"
+    light, dark = "rgb(255, 255, 255)", "rgb(23, 30, 38)"
+    inks = {"system": browser.run(color)}
+    for choice, expected in (("light", light), ("dark", dark), ("system", dark)):
+        before = inks.get("system" if choice != "system" else "dark")
+        browser.driver.execute_script(f"document.querySelector('[name=theme][value={choice}]').click()")
+        browser.wait_for(f"{panel} === '{expected}'")
+        browser.wait_for(f"({color} === '{before}') === {json.dumps(expected == dark)}")
+        inks[choice] = browser.run(color)
+    assert inks["light"] != inks["dark"]
+    browser.theme("light")
+    browser.wait_for(f"{panel} === '{light}'")
+
+
 def test_names_stay_text_in_the_page_and_in_plots(browser: Browser, tmp_path: Path) -> None:
     records = [step(i, 2.0**14, EVIL if i == 3 else None) for i in range(1, 9)]
     run = write(tmp_path / "run", *records, *(sample(i, 2.0**14, {EVIL: -16.0}, {EVIL: 15.0}) for i in range(1, 5)))
@@ -269,6 +389,7 @@ def test_names_stay_text_in_the_page_and_in_plots(browser: Browser, tmp_path: Pa
     assert browser.run("document.querySelectorAll('img, a[href^=http], svg a').length") == 0
     assert EVIL in browser.driver.find_element(By.CSS_SELECTOR, "[data-for='flush-1']").text
     assert browser.driver.find_element(By.CSS_SELECTOR, "#flush-1 .ytick text").text.endswith(EVIL[-20:])
+    assert browser.run("document.querySelector('.modules tbody th').title") == EVIL
     assert browser.logs("browser") == []
 
 

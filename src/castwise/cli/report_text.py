@@ -11,7 +11,7 @@ from castwise._number_text import headroom, percent, power_of_two, several
 from castwise.monitor.run import Run
 from castwise.report.advice import Severity
 from castwise.report.report import labels
-from castwise.report.run_facts import RunFacts, shown
+from castwise.report.run_facts import Ranges, RunFacts, shown
 from castwise.report.verdicts import judge
 from castwise.report.worst_modules import worst_modules
 
@@ -27,7 +27,7 @@ def print_runs(runs: list[Run], console: Console) -> None:
         console.print(_summary(facts))
         if facts.skips:
             console.print(_skips(facts))
-        if facts.gradients or facts.activations:
+        if worst_modules(facts):
             console.print(_worst(facts))
         for mistake in run.mistakes:
             where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
@@ -64,12 +64,18 @@ def _worst(facts: RunFacts) -> Table:
     for module in worst_modules(facts)[:WORST_SHOWN]:
         gradients, outputs = module.gradients, module.outputs
         table.add_row(
-            Text(shown(module.name)),
-            headroom(gradients.headroom_bits) if gradients else "",
-            percent(gradients.mean_flush) if gradients else "",
-            headroom(outputs.headroom_bits) if outputs else "",
+            Text(shown(module.name)).append(" (diagnosed)" if module.is_diagnosed else "", style="bold red"),
+            _least_headroom(gradients),
+            percent(gradients.mean_flush) if gradients and gradients.samples else "",
+            _least_headroom(outputs),
         )
     return table
+
+
+def _least_headroom(ranges: Ranges | None) -> str:
+    if ranges is None:
+        return ""
+    return headroom(ranges.headroom_bits) if ranges.samples else "none finite"
 
 
 def _table(*columns: str, right: set[int]) -> Table:

@@ -92,7 +92,10 @@ def _by_name(read: Reader) -> Reader:
     def read_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise _fail("an object", value)
-        return {name: _at(name, read, each) for name, each in value.items()}
+        try:
+            return {name: read(each) for name, each in value.items()}
+        except ValueError:
+            return {name: _at(name, read, each) for name, each in value.items()}  # says at which name
 
     return read_all
 
@@ -126,7 +129,7 @@ def _exponents(value: Any) -> dict[str, Any]:
     return read
 
 
-_STATS = _fields(
+_ANY_STATS = _fields(
     {
         "numel": _integer(0),
         "largest": _number,
@@ -142,6 +145,38 @@ _STATS = _fields(
         ),
     }
 )
+_FORMATS = frozenset(LOW_PRECISION)
+_FLOATS = {float}
+
+
+def _stats(value: Any) -> Any:
+    """A large model's run has tens of thousands of these: the plain ones are recognised without reading each field."""
+    return value if _are_plain_stats(value) else _ANY_STATS(value)
+
+
+def _are_plain_stats(value: Any) -> bool:
+    """Return True for what surely is right: integers where they belong, floats elsewhere."""
+    try:
+        exponents, formats = value["exponents"], value["formats"]
+        lowest, counts, numel = exponents["lowest"], exponents["counts"], value["numel"]
+        numbers = [value["largest"], value["smallest"], value["zero"], value["nonfinite"]]
+        for name in _FORMATS:
+            fit = formats[name]
+            numbers += (fit["flush"], fit["subnormal"], fit["headroom_bits"])
+        return (
+            type(numel) is type(lowest) is int
+            and type(counts) is list
+            and set(map(type, counts)) == {int}
+            and min(counts) >= 0
+            and max(counts) <= numel < 2**63
+            and lowest >= _LOWEST
+            and lowest + len(counts) <= _HIGHEST + 1
+            and set(map(type, numbers)) == _FLOATS
+        )
+    except (KeyError, TypeError, IndexError):
+        return False
+
+
 _STEP = _integer(0)
 _KINDS = {
     "run": _fields({"format": _integer(1), "settings": _by_name(lambda value: value)}, {"time": _time}),
@@ -160,9 +195,9 @@ _KINDS = {
     "sample": _fields(
         {"step": _STEP, "scale": _positive},
         {
-            "gradients": _by_name(_STATS),
-            "modules": _by_name(_STATS),
-            "activations": _by_name(_STATS),
+            "gradients": _by_name(_stats),
+            "modules": _by_name(_stats),
+            "activations": _by_name(_stats),
             "weights": _by_name(_fields({"update_to_weight": _number, "lost_in_bf16": _number})),
             "owned": _by_name(_list(_text)),
             "packed": _text,

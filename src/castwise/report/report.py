@@ -7,8 +7,10 @@ names: names of modules and settings end in it as text, whatever they hold.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -23,23 +25,28 @@ from castwise._number_text import headroom, percent, power_of_two
 from castwise._warnings import warn
 from castwise.monitor.formats import LOW_PRECISION
 from castwise.monitor.run import Run
+from castwise.report.diagnosed import Diagnosed
 from castwise.report.figures import Figure, align
 from castwise.report.figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report.figures.maps import KINDS, MEASURES, heat_map
 from castwise.report.figures.timeline import timeline
 from castwise.report.record_numbers import number
-from castwise.report.run_facts import Ranges, RunFacts, shown
+from castwise.report.run_facts import RunFacts, shown
 from castwise.report.verdicts import Verdict, judge
 from castwise.report.worst_modules import WorstModule, worst_modules
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# More rows than fit a screen or two are not looked at; those nearest to trouble are kept.
-MAX_ROWS = 48
-MAX_TABLE_ROWS = 12
-# Names of modules and texts of settings may be as long as they like, but not in a page that is to stay small.
+# Names of modules and texts of settings may be as long as they like, but not in a page that is to stay small. Findings
+# and remedies stand whole: this many characters are only in records that somebody forged.
 MAX_TEXT = 300
+MAX_FINDING = 10_000
+# What a column of names has room for beside numbers; the whole name is shown when it is pointed at.
+MAX_NAME = 44
+
+
+NO_FINITE = "no sample was finite"
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,7 @@ class RunView:
         number: Its place, from 1: part of the ids in the page.
         facts: What its records add up to.
         verdict: The advice for it.
-        worst: Its modules nearest to trouble, worst first.
-        rows: The modules in maps, by what is mapped, in the model's order.
+        worst: Its modules, those nearest to trouble first.
         figures: Plotly figures by name.
     """
 
@@ -61,22 +67,30 @@ class RunView:
     facts: RunFacts
     verdict: Verdict
     worst: list[WorstModule]
-    rows: Mapping[str, list[str]]
     figures: Mapping[str, Figure]
 
     @classmethod
     def of(cls, label: str, number: int, run: Run) -> RunView:
         """Gather all that is shown of a run."""
         facts = RunFacts(run)
-        ranked = worst_modules(facts)
-        rows = {"gradients": _worst_of(ranked, facts.gradients), "outputs": _worst_of(ranked, facts.activations)}
+        worst = worst_modules(facts)
+        rows = {"gradients": list(facts.gradients), "outputs": list(facts.activations)}
         figures: dict[str, Figure] = {}
         if drawn := timeline(facts):
             figures["timeline"] = drawn
         if run.samples:
-            figures.update({measure.key: heat_map(measure, run.samples, rows) for measure in MEASURES})
+            first = {
+                "worst": [shown(module.name) for module in worst],
+                "diagnosed": [shown(module.name) for module in worst if module.is_diagnosed],
+            }
+            figures.update({measure.key: {**heat_map(measure, facts, rows), **first} for measure in MEASURES})
             figures["histogram"] = histogram(run.samples, rows["gradients"])
-        return cls(label, number, facts, judge(facts), ranked[:MAX_TABLE_ROWS], rows, figures)
+        return cls(label, number, facts, judge(facts), worst, figures)
+
+    @property
+    def diagnosed(self) -> list[Diagnosed]:
+        """What the verdict shows of diagnoses."""
+        return [found for piece in self.verdict for found in piece.diagnosed]
 
     def settings(self) -> list[tuple[str, object]]:
         """What the run was, by name."""
@@ -99,9 +113,12 @@ class RunView:
             scales = [scale for _, scale in facts.scales]
             span = f"{power_of_two(min(scales))} to {power_of_two(max(scales))}"
             tiles.append(("Last scale", power_of_two(scales[-1]), span))
-        if facts.gradients:
-            tightest = min(facts.gradients.values(), key=lambda ranges: ranges.headroom_bits)
-            leaking = max(facts.gradients.values(), key=lambda ranges: ranges.mean_flush)
+        finite = [ranges for ranges in facts.gradients.values() if ranges.samples]
+        if facts.gradients and not finite:
+            tiles += [(name, "unknown", NO_FINITE) for name in ("Least headroom, fp16", "Most underflow, fp16")]
+        if finite:
+            tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
+            leaking = max(finite, key=lambda ranges: ranges.mean_flush)
             tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), shown(tightest.module)))
             tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), shown(leaking.module)))
         losses = [number(record["loss"]) for record in steps if record.get("loss") is not None]
@@ -123,9 +140,11 @@ class RunView:
 
     def map_captions(self) -> dict[str, str]:
         """The two maps in words, by the key of the measure."""
-        gradients = self.facts.gradients.values()
-        if not gradients:
+        if not self.facts.gradients:
             return {}
+        gradients = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
+        if not gradients:
+            return dict.fromkeys(("headroom_bits", "flush"), f"Gradients: {NO_FINITE}.")
         tightest = min(gradients, key=lambda ranges: ranges.headroom_bits)
         leaking = max(gradients, key=lambda ranges: ranges.flush)
         return {
@@ -133,7 +152,7 @@ class RunView:
                 f"Least for gradients in fp16: {headroom(tightest.headroom_bits)} in {shown(tightest.module)} "
                 f"at step {tightest.headroom_step:,}."
                 if tightest.headroom_step
-                else "All gradients are zero or not finite."
+                else "All gradients are zero."
             ),
             "flush": (
                 f"Most of gradients in fp16: {percent(leaking.flush)} in {shown(leaking.module)} "
@@ -147,7 +166,7 @@ class RunView:
 def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
     """Write one self-contained HTML page about runs, side by side if they are several.
 
-    Its size is bounded however long the runs are: about 5 MB of plotly.js, and under 2 MB for each run.
+    Its size is bounded however long the runs are: about 5 MB of plotly.js, and under 1 MB for a run of 300 modules.
 
     Args:
         runs: Folders of runs, their `monitor.jsonl`, or `castwise.monitor.run.Run`; at least one.
@@ -185,11 +204,6 @@ def write_report_or_warn(runs: Iterable[str | os.PathLike[str] | Run], path: str
         return None
 
 
-def _worst_of(ranked: Sequence[WorstModule], ranges: Mapping[str, Ranges]) -> list[str]:
-    kept = {module.name for module in [module for module in ranked if module.name in ranges][:MAX_ROWS]}
-    return [name for name in ranges if name in kept]
-
-
 def labels(paths: Sequence[Path]) -> list[str]:
     """Return a name for each run: as many last folders of its path as tell them apart, or numbers if none do."""
     folders = [path.resolve().parent.parts[1:] for path in paths]
@@ -215,7 +229,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(headroom=headroom, percent=percent, shown=shown, powers=_powers, short=_short)
+    environment.filters.update(
+        headroom=headroom, percent=percent, shown=shown, powers=_powers, short=_short, name=_name, sortable=_sortable
+    )
     return environment
 
 
@@ -237,6 +253,7 @@ def _template(name: str) -> str:
 
 def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) -> str:
     script = _template("report.js")
+    figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
     return environment.get_template("report.html.j2").render(
         views=views,
         mistakes=_mistakes(views),
@@ -245,9 +262,11 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
         formats=list(LOW_PRECISION),
         moments=MOMENTS,
         all_modules=ALL_MODULES,
-        modules=list(dict.fromkeys(name for view in views for name in view.rows["gradients"])),
-        figures=_json({f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}),
+        max_name=MAX_NAME,
+        modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
+        figures=_packed(figures),
         css=_template("report.css"),
+        dark=_template("dark.css"),
         plotly_js=plotly_js,
         script=script,
         script_hashes=[_hash(plotly_js), _hash(script)],
@@ -261,9 +280,10 @@ def _mistakes(views: Sequence[RunView]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _json(value: object) -> str:
-    """JSON that no HTML parser ends early, and no NaN, which JSON does not know."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def _packed(value: object) -> str:
+    """JSON, compressed to a tenth, in letters that end no script. It knows no NaN."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), compresslevel=6, mtime=0)).decode()
 
 
 def _hash(script: str) -> str:
@@ -278,9 +298,20 @@ def _powers(text: str) -> Any:
     def set_(match: re.Match[str]) -> str:
         return f"2<sup>{match[1].replace('-', '&minus;')}</sup>"  # a line may end at a hyphen, not at a minus
 
-    return Markup(re.sub(r"\b2\^(-?[\d.]*\d)", set_, str(escape(_short(text)))))
+    return Markup(re.sub(r"\b2\^(-?[\d.]*\d)", set_, str(escape(_short(text, MAX_FINDING)))))
 
 
-def _short(text: object) -> str:
+def _short(text: object, most: int = MAX_TEXT) -> str:
     spelled = f"{text:,}" if isinstance(text, int) and not isinstance(text, bool) else str(text)
-    return spelled if len(spelled) <= MAX_TEXT else f"{spelled[:MAX_TEXT]}…"
+    return spelled if len(spelled) <= most else f"{spelled[:most]}…"
+
+
+def _name(text: str) -> str:
+    """A module's name without its middle; the end tells more than the beginning, such as the number of the layer."""
+    first = MAX_NAME // 4
+    return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
+
+
+def _sortable(value: float) -> float:
+    """A number that the page can subtract from another one; all that is zero has headroom without end."""
+    return value if math.isfinite(value) else math.copysign(1e9, value)

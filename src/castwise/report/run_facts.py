@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from castwise.amp.outcomes import Cause
 from castwise.monitor.run import Run
 from castwise.report.diagnosed import Diagnosed, diagnosed
 from castwise.report.divergence import Growth, find_divergence
-from castwise.report.record_numbers import Record, exponent_counts, number
+from castwise.report.record_numbers import Record, number
 from castwise.report.underflow import Underflow
 
 WHOLE_MODEL = "(whole model)"
@@ -114,7 +114,9 @@ class Ranges:
         numel, fp16 = int(stats["numel"]), stats["formats"]["fp16"]
         self.samples += 1
         self.elements += numel
-        self.exponents.update(exponent_counts(stats))
+        for exponent, count in enumerate(stats["exponents"]["counts"], stats["exponents"]["lowest"]):
+            if count:
+                self.exponents[exponent] += count
         self.scale = underflow.scale
         largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
         flush = underflow.share(self.module, stats, "fp16")
@@ -224,12 +226,26 @@ class RunFacts:
     @cached_property
     def gradients(self) -> dict[str, Ranges]:
         """Ranges of the gradients of each module's own parameters, in the model's order."""
-        return _ranges(self.run.samples, "modules")
+        return self._ranges("modules")
 
     @cached_property
     def activations(self) -> dict[str, Ranges]:
         """Ranges of each module's outputs, in the model's order."""
-        return _ranges(self.run.samples, "activations")
+        return self._ranges("activations")
+
+    @cached_property
+    def underflows(self) -> Mapping[str, list[Underflow]]:
+        """What each sample lost of its "modules" and of its "activations"."""
+        return {
+            kind: [Underflow.of(sample, kind) for sample in self.run.samples] for kind in ("modules", "activations")
+        }
+
+    def _ranges(self, kind: str) -> dict[str, Ranges]:
+        found: dict[str, Ranges] = {}
+        for sample, underflow in zip(self.run.samples, self.underflows[kind], strict=True):
+            for module, stats in sample.get(kind, {}).items():
+                found.setdefault(module, Ranges(module)).add(sample["step"], stats, underflow)
+        return found
 
     @cached_property
     def lost_in_bf16(self) -> dict[str, float]:
@@ -253,13 +269,16 @@ class RunFacts:
 
         After a loss that was not finite all gradients are NaN, whatever their module.
         """
-        return sum(
-            count
-            for skips in self.skips
-            if skips.cause == Cause.OVERFLOW
-            for parameter, count in skips.parameters
-            if parameter.rpartition(".")[0] == module
-        )
+        return self._blamed[module]
+
+    @cached_property
+    def _blamed(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for skips in self.skips:
+            if skips.cause == Cause.OVERFLOW:
+                for parameter, count in skips.parameters:
+                    counts[parameter.rpartition(".")[0]] += count
+        return counts
 
 
 def _skips_of(records: Iterable[Record]) -> list[Skips]:
@@ -278,12 +297,3 @@ def _skips_of(records: Iterable[Record]) -> list[Skips]:
 
 def _has_nonfinite_gradients(sample: Record) -> bool:
     return any(number(stats["nonfinite"]) > 0 for stats in sample.get("modules", {}).values())
-
-
-def _ranges(samples: Iterable[Record], kind: str) -> dict[str, Ranges]:
-    found: dict[str, Ranges] = {}
-    for sample in samples:
-        underflow = Underflow.of(sample, kind)
-        for module, stats in sample.get(kind, {}).items():
-            found.setdefault(module, Ranges(module)).add(sample["step"], stats, underflow)
-    return found

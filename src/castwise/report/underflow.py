@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from castwise.monitor.formats import FP16, LOW_PRECISION
-from castwise.report.record_numbers import Record, exponent_counts, log2_scale, number
+from castwise.report.record_numbers import Record, count_below, log2_scale, number
 
 # Gradients that fp16 has computed end at its smallest number. Fewer there are a tail that ends by itself.
 CUT_OFF_FROM = 0.01
 # Of the numbers that are not zero: where most are subnormal, zeros are what was smaller still.
 MOSTLY = 0.5
+
+_FINER_THAN_FP16 = {name for name, each in LOW_PRECISION.items() if each.smallest_subnormal < FP16.smallest_subnormal}
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Underflow:
             number_format: A name in `LOW_PRECISION`.
         """
         measured = number(stats["formats"][number_format]["flush"])
-        if LOW_PRECISION[number_format].smallest_subnormal < FP16.smallest_subnormal:
+        if number_format in _FINER_THAN_FP16:
             return measured
         return min(measured + self.zeros.get(module, 0.0), 1.0)
 
@@ -103,22 +105,21 @@ def _took_part(module: str, outputs: Record) -> bool:
 def _reaches_below(modules: Record, scale: float) -> bool:
     """Whether numbers go on below fp16's smallest, which they do not after fp16."""
     smallest = FP16.smallest_subnormal_exponent - log2_scale(scale)
-    below = sum(n for stats in modules.values() for e, n in exponent_counts(stats).items() if e < smallest)
-    return below >= CUT_OFF_FROM * sum(sum(exponent_counts(stats).values()) for stats in modules.values())
+    below = sum(count_below(stats, smallest) for stats in modules.values())
+    return below >= CUT_OFF_FROM * sum(sum(stats["exponents"]["counts"]) for stats in modules.values())
 
 
 def _is_cut_off(stats: Record, scale: float) -> bool:
-    counts = exponent_counts(stats)
-    if not counts:
+    counts: list[int] = stats["exponents"]["counts"]
+    place = next((place for place, count in enumerate(counts) if count), None)
+    if place is None:
         return False
-    shift = log2_scale(scale)
-    lowest = min(counts)
-    if lowest + shift < FP16.smallest_subnormal_exponent or (scale == 1.0 and not _is_fp16s(number(stats["smallest"]))):
+    shift, smallest = log2_scale(scale), FP16.smallest_subnormal_exponent
+    lowest = stats["exponents"]["lowest"] + place + shift
+    if lowest < smallest or (scale == 1.0 and not _is_fp16s(number(stats["smallest"]))):
         return False
-    is_at_the_end = lowest + shift == FP16.smallest_subnormal_exponent
-    subnormal = sum(n for exponent, n in counts.items() if exponent + shift < FP16.smallest_normal_exponent)
-    return subnormal > MOSTLY * sum(counts.values()) or (
-        is_at_the_end and counts[lowest] >= CUT_OFF_FROM * int(stats["numel"])
+    return count_below(stats, FP16.smallest_normal_exponent - shift) > MOSTLY * sum(counts) or (
+        lowest == smallest and counts[place] >= CUT_OFF_FROM * int(stats["numel"])
     )
 
 

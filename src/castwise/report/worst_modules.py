@@ -18,13 +18,15 @@ class WorstModule:
         name: Qualified; "" is the model.
         gradients: Ranges of the gradients of its own parameters; None if it has none.
         outputs: Ranges of its outputs; None if they were not sampled.
-        blamed: Skips in which one of its parameters was not finite, as far as they were named.
+        blamed: Overflows in which a gradient of one of its parameters was not finite, as far as they were named.
+        is_diagnosed: Whether a diagnosis names it.
     """
 
     name: str
     gradients: Ranges | None
     outputs: Ranges | None
     blamed: int
+    is_diagnosed: bool = False
 
     @property
     def danger(self) -> float:
@@ -39,12 +41,14 @@ class WorstModule:
 
 
 def worst_modules(facts: RunFacts) -> list[WorstModule]:
-    """All sampled modules, the most endangered first; equals in the model's order."""
-    names = {**facts.gradients, **facts.activations}
+    """All sampled modules: those that a diagnosis names, then the most endangered; equals in the model's order."""
+    diagnosed = {each.module: None for each in facts.diagnosed if each.module}
+    names = {**diagnosed, **facts.gradients, **facts.activations}
     found = [
-        WorstModule(name, facts.gradients.get(name), facts.activations.get(name), facts.blamed(name)) for name in names
+        WorstModule(name, facts.gradients.get(name), facts.activations.get(name), facts.blamed(name), name in diagnosed)
+        for name in names
     ]
-    return sorted(found, key=lambda module: -module.danger)
+    return sorted(found, key=lambda module: (not module.is_diagnosed, -module.danger))
 
 
 def _times_over(headroom_bits: float, wanted_bits: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,34 +29,13 @@ class Histogram:
         plain: Elements v with 2^e <= |v| < 2^(e + 1), by e.
         scaled: The same of what the backward held, each sample at its own scale.
         elements: All elements, zeros too.
-        scales: Those of the samples.
+        scales: Those of the samples, as powers of two, each once.
     """
 
     plain: Counter[int]
     scaled: Counter[int]
     elements: int
     scales: tuple[float, ...]
-
-    @classmethod
-    def of(cls, samples: Iterable[Record], module: str) -> Histogram:
-        """Add up the finite samples of a module, or of `ALL_MODULES`."""
-        plain: Counter[int] = Counter()
-        scaled: Counter[int] = Counter()
-        elements, scales = 0, []
-        for sample in samples:
-            scale = number(sample["scale"])
-            shift = log2_scale(scale)
-            recorded = sample.get("modules", {})
-            chosen = recorded.values() if module == ALL_MODULES else filter(None, [recorded.get(module)])
-            finite = [stats for stats in chosen if number(stats["nonfinite"]) == 0]
-            for stats in finite:
-                counts = exponent_counts(stats)
-                plain.update(counts)
-                scaled.update({exponent + shift: count for exponent, count in counts.items()})
-                elements += int(stats["numel"])
-            if finite:
-                scales.append(2.0**shift)
-        return cls(plain, scaled, elements, tuple(scales))
 
     def share(self, low: float, high: float) -> float:
         """Share of all elements whose scaled exponent is in [low, high)."""
@@ -82,12 +61,40 @@ class Histogram:
         )
 
 
+def _histograms(samples: Iterable[Record]) -> dict[str, Histogram]:
+    """Add up the finite samples of each module, and of all of them together."""
+    counts: dict[str, dict[int, dict[int, int]]] = {ALL_MODULES: {}}
+    elements: Counter[str] = Counter()
+    for sample in samples:
+        shift = log2_scale(number(sample["scale"]))
+        for module, stats in sample.get("modules", {}).items():
+            if stats["nonfinite"] > 0:
+                continue
+            elements[module] += stats["numel"]
+            elements[ALL_MODULES] += stats["numel"]
+            mine = counts.setdefault(module, {}).setdefault(shift, {})
+            whole = counts[ALL_MODULES].setdefault(shift, {})
+            for exponent, count in exponent_counts(stats).items():
+                mine[exponent] = mine.get(exponent, 0) + count
+                whole[exponent] = whole.get(exponent, 0) + count
+    return {module: _histogram(by_shift, elements[module]) for module, by_shift in counts.items()}
+
+
+def _histogram(by_shift: Mapping[int, Mapping[int, int]], elements: int) -> Histogram:
+    plain: Counter[int] = Counter()
+    scaled: Counter[int] = Counter()
+    for shift, counts in by_shift.items():
+        plain.update(counts)
+        scaled.update({exponent + shift: count for exponent, count in counts.items()})
+    return Histogram(plain, scaled, elements, tuple(2.0**shift for shift in by_shift))
+
+
 def histogram(samples: Sequence[Record], modules: Sequence[str]) -> Figure:
     """Return the figure of one run; its choices are moments and modules, such as "last/blocks.0.attn"."""
-    moments = {"whole": samples, "first": samples[:1], "last": samples[-1:]}
+    nothing = _histogram({}, 0)
     found = {
-        f"{moment}/{module}": Histogram.of(moments[moment], module)
-        for moment in MOMENTS
+        f"{moment}/{module}": of_modules.get(module, nothing)
+        for moment, of_modules in zip(MOMENTS, map(_histograms, (samples, samples[:1], samples[-1:])), strict=True)
         for module in [ALL_MODULES, *modules]
     }
     whole = found[f"whole/{ALL_MODULES}"]
@@ -141,7 +148,7 @@ def _annotations(histogram: Histogram) -> list[dict[str, Any]]:
     ]
     if histogram.plain and set(histogram.scales) != {1.0}:
         start, end = _median(histogram.plain), _median(histogram.scaled)
-        exponent = log2_scale(sorted(histogram.scales)[len(histogram.scales) // 2])
+        exponent = round(end - start)
         common = {"xref": "x", "yref": "paper", "y": 0.985, "yanchor": "middle"}
         arrow = {"axref": "x", "ax": start, "x": end, "ay": 0, "showarrow": True, "arrowhead": 2, "text": ""}
         middle = {"x": (start + end) / 2, "showarrow": False, "bgcolor": "--panel", "borderpad": 2}

@@ -14,16 +14,20 @@ from typing import Any
 
 from castwise.monitor.formats import LOW_PRECISION
 from castwise.report.downsampling import in_buckets
-from castwise.report.figures import Figure, Trace, plain
+from castwise.report.figures import Figure, Trace
 from castwise.report.range_advice import FLUSH_IS_CRITICAL
 from castwise.report.record_numbers import Record, number
-from castwise.report.run_facts import shown
+from castwise.report.run_facts import RunFacts, shown
 from castwise.report.scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
 from castwise.report.underflow import Underflow
 
 # Columns beyond this are thinner than three pixels on a laptop.
 MAX_COLUMNS = 120
+# More rows than fit a screen are shown when they are asked for: at first those nearest to trouble.
+ROWS_AT_FIRST = 24
+ROW_HEIGHT, MIN_ROWS = 18, 4
 KINDS = {"gradients": "modules", "outputs": "activations"}
+Judged = tuple[Record, Underflow]
 
 
 @dataclass(frozen=True)
@@ -88,24 +92,27 @@ FLUSH = Measure(
 MEASURES = (HEADROOM, FLUSH)
 
 
-def heat_map(measure: Measure, samples: Sequence[Record], rows: Mapping[str, Sequence[str]]) -> Figure:
+def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]]) -> Figure:
     """Return the map of one measure.
 
     Args:
         measure: What to map.
-        samples: The run's sample records.
+        facts: Of the run.
         rows: The modules from the top, by what is mapped: "gradients" and "outputs".
 
     Returns:
-        A figure whose choices are "gradients/fp16" and so on, the first of them shown; each has its rows' labels.
+        A figure whose choices are "gradients/fp16" and so on, with the names of all rows by what is mapped; the page's
+        script shows some of them.
     """
-    columns = in_buckets(samples, MAX_COLUMNS)
-    steps = [column[-1]["step"] for column in columns]
+    columns = {
+        kind: in_buckets(list(zip(facts.run.samples, facts.underflows[key], strict=True)), MAX_COLUMNS)
+        for kind, key in KINDS.items()
+    }
+    steps = [column[-1][0]["step"] for column in columns["gradients"]]
     choices: dict[str, dict[str, Any]] = {
         f"{kind}/{name}": {
-            "data": _traces(measure, _grid(measure, columns, rows[kind], key, name), steps),
-            "names": [shown(module) for module in rows[kind]],
-            "labels": [plain(shown(module)) for module in rows[kind]],
+            "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), steps),
+            "kind": kind,
         }
         for kind, key in KINDS.items()
         for name in LOW_PRECISION
@@ -127,7 +134,8 @@ def heat_map(measure: Measure, samples: Sequence[Record], rows: Mapping[str, Seq
         "data": _base_traces(measure, next(iter(choices.values()))["data"]),
         "layout": layout,
         "choices": choices,
-        "height": 70 + max(18 * max(map(len, rows.values())), 60),
+        "names": {kind: [shown(module) for module in rows[kind]] for kind in KINDS},
+        "height": 70 + ROW_HEIGHT * max(MIN_ROWS, *(min(len(names), ROWS_AT_FIRST) for names in rows.values())),
     }
 
 
@@ -138,22 +146,20 @@ def _range(steps: Sequence[int]) -> list[float]:
 
 
 def _grid(
-    measure: Measure, columns: Sequence[Sequence[Record]], modules: Sequence[str], key: str, name: str
+    measure: Measure, columns: Sequence[Sequence[Judged]], modules: Sequence[str], key: str, name: str
 ) -> list[list[float | None]]:
     """The worst value of each module in each column; None without one, NaN where numbers were not finite."""
-    judged = [[(sample, Underflow.of(sample, key)) for sample in column] for column in columns]
-    return [[_worst(measure, column, module, key, name) for column in judged] for module in modules]
+    recorded = [[(sample.get(key, {}), underflow) for sample, underflow in column] for column in columns]
+    return [[_worst(measure, column, module, name) for column in recorded] for module in modules]
 
 
-def _worst(
-    measure: Measure, column: Sequence[tuple[Record, Underflow]], module: str, key: str, name: str
-) -> float | None:
+def _worst(measure: Measure, column: Sequence[Judged], module: str, name: str) -> float | None:
     worst: float | None = None
-    for sample, underflow in column:
-        stats: Mapping[str, Any] | None = sample.get(key, {}).get(module)
+    for recorded, underflow in column:
+        stats: Mapping[str, Any] | None = recorded.get(module)
         if stats is None:
             continue
-        if number(stats["nonfinite"]) > 0:
+        if stats["nonfinite"] > 0:
             return math.nan
         value = (
             underflow.share(module, stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
@@ -192,7 +198,7 @@ def _base_traces(measure: Measure, first: list[Trace]) -> list[Trace]:
             "xgap": 0,
             "ygap": 1,
             "hoverongaps": False,
-            "hovertemplate": f"%{{y}}<br>step %{{x:,}}<br>{measure.hover}<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>step %{{x:,}}<br>{measure.hover}<extra></extra>",
             **first[0],
         },
         {

@@ -1,7 +1,9 @@
 // Draws the figures, in the colours of light or dark, and applies what the controls choose.
 "use strict";
-(() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+(async () => {
+  const packed = Uint8Array.from(atob(document.getElementById("figures").textContent), (each) => each.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const figures = JSON.parse(await new Response(unpacked).text());
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const NARROW = 600;
 
@@ -15,16 +17,48 @@
 
   const controls = (name) => [...document.querySelectorAll("form[data-controls]")]
     .find((form) => form.dataset.controls.split(" ").includes(name));
+  const matches = (name, query) => name.toLowerCase().includes(query.trim().toLowerCase());
   const chosen = (plot, figure) => {
     if (!figure.choices) return {};
-    const key = [...new FormData(controls(plot.dataset.figure)).values()].join("/");
-    return figure.choices[key] || { data: figure.data.map(() => ({ x: [], y: [], z: [] })), caption: "Not in this run." };
+    const given = new FormData(controls(plot.dataset.figure));
+    const key = [...given].filter(([name]) => !["search", "all"].includes(name)).map(([, value]) => value).join("/");
+    const choice = figure.choices[key];
+    if (!choice) return { data: figure.data.map(() => ({ x: [], y: [], z: [] })), caption: "Not in this run." };
+    return choice.kind ? withRows(figure, choice, given.get("search"), given.has("all")) : choice;
   };
 
-  // The end of a module's name tells more than its beginning. Entities such as &lt; are one character.
-  const shortened = (label, room) => {
-    const characters = label.match(/&\w+;|[^]/gu) || [];
-    return characters.length <= room ? label : "…" + characters.slice(1 - room).join("").replace(/^\./, "");
+  // A map of some modules, in the model's order: those that match, or those nearest to trouble.
+  const AT_FIRST = 24, ROW = 18;
+  const withRows = (figure, choice, query, all) => {
+    const names = figure.names[choice.kind], [cells, marks] = choice.data;
+    const near = new Set(figure.worst.filter((name) => names.includes(name)).slice(0, AT_FIRST));
+    const rows = [...names.keys()].filter((row) => (query ? matches(names[row], query) : all || near.has(names[row])));
+    const place = new Map(rows.map((row, at) => [row, at]));
+    const marked = [...marks.y.keys()].filter((at) => place.has(marks.y[at]));
+    return {
+      names: rows.map((row) => names[row]),
+      of: names.length,
+      diagnosed: new Set(figure.diagnosed),
+      data: [
+        {
+          x: cells.x,
+          y: [...rows.keys()],
+          z: rows.map((row) => cells.z[row]),
+          text: rows.map((row) => cells.x.map(() => escaped(names[row]))),
+        },
+        { x: marked.map((at) => marks.x[at]), y: marked.map((at) => place.get(marks.y[at])) },
+      ],
+      height: 70 + ROW * Math.max(rows.length, 4),
+    };
+  };
+
+  // plotly takes text for a kind of HTML.
+  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  // As `_name` does in the tables: the end of a module's name tells more than its beginning.
+  const shortened = (name, room) => {
+    const characters = [...name], first = Math.floor(room / 4);
+    if (characters.length <= room) return name;
+    return `${characters.slice(0, first).join("")}…${characters.slice(first + 1 - room).join("")}`;
   };
 
   const layoutOf = (plot, figure, choice, style) => {
@@ -37,11 +71,14 @@
       Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false });
       if (narrow && key === "xaxis") axis.nticks = 4;
     }
-    const labels = choice.labels && choice.labels.map((label) => shortened(label, narrow ? 15 : 26));
+    const labels = choice.names && choice.names.map((name) => shortened(name, narrow ? 15 : 30));
     if (labels) {
-      Object.assign(layout.yaxis, { tickvals: [...labels.keys()], ticktext: labels, range: [labels.length - 0.5, -0.5] });
+      const danger = style.getPropertyValue("--danger").trim();
+      const ticktext = labels.map((label, row) => (
+        choice.diagnosed.has(choice.names[row]) ? `<b style="color:${danger}">▸ ${escaped(label)}</b>` : escaped(label)));
+      Object.assign(layout.yaxis, { tickvals: [...labels.keys()], ticktext, range: [Math.max(labels.length, 1) - 0.5, -0.5] });
     }
-    const longest = labels ? Math.max(...labels.map((label) => label.replace(/&\w+;/g, "x").length), 0) : 5;
+    const longest = labels ? Math.max(...labels.map((label) => label.length + 2), 0) : 5;
     return {
       ...layout,
       paper_bgcolor: "rgba(0,0,0,0)",
@@ -49,7 +86,7 @@
       font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 12 : 14, color: ink },
       hoverlabel: { bgcolor: panel, bordercolor: soft, font: { color: ink } },
       margin: { l: 14 + longest * (narrow ? 7 : 8), r: narrow ? 8 : 16, t: labels ? 8 : 42, b: 48 },
-      height: figure.height,
+      height: choice.height || figure.height,
       dragmode: false,
     };
   };
@@ -57,6 +94,13 @@
   const draw = (plot) => {
     const figure = figures[plot.id], style = getComputedStyle(document.documentElement);
     const choice = chosen(plot, figure);
+    plot.names = choice.names;
+    if (choice.height) {
+      plot.style.height = `${choice.height}px`;
+      const shown = document.querySelector(`[data-rows="${plot.id.split("-").pop()}"]`);
+      shown.textContent = choice.names.length < choice.of ? `${choice.names.length} of ${choice.of} modules: ` +
+        "those nearest to trouble, or those whose names match." : `All ${choice.of} modules.`;
+    }
     const data = figure.data.map((trace, place) => resolve({ ...trace, ...(choice.data || [])[place] }, style));
     const caption = choice.caption && document.getElementById(`${plot.id}-caption`);
     if (caption) caption.innerHTML = "", caption.append(...powers(choice.caption));
@@ -72,7 +116,7 @@
 
   // What a cell of a map says, in words: for fingers, keys and screen readers.
   const read = (plot, row, column) => {
-    const names = chosen(plot, figures[plot.id]).names, cells = plot.data[0];
+    const names = plot.names, cells = plot.data[0];
     const value = cells.z[row][column], headroom = plot.dataset.figure === "headroom_bits";
     const isMarked = plot.data[1].y.some((each, place) => each === row && plot.data[1].x[place] === cells.x[column]);
     const words = value === null ? (isMarked ? "inf or NaN" : "all zero, or not sampled")
@@ -107,18 +151,65 @@
     document.documentElement.dataset.drawn = plots.length;
   });
   dark.addEventListener("change", redraw);
+  document.getElementById("theme").addEventListener("change", ({ target }) => {
+    document.documentElement.dataset.theme = target.value;
+    redraw();
+  });
+  for (const form of document.querySelectorAll("form")) form.addEventListener("submit", (event) => event.preventDefault());
   for (const form of document.querySelectorAll("form[data-controls]")) {
-    form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("change", () => plots
+    const choose = () => plots
       .filter((plot) => form.dataset.controls.split(" ").includes(plot.dataset.figure)).forEach((plot) => {
         draw(plot);
         const readout = document.querySelector(`[data-for="${plot.id}"]`);
         if (readout) readout.textContent = ""; // it told of what was shown before
-      }));
+      });
+    form.addEventListener("change", choose);
+    if (form.elements.search) form.elements.search.addEventListener("input", choose);
   }
   let width = window.innerWidth;
   window.addEventListener("resize", () => {
     if ((window.innerWidth < NARROW) !== (width < NARROW)) redraw();
     width = window.innerWidth;
   });
+})();
+
+// Tables of modules that are searched and sorted, and remedies that are copied.
+(() => {
+  const search = document.querySelector("form[data-modules]");
+  const rows = [...document.querySelectorAll(".modules tbody tr")];
+  const filter = () => {
+    const query = search.elements.search.value.trim().toLowerCase();
+    for (const row of rows) row.hidden = !row.cells[0].dataset.value.toLowerCase().includes(query);
+    const count = rows.filter((row) => !row.hidden).length;
+    search.querySelector("output").textContent = `${count} of ${rows.length}`;
+  };
+  search.addEventListener("input", filter);
+  filter();
+
+  for (const head of document.querySelectorAll(".modules thead th")) {
+    head.querySelector("button").addEventListener("click", () => {
+      const column = head.cellIndex, body = head.closest("table").tBodies[0];
+      const rising = head.getAttribute("aria-sort") !== "ascending";
+      for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", rising ? "ascending" : "descending");
+      const key = (row) => row.cells[column].dataset.value;
+      const order = (one, other) => (column ? key(one) - key(other) : key(one).localeCompare(key(other), "en", { numeric: true }));
+      const [known, unknown] = [true, false].map((is) => [...body.rows].filter((row) => (key(row) !== undefined) === is));
+      known.sort((one, other) => (rising ? 1 : -1) * order(one, other));
+      body.append(...known, ...unknown);
+    });
+  }
+
+  for (const button of document.querySelectorAll(".copy")) {
+    button.addEventListener("click", async () => {
+      const code = button.closest(".remedy").querySelector("pre");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        button.textContent = "Copied";
+      } catch { // the browser keeps files from the clipboard, or from this way to it
+        getSelection().selectAllChildren(code);
+        button.textContent = document.execCommand("copy") ? "Copied" : "Selected: press Ctrl+C";
+      }
+    });
+  }
 })();
