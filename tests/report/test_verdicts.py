@@ -321,8 +321,8 @@ def test_a_loss_that_grows_by_orders_of_magnitude_before_steps_fail_is_divergenc
     (advice,) = verdict(run)
     assert advice.severity == "critical"
     assert advice.finding == (
-        "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and steps failed after that. Lower "
-        "the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients."
+        "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and 6 steps after step 3 failed. "
+        "Lower the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients."
     )
     assert (advice.evidence["growth_steps"], advice.evidence["learning_rate"]) == (3, 3.0)
     assert [each.module for each in advice.diagnosed] == ["blocks.0.attn", "head"]
@@ -349,6 +349,14 @@ def test_what_is_no_divergence(losses: list[float], tmp_path: Path) -> None:
 
 def test_a_loss_that_grows_in_a_run_without_failed_steps_is_not_judged(tmp_path: Path) -> None:
     assert "diverged" not in str(verdict(write(tmp_path, *diverged([2.0, 2.0, 2.0, 5000.0, 1e6], skips=0))))
+
+
+def test_a_loss_that_grows_slowly_while_the_scale_is_probed_is_no_divergence(tmp_path: Path) -> None:
+    records = [
+        step(i, 2.0**14, "overflow" if i % 200 == 0 else None, loss=0.01 * 1.01**i, grad_norm=1.0)
+        for i in range(1, 600)
+    ]
+    assert "diverged" not in str(verdict(write(tmp_path, *records)))
 
 
 def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path: Path) -> None:

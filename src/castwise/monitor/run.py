@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from castwise._collector import paused
 from castwise.amp.simulation import GradientRange
 from castwise.monitor.formats import FP16
 from castwise.monitor.packing import in_full, unpack
@@ -62,8 +63,9 @@ class Run:
                 line is not the beginning of a record; or the file has a format of a later castwise.
         """
         run = cls(file_in(path))
-        for record in _records(run.path):
-            run._add(record)
+        with paused():
+            for record in _records(run.path):
+                run._add(record)
         return run
 
     def gradient_ranges(self) -> list[GradientRange]:

@@ -83,6 +83,6 @@ def _of(same: Sequence[Record]) -> Diagnosed:
         advice=advice,
         code=record.get("code") or "",
         details="\n".join(line.strip() for line in lines[1:]),
-        # Records of before 0.2 do not name the remedy.
+        # Records written before 0.2 do not name the remedy.
         is_due_to_scale=record["remedy"] == "scale" if "remedy" in record else advice.startswith("lower the scale"),
     )

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from castwise.report.record_numbers import Record, number
 
-# Two orders of magnitude over what was usual, and one over the first value: training that has come far may lose what
-# it gained without diverging.
-TIMES_USUAL = 100.0
-TIMES_FIRST = 10.0
+# Ten times what was usual, and ten times what a model that had learnt nothing began with: a loss that small noise or a
+# hard batch makes is far below. Norms of gradients vary more.
+TIMES = {"loss": 10.0, "gradient norm": 100.0}
 # These many values before the one that is judged may be part of the growth.
 GROWING = 3
-# What is within this factor of the usual is still usual.
+# What is within this factor of the usual is still usual, and what comes back to it has not diverged.
 USUAL = 3.0
+# A scale that grows costs 0.05% of steps (see `step_advice`): with fewer failures than this a growing loss is no fault.
+FAILURES_MATTER = 0.01
 
 Point = tuple[int, float]
 
@@ -28,12 +29,14 @@ class Growth:
     Args:
         name: Of the number: "loss" or "gradient norm".
         first: Step and value of the last usual one.
-        last: Step and value of the largest before the run failed for good, or of the last.
+        last: Step and value of the largest since then.
+        failed: Number of steps that failed since then.
     """
 
     name: str
     first: Point
     last: Point
+    failed: int
 
     def __str__(self) -> str:
         (first_step, first), (last_step, last) = self.first, self.last
@@ -53,30 +56,31 @@ def find_divergence(steps: Sequence[Record]) -> tuple[Growth, ...]:
     if not failures:
         return ()
     losses = _points(steps, "loss")
-    of_loss = _growth("loss", losses, failures)
-    of_norm = _growth("gradient norm", _points(steps, "grad_norm"), failures)
+    last_step = steps[-1]["step"]
+    of_loss = _growth("loss", losses, failures, last_step)
+    of_norm = _growth("gradient norm", _points(steps, "grad_norm"), failures, last_step)
     if of_norm and not of_loss and losses and not _rises(losses, of_norm.first[0]):
         of_norm = None  # gradients of a network that begins to learn grow as well
     return tuple(growth for growth in (of_loss, of_norm) if growth is not None)
 
 
-def _growth(name: str, points: Sequence[Point], failures: Sequence[int]) -> Growth | None:
+def _growth(name: str, points: Sequence[Point], failures: Sequence[int], last_step: int) -> Growth | None:
     values = [value for _, value in points]
-    smallest = math.inf
+    times, smallest = TIMES[name], math.inf
     for place, value in enumerate(values):
         smallest = min(smallest, value)
         # Cheap questions first: a median at every step of a long run would take minutes.
-        if value < TIMES_FIRST * values[0] or value < TIMES_USUAL * smallest or values[-1] < TIMES_FIRST * values[0]:
+        if value < times * values[0] or value < times * smallest or values[-1] < USUAL * values[0]:
             continue
         usual = statistics.median(values[: max(1, place - GROWING + 1)])
-        if value < TIMES_USUAL * usual or values[-1] < TIMES_FIRST * usual:
+        if value < times * usual or values[-1] < USUAL * usual:
             continue
         begun = max(at for at in range(place) if values[at] <= USUAL * usual)
-        later = [failure for failure in failures if failure > points[begun][0]]
-        if not later:
+        step = points[begun][0]
+        failed = sum(failure > step for failure in failures)
+        if failed <= FAILURES_MATTER * (last_step - step):
             return None
-        until = [point for point in points[begun:] if point[0] <= later[0]] if points[place][0] <= later[0] else []
-        return Growth(name, points[begun], max(until or points[place:], key=lambda point: point[1]))
+        return Growth(name, points[begun], max(points[begun:], key=lambda point: point[1]), failed)
     return None
 
 

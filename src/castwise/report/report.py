@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise import _files
+from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two
 from castwise._warnings import warn
 from castwise.monitor.formats import LOW_PRECISION
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 # Names of modules and texts of settings may be as long as they like, but not in a page that is to stay small. Findings
-# and remedies stand whole: this many characters are only in records that somebody forged.
+# and remedies stand whole; only a forged record has longer ones.
 MAX_TEXT = 300
 MAX_FINDING = 10_000
-# What a column of names has room for beside numbers; the whole name is shown when it is pointed at.
+# So many characters of a module's name fit beside columns of numbers; the whole name shows on hover.
 MAX_NAME = 44
 
 
@@ -186,7 +187,8 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     environment, plotly_js = _environment(), _plotly_js()
     read = [run if isinstance(run, Run) else Run.read(run) for run in given]
     named = zip(labels([run.path for run in read]), read, strict=True)
-    views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]
+    with paused():
+        views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)

@@ -35,16 +35,15 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
     for growth in facts.divergence:
         name = growth.name.replace(" ", "_")
         evidence |= {f"{name}_before": growth.first[1], f"{name}_after": growth.last[1]}
-    first, last = facts.divergence[0].first[0], facts.divergence[0].last[0]
-    evidence |= {"growth_steps": last - first, "skipped_steps": facts.skipped, "recorded_steps": len(facts.run.steps)}
-    rate = facts.run.settings.get("learning rate")
-    if rate is not None:
-        evidence["learning_rate"] = rate if isinstance(rate, (int, float)) else str(rate)
-    is_number = isinstance(rate, (int, float))
+    growth = facts.divergence[0]
+    first, last = growth.first[0], growth.last[0]
+    evidence |= {"growth_steps": last - first, "failed_steps": growth.failed, "recorded_steps": len(facts.run.steps)}
+    rate, at_rate = facts.run.settings.get("learning rate"), ""
+    if isinstance(rate, (int, float)):
+        evidence["learning_rate"], at_rate = rate, f" ({rate:g} at the beginning)"
     yield Advice(
-        f"Training diverged: {' and '.join(map(str, facts.divergence))}, and steps failed after that. Lower the "
-        f"learning rate{f' ({rate:g} at the beginning)' if is_number else ''}, warm it up, or clip the norm of the "
-        "gradients.",
+        f"Training diverged: {' and '.join(map(str, facts.divergence))}, and {several(growth.failed, 'step')} after "
+        f"step {first:,} failed. Lower the learning rate{at_rate}, warm it up, or clip the norm of the gradients.",
         evidence,
         "critical",
         tuple(each.without_remedy() for each in first_and_last(facts.diagnosed)),
@@ -59,7 +58,7 @@ def lost_weights(facts: RunFacts) -> Iterator[Advice]:
             "from before it, and look at what is said of the steps before.",
             _evidence(facts, skips),
             "critical",
-            () if facts.divergence else _diagnosed(facts, Cause.NONFINITE_WEIGHTS),
+            _diagnosed(facts, Cause.NONFINITE_WEIGHTS),
         )
 
 
@@ -257,6 +256,8 @@ def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
 
 
 def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
+    if facts.divergence:
+        return ()  # `divergence` shows them
     return first_and_last([each for each in facts.diagnosed if each.cause in causes])
 
 
