@@ -71,7 +71,8 @@
       Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false });
       if (narrow && key === "xaxis") axis.nticks = 4;
     }
-    const labels = choice.names && choice.names.map((name) => shortened(name, narrow ? 15 : 30));
+    const letter = narrow ? 7 : 8, room = Math.min(30, Math.floor(0.37 * plot.clientWidth / letter)); // about a third
+    const labels = choice.names && choice.names.map((name) => shortened(name, room));
     if (labels) {
       const danger = style.getPropertyValue("--danger").trim();
       const ticktext = labels.map((label, row) => (
@@ -85,7 +86,7 @@
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 12 : 14, color: ink },
       hoverlabel: { bgcolor: panel, bordercolor: soft, font: { color: ink } },
-      margin: { l: 14 + longest * (narrow ? 7 : 8), r: narrow ? 8 : 16, t: labels ? 8 : 42, b: 48 },
+      margin: { l: 14 + longest * letter, r: narrow ? 8 : 16, t: labels ? 8 : 42, b: 48 },
       height: choice.height || figure.height,
       dragmode: false,
     };
