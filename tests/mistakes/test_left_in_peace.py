@@ -199,6 +199,31 @@ def test_gradients_of_a_network_that_is_not_stepped(training: Training) -> None:
     assert WATCH.found == []
 
 
+def test_a_training_with_torchs_own_scaler(training: Training) -> None:
+    """Nobody is told of what that one does; its optimizer's steps are seen all the same."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = training.model(torch.randn(4, 8)).float().mean()
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(training.optimizer)
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+    assert WATCH.found == []
+
+
+def test_gradients_that_were_unscaled_and_then_dropped(training: Training) -> None:
+    for _ in range(3):
+        training.backward()
+        training.scaler.unscale_(training.optimizer)
+        training.optimizer.zero_grad()
+        training.optimizer.step()
+        training.scaler.update()
+    assert WATCH.found == []
+
+
 def test_checks_for_zeros_and_infs_by_norms(training: Training) -> None:
     for _ in range(3):
         training.backward()

@@ -1,4 +1,5 @@
-"""Each mistake has a script that makes it, in the line that ends in its name: that is found, and nothing else."""
+"""Scripts under a watch: of each that makes a mistake, in the line that ends in its name, that line is named and no
+other; of the correct ones nothing is said."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import castwise
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH, MixedPrecisionMistake
 
-SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
+MISTAKES = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
+CORRECT = sorted((Path(__file__).parent / "correct").glob("*.py"), key=lambda path: path.name)
 
 
 def needs(script: Path) -> list[pytest.MarkDecorator]:
@@ -38,29 +40,36 @@ def run(script: Path) -> tuple[list[Mistake], list[warnings.WarningMessage]]:
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=needs(each)) for each in SCRIPTS], ids=lambda path: path.stem
+    "script", [pytest.param(each, marks=needs(each)) for each in [*MISTAKES, *CORRECT]], ids=lambda path: path.stem
 )
-def test_a_mistake_is_found_once_in_its_line(script: Path) -> None:
+def test_the_line_of_a_mistake_is_named_and_nothing_else(script: Path) -> None:
     mistakes, warned = run(script)
-    assert [(each.name, each.place.line if each.place else 0) for each in mistakes] == wrong_lines(script)
-    assert [(each.filename, each.lineno) for each in warned] == [(str(script), line) for _, line in wrong_lines(script)]
-    (mistake,) = mistakes
-    assert mistake.place is not None
-    assert mistake.place.source == script.read_text().splitlines()[mistake.place.line - 1].strip()
-    assert mistake.corrected
-    assert mistake.corrected in str(mistake).replace("\n             ", "\n")
+    wrong = wrong_lines(script)
+    assert len(wrong) == (1 if script in MISTAKES else 0)
+    assert [(each.name, each.place.line if each.place else 0) for each in mistakes] == wrong
+    assert [(each.filename, each.lineno) for each in warned] == [(str(script), line) for _, line in wrong]
+    for mistake in mistakes:
+        assert mistake.place is not None
+        assert mistake.place.source == script.read_text().splitlines()[mistake.place.line - 1].strip()
+        assert mistake.corrected
+        assert mistake.corrected in str(mistake).replace("\n             ", "\n")
+
+
+def test_there_are_scripts_enough() -> None:
+    assert len(MISTAKES) >= 15
+    assert len(CORRECT) >= 12
 
 
 def test_every_kind_has_a_script() -> None:
     said = set()
     for file in (Path(castwise.__file__).parent / "mistakes").glob("*.py"):
         said.update(re.findall(r'self\.watch\.say\(\s*"([a-z0-9-]+)"', file.read_text()))
-    assert said == {name for script in SCRIPTS for name, _ in wrong_lines(script)}
+    assert said == {name for script in MISTAKES for name, _ in wrong_lines(script)}
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "run.md").read_text()
     assert said == set(re.findall(r"^\| `([a-z][a-z0-9-]+)` \| ", page, re.M))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", MISTAKES, ids=lambda path: path.stem)
 def test_looking_changes_no_bit(script: Path) -> None:
     """The same script with castwise's classes, watched and not, ends with the same weights."""
     watched, alone = _weights(script, watched=True), _weights(script, watched=False)

@@ -32,6 +32,7 @@ class Accumulation(Finder):
         self._scaled: dict[int, torch.Tensor] = {}
         self._unscaled: dict[int, _Gradient] = {}
         self._updated: dict[int, _Gradient] = {}
+        self._has_stepped_alone = False
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients that nobody steps with are none to think of."""
@@ -63,12 +64,14 @@ class Accumulation(Finder):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """It is, without the scaler as well."""
+        self._has_stepped_alone = self._has_stepped_alone or not self.watch.is_stepping
         self.stepping(None, optimizer)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Remember which gradients are waiting for their step."""
-        if not is_set and not scaler._per_optimizer_states:
+        if not is_set and not scaler._per_optimizer_states and not self._has_stepped_alone:
             self._say_updated(caller())  # it will raise
+        self._has_stepped_alone = False
         place = caller() if self._scaled else None
         for key, param in self._scaled.items():
             if param.grad is not None:

@@ -71,6 +71,9 @@ class Window:
         self._guard = guard
         self.clipped: Place | None = None
         self.measured: Place | None = None
+        self.kept: Place | None = None
+        """Where a norm was computed that was not used before the window closed, and can be used still."""
+        self._norms: dict[int, tuple[weakref.ref[torch.Tensor], Place | None]] = {}
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         for param in params:
             self._take(param.grad)
@@ -84,6 +87,9 @@ class Window:
 
     def _look_at(self, func: Any, args: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
+        if name == "__get__" and not isinstance(result, torch.Tensor):
+            return  # an attribute, such as its device
+        norm = self._norm_used(args) or (caller() if "norm" in name else None)
         if name in _CLIPS:
             self.clipped = self.clipped or caller()
         elif name in _READS or (name in _COMPARISONS and not _is_zero(args[-1])):
@@ -96,10 +102,21 @@ class Window:
             return  # of two that are scaled: it does not depend on the scale
         for leaf in tree_leaves(result):
             self._take(leaf)
+            if norm is not None and type(leaf) is ScaledGradient and leaf.dim() == 0:
+                self._norms[id(leaf)] = weakref.ref(leaf), norm
+
+    def _norm_used(self, args: Any) -> Place | None:
+        """Forget norms that a function is given: what it returns counts from now on. Return where one was computed."""
+        found = None
+        for leaf in tree_leaves(args) if self._norms else ():
+            reference, place = self._norms.pop(id(leaf), (None, None))
+            found = found or (place if reference is not None and reference() is leaf else None)
+        return found
 
     def close(self) -> None:
         """Make all of them what they were."""
         ScaledGradient.window = None
+        self.kept = next((place for reference, place in self._norms.values() if reference() is not None), None)
         for reference in self._tensors:
             _put_back(reference())
         self._tensors.clear()

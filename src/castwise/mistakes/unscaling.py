@@ -1,7 +1,10 @@
-"""Gradients that are clipped, looked at or stepped on while they are still scaled."""
+"""Gradients that are clipped, measured or stepped on while they are still scaled, and steps that nothing can skip."""
 
 from __future__ import annotations
 
+import linecache
+import re
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import Place, caller
 from castwise.mistakes.scaled_gradients import Window, is_one
 
+_NONFINITE = re.compile(r"finite|isnan|isinf|found_inf")
+
 
 class Unscaling(Finder):
     """Opens a window after each scaled backward, while the watch is looking and may change gradients."""
@@ -18,9 +23,12 @@ class Unscaling(Finder):
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
         self._window: Window | None = None
-        self._scaled: dict[int, torch.Tensor] = {}
+        self._scaled: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._unscaled: weakref.WeakKeyDictionary[torch.optim.Optimizer, Place | None] = weakref.WeakKeyDictionary()
         self._clipped: Place | None = None
         self._measured: Place | None = None
+        self._kept: Place | None = None
+        self._kept_before: Place | None = None
 
     def backward_starts(self, leaves: list[torch.Tensor]) -> None:
         """It adds to what is looked at."""
@@ -32,7 +40,7 @@ class Unscaling(Finder):
         if is_one(scaler):
             return
         with_gradients = [leaf for leaf in leaves if leaf.grad is not None]
-        self._scaled.update((id(leaf), leaf) for leaf in with_gradients)
+        self._scaled.update((id(leaf), weakref.ref(leaf.grad)) for leaf in with_gradients if leaf.grad is not None)
         if self.watch.may_change_gradients:
             self._window = Window(with_gradients, self.watch.guard)
 
@@ -40,6 +48,7 @@ class Unscaling(Finder):
         """From now on they are unscaled; what was done with them before comes to light."""
         self._close()
         self._forget(optimizer)
+        self._unscaled[optimizer] = caller() if self.watch.is_looking else None
         self._say()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -47,26 +56,47 @@ class Unscaling(Finder):
         self._close()
         if scaler.is_enabled():
             self._forget(optimizer)
+            self._unscaled.pop(optimizer, None)
             self._say()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if an optimizer steps on scaled gradients by itself."""
+        """Say so if an optimizer steps by itself, on scaled gradients or on some that the scaler has unscaled."""
         self._close()
-        if self.watch.is_stepping or self.watch.is_by_hand or not self._scaled:
+        if self.watch.is_stepping:
             return
-        if any(id(param) in self._scaled and param.grad is not None for param in params_of(optimizer)):
-            place = caller()
+        unscaled = self._unscaled.pop(optimizer, None)
+        if any(param.grad is not None for param in params_of(optimizer)) and unscaled is not None:
+            self._say_unskippable(unscaled, caller())
+        elif not self.watch.is_by_hand and any(map(self._is_scaled, params_of(optimizer))):
             self.watch.say(
                 "stepped-while-scaled",
                 "this step takes gradients that are still multiplied by the scale",
                 "scaler.step(optimizer)\nscaler.update()",
-                place,
+                caller(),
             )
         self._forget(optimizer)
 
+    def _is_scaled(self, param: torch.Tensor) -> bool:
+        """Return True if the gradient is still the one that a scaled backward brought: not set to None since."""
+        scaled = self._scaled.get(id(param))
+        return scaled is not None and param.grad is not None and scaled() is param.grad
+
+    def _say_unskippable(self, unscaled: Place, stepped: Place | None) -> None:
+        if stepped is None or _looks_for_nonfinite(unscaled, stepped):
+            return
+        self.watch.say(
+            "stepped-without-scaler",
+            "the scaler has unscaled these gradients, and the optimizer is stepped without it: an inf or a NaN among "
+            "them is not skipped, and gets into the weights",
+            "scaler.step(optimizer)  # skips it\nscaler.update()",
+            stepped,
+        )
+
     def _say(self) -> None:
         clipped, measured, self._clipped, self._measured = self._clipped, self._measured, None, None
+        kept, self._kept_before, self._kept = self._kept_before, self._kept, None
         if self.watch.is_by_hand:
+            self._kept_before = None
             return
         if clipped is not None:
             self.watch.say(
@@ -77,6 +107,10 @@ class Unscaling(Finder):
                 "# or castwise's scaler.clip_grad_norm_(optimizer, max_norm), which reads them once",
                 clipped,
             )
+        self._say_measured(measured)
+        self._say_measured(kept)
+
+    def _say_measured(self, measured: Place | None) -> None:
         if measured is not None:
             self.watch.say(
                 "measured-while-scaled",
@@ -93,19 +127,36 @@ class Unscaling(Finder):
     def _close(self) -> None:
         if self._window is not None:
             self._window.close()
-            self._clipped, self._measured = self._window.clipped, self._window.measured
+            self._clipped = self._clipped or self._window.clipped
+            self._measured = self._measured or self._window.measured
+            self._kept = self._window.kept
             self._window = None
+
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """A norm that was kept may have been divided by the scale after the step."""
+        if self.watch.is_by_hand:
+            self._kept_before = None
 
     def ticked(self) -> None:
         """Begin anew."""
         self._close()
-        self._clipped = self._measured = None
+        self._clipped = self._measured = self._kept = None
         self._scaled.clear()
+        self._unscaled.clear()
 
     def ending(self) -> None:
-        """Close the window: it may have been somebody's who wants to know no more."""
+        """Close the window, which may have been open for the sake of one that ends; say what has waited."""
         self._close()
+        if not self.watch.is_by_hand:
+            self._say_measured(self._kept_before)
+        self._kept_before = None
 
     def stop(self) -> None:
         """Close the window."""
         self._close()
+
+
+def _looks_for_nonfinite(first: Place, last: Place) -> bool:
+    """Return True if the script itself looks for infs and NaNs between two of its lines."""
+    lines = (linecache.getline(first.file, number) for number in range(first.line, last.line + 1))
+    return first.file != last.file or any(_NONFINITE.search(line) for line in lines)

@@ -1,0 +1,22 @@
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+embedding = nn.Linear(8, 8)
+optimizer_of_embedding = torch.optim.SGD(embedding.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(4):
+    x = torch.randn(4, 8)
+    embedding(x).square().mean().backward()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.mse_loss(model(x), torch.zeros(4, 1))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    optimizer_of_embedding.step()
+    scaler.update()
+    optimizer.zero_grad()
+    optimizer_of_embedding.zero_grad()

@@ -1,0 +1,18 @@
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(3):
+    model.train()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.mse_loss(model(torch.randn(4, 8)), torch.zeros(4, 1))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        print(nn.functional.mse_loss(model(torch.randn(4, 8)), torch.zeros(4, 1)).item())
