@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from tests.amp.models import Model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -181,7 +182,7 @@ def test_a_module_with_two_names_has_one_rule() -> None:
 def test_names_are_those_without_wrappers() -> None:
     model = Model()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    for wrapped in (model, torch.compile(model), nn.DataParallel(model)):
+    for wrapped in (model, torch.compile(model), nn.DataParallel(model), Fabric(accelerator="cpu").setup(model)):
         assert list(computed({"blocks.0.norm": "float32", "head": "float32"}, wrapped)) == ["blocks.0.norm", "head"]
 
 

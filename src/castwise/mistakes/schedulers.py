@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from castwise._torch_private import version
+from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.outcomes import StepFacts
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import Place, caller
@@ -37,9 +38,7 @@ class Schedulers(Finder):
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember where."""
-        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner  # Accelerate's are wrapped
-        self._places[optimizer] = caller()
+        self._places[unwrapped(optimizer)] = caller()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Take note of the learning rate."""

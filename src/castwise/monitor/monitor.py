@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from typing_extensions import Self
 from castwise._guard import Guard
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
+from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.observers import OBSERVERS, Observer
 from castwise.amp.outcomes import StepFacts
 from castwise.mistakes.mistake import Mistake
@@ -28,6 +29,7 @@ from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
+from castwise.monitor.unseen_steps import UnseenSteps
 
 if TYPE_CHECKING:
     from castwise.diagnosis.diagnosis import Diagnosis
@@ -69,7 +71,8 @@ class Monitor:
 
     Args:
         model: The one that is trained, or what wraps it; names are those without wrappers.
-        optimizer: The one that trains it, or several. Their iteration ends when one of them steps again. What a closure
+        optimizer: The one that trains it, or several; also as Lightning, Fabric, Accelerate or DeepSpeed have wrapped
+            them. Their iteration ends when one of them steps again. What a closure
             computes during a step is not seen before it.
         scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and neither
             losses nor norms are known.
@@ -114,12 +117,7 @@ class Monitor:
     ) -> None:
         _check(every, on_skip, steps_before)
         self._model, self._scaler, self._every = model, scaler, every
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        if not self._optimizers:
-            raise ValueError("a monitor needs the optimizer that trains the model, got an empty sequence")
-        for each in self._optimizers:
-            if not isinstance(each, torch.optim.Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
+        self._optimizers = _unwrapped(optimizer)
         self._steps = steps_of(scaler, self._optimizers, steps_before)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
@@ -174,6 +172,8 @@ class Monitor:
                 self._recording.attach()
         with self._guard:
             self._activations.watch()
+        scaler = self._scaler if self._is_scaled else None
+        self._unseen_steps = UnseenSteps(self, self._model, self._optimizers, scaler)
         WATCH.begin_telling(self._told_of_mistake)
         WATCH.model_found(self._model)
         return self
@@ -194,6 +194,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._unseen_steps.stop()
         WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
         self._iterations.clear()
@@ -374,6 +375,17 @@ def _check(every: int, on_skip: object, steps_before: int) -> None:
         raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
     if isinstance(steps_before, bool) or not isinstance(steps_before, int) or steps_before < 0:
         raise ValueError(f"steps_before must be a number of steps >= 0, got {steps_before!r}")
+
+
+def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
+    several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
+    optimizers = [unwrapped(each) for each in (given if several else [given])]
+    if not optimizers:
+        raise ValueError("a monitor needs the optimizer that trains the model, got an empty sequence")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
+    return optimizers
 
 
 def _recording_of(model: nn.Module, scaler: Any) -> Recording:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAYBE = "maybe:"
 _KINDS = ("re:", "type:", "last:")
-_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")  # last: Fabric's
 
 
 class Decision(NamedTuple):

@@ -1,0 +1,20 @@
+"""Optimizers that a framework has wrapped in an object of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that steps, which wrappers of Lightning, Accelerate and DeepSpeed keep in `.optimizer`.
+
+    A `step` that runs the hooks of optimizers is its own, and none that only passes the call on: an optimizer that is
+    made of another one, as Lookahead is, stays as it is.
+    """
+    while not _runs_hooks(optimizer) and getattr(optimizer, "optimizer", None) is not None:
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _runs_hooks(optimizer: object) -> bool:
+    return bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))  # torch marks those that do

@@ -1,0 +1,82 @@
+"""The optimizer inside of what frameworks make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning.fabric import Fabric
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+
+import castwise
+from castwise._wrapped_optimizers import unwrapped
+
+
+class OfDeepSpeed:
+    """As its ZeRO optimizers: no `torch.optim.Optimizer`, and one in `.optimizer`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer of its own that makes use of another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+def by_fabric(optimizer: torch.optim.Optimizer) -> Any:
+    return Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
+
+
+def by_accelerate(optimizer: torch.optim.Optimizer) -> Any:
+    try:
+        return Accelerator(cpu=True).prepare(optimizer)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def by_accelerate_twice(optimizer: torch.optim.Optimizer) -> Any:
+    return OfDeepSpeed(by_accelerate(optimizer))
+
+
+@pytest.mark.parametrize("wrap", [by_fabric, LightningOptimizer, by_accelerate, OfDeepSpeed, by_accelerate_twice])
+@pytest.mark.parametrize("several", [True, False])
+def test_a_monitor_sees_the_steps_of_a_wrapped_optimizer(wrap: Any, several: bool) -> None:
+    model, records = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, wrapped = castwise.GradScaler("cpu"), wrap(optimizer)
+    with castwise.Monitor(model, [wrapped] if several else wrapped, scaler, sinks=[records.append]):
+        scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [record["kind"] for record in records] == ["run", "step", "sample", "end"]
+    assert records[0]["settings"]["optimizer"] == "SGD"
+    assert [*records[2]["weights"]] == ["weight", "bias"]
+
+
+def test_an_optimizer_that_is_made_of_another_one_stays_as_it_is() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    outer = Lookahead(optimizer)
+    assert unwrapped(optimizer) is optimizer
+    assert unwrapped(outer) is outer
+    assert unwrapped(LightningOptimizer(outer)) is outer
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer or several, got Linear"):
+        castwise.Monitor(nn.Linear(2, 1), nn.Linear(2, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer or several, got OfDeepSpeed"):
+        castwise.Monitor(nn.Linear(2, 1), OfDeepSpeed(None))  # type: ignore[arg-type]
