@@ -46,7 +46,7 @@ TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"
 RUN_TORCHS_CLASSES = ("bench/", "demo/training.py", "diagnosis/forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
-    *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow"),
+    *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow", "wandb"),
 ]
 
 # Every name that scripts and frameworks find in torch, at the same relative path.

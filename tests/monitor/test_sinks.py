@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.monitor import recorded
 
 from castwise.monitor import tensorboard_events
 from castwise.monitor.packing import in_full
@@ -116,16 +117,19 @@ def test_what_is_no_sink_is_refused() -> None:
 
 def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fit = {name: {"flush": 0.25, "subnormal": 0.5, "headroom_bits": 3.0} for name in ("fp16", "bf16", "e4m3", "e5m2")}
-    statistics = {"exponents": {"lowest": -3, "counts": [1, 0, 4]}, "formats": fit}
+
+    def statistics(flush: float) -> dict[str, Any]:
+        fit = {"flush": flush, "subnormal": 0.5, "headroom_bits": 3.0}
+        formats = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), fit)
+        return {"exponents": {"lowest": -3, "counts": [1, 0, 4]}, "formats": formats}
+
     sink = TensorBoard(tmp_path)
     sink({"kind": "run", "settings": {"model": "GPT"}})
     sink(step(1))
     sink(step(2, loss=0.25, skipped=True, cause="overflow", parameters=["a.weight"]))
     weights = {"a.weight": {"update_to_weight": 1e-3, "lost_in_bf16": 0.125}}
-    sink(
-        {"kind": "sample", "step": 2, "modules": {"a": statistics}, "activations": {"": statistics}, "weights": weights}
-    )
+    modules, outputs = {"a": statistics(0.25), "b": statistics(0.125)}, {"": statistics(0.5)}
+    sink({"kind": "sample", "step": 2, "modules": modules, "activations": outputs, "weights": weights})
     sink({"kind": "diagnosis", "step": 2, "text": "a made an inf", "advice": "lower scale"})
     sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
@@ -135,15 +139,32 @@ def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
 
     assert curve("step/loss") == [(1, 0.5), (2, 0.25)]
     assert curve("step/skipped") == [(1, 0.0), (2, 1.0)]
-    assert curve("flush fp16/a") == [(2, 0.25)]
-    assert curve("activation headroom_bits e5m2/") == [(2, 3.0)]
-    assert curve("lost_in_bf16/a.weight") == [(2, 0.125)]
+    assert curve("gradients/flush fp16") == [(2, 0.25)]
+    assert curve("outputs/headroom_bits e5m2") == [(2, 3.0)]
+    assert curve("updates/lost_in_bf16") == [(2, 0.125)]
     assert "step/grad_norm" not in events.Tags()["scalars"]
     histogram = events.Histograms("log2 gradient/a")[0].histogram_value
     assert list(zip(histogram.bucket_limit, histogram.bucket, strict=True)) == [(-2, 1), (-1, 0), (0, 4)]
+    spread = events.Histograms("gradients of each module/flush fp16")[0].histogram_value
+    assert (spread.min, spread.max, spread.num) == (0.125, 0.25, 2)
+    assert spread.bucket[0] == spread.bucket[-1] == 1
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert texts["diagnosis/text_summary"] == "a made an inf\n\nlower scale"
     assert "|model|GPT|" in texts["settings/text_summary"]
+    assert "|gradients|flush fp16|a|0.25|" in texts["worst/text_summary"]
+
+
+def test_tensorboard_has_as_many_curves_for_a_model_of_any_size(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    names = [f"blocks.{index}" for index in range(300)]
+    sink = TensorBoard(tmp_path)
+    sink(recorded.step(1, 1024.0))
+    sink(recorded.sample(1, 1024.0, dict.fromkeys(names, -20.0), dict.fromkeys(names, 1.0)))
+    sink.close()
+    tags = accumulator.EventAccumulator(str(tmp_path)).Reload().Tags()
+    assert len(tags["scalars"]) == 23
+    assert {tag.split("/")[0] for tag in tags["scalars"]} == {"step", "gradients", "outputs", "updates"}
+    assert len(tags["histograms"]) == 18 + 300
 
 
 def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from castwise.monitor.tensorboard_events import curves as curves_of
+from castwise.monitor.curves import of_step
 
 # The server is asked as often, or when a request is full, and not once for each number.
 _SECONDS_BETWEEN_REQUESTS = 10.0
@@ -20,11 +20,10 @@ _WHOLE_MODEL = "whole model"
 class MLflow:
     """A sink of `Monitor` that logs to MLflow: needs the extra `castwise[mlflow]`.
 
-    Metrics have the names of the TensorBoard sink's curves. Of each step: `step/scale`, `step/loss`, `step/grad_norm`,
-    `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each module: `flush <format>/<module>` and
-    `headroom_bits <format>/<module>` of its gradients, and of its outputs `activation flush <format>/<module>` and
-    `activation headroom_bits <format>/<module>`, and for each parameter `update_to_weight/<parameter>` and
-    `lost_in_bf16/<parameter>`. The settings of the training are parameters
+    Metrics of each step are `step/scale`, `step/loss`, `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). Of
+    sampled steps, for each module: `flush <format>/<module>` and `headroom_bits <format>/<module>` of its gradients,
+    `activation flush <format>/<module>` and `activation headroom_bits <format>/<module>` of its outputs, and for each
+    parameter `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. The settings of the training are parameters
     of the MLflow run, `castwise/<setting>`; one that it has already stays as it is. The tag `castwise.last_skip` says
     which step was skipped last, and why. Each diagnosis is a text among the artifacts, in `castwise`.
 
@@ -91,11 +90,11 @@ class _Run:
         if kind == "run":
             self._log_settings(record)
         elif kind == "step":
-            self._add(_of_step(record), step)
+            self._add(of_step(record).items(), step)
             if record["skipped"]:
                 self._tags["castwise.last_skip"] = f"step {step}: {record['cause']} {' '.join(record['parameters'])}"
         elif kind == "sample":
-            self._add(curves_of(record), step)
+            self._add(_of_sample(record), step)
         elif kind == "diagnosis":
             text = f"{record['text']}\n\n{record['advice']}"
             self._client.log_text(self._id, text, f"castwise/diagnosis of step {step}.txt")
@@ -103,7 +102,7 @@ class _Run:
         if kind == "sample" or is_time or len(self._metrics) >= MAX_METRICS_PER_BATCH:
             self.send()
 
-    def _add(self, curves: Iterator[tuple[str, float]], step: int) -> None:
+    def _add(self, curves: Iterable[tuple[str, float]], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -168,7 +167,13 @@ def _candidates(name: str) -> Iterator[str]:
         yield f"{group}/{rest}"[: MAX_ENTITY_KEY_LENGTH - len(suffix)] + suffix
 
 
-def _of_step(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name in ("scale", "loss", "grad_norm", "seconds", "skipped"):
-        if record[name] is not None:
-            yield f"step/{name}", float(record[name])
+def _of_sample(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the name and the value of each metric: MLflow has no histograms, so each module has its own."""
+    for prefix, kind in (("", "modules"), ("activation ", "activations")):
+        for module, statistics in record[kind].items():
+            for number_format, fit in statistics["formats"].items():
+                for name in ("flush", "headroom_bits"):
+                    yield f"{prefix}{name} {number_format}/{module}", fit[name]
+    for parameter, facts in record["weights"].items():
+        for name, value in facts.items():
+            yield f"{name}/{parameter}", value

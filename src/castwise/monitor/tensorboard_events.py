@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from castwise.monitor.curves import Histogram, Spread, exponents, of_sample, of_step
+
+_EACH = {"gradients": "module", "outputs": "module", "updates": "parameter"}
 
 
 class TensorBoard:
     """Writes records as TensorBoard events: needs the extra `castwise[tensorboard]`.
 
-    Curves of each step are `step/scale`, `step/loss`, `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). At
-    sampled steps there are, for each module, `flush <format>/<module>`, `headroom_bits <format>/<module>` and the
-    histogram `log2 gradient/<module>` of its gradients, `activation flush <format>/<module>` and
-    `activation headroom_bits <format>/<module>` of its outputs, and for each parameter
-    `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. Diagnoses are texts.
+    There are at most 23 curves, whatever the size of the model. Of each step: `step/scale`, `step/loss`,
+    `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each format, the worst of all
+    modules: `gradients/flush <format>`, `gradients/headroom_bits <format>`, and the same of `outputs`; and the largest
+    of all parameters: `updates/update_to_weight` and `updates/lost_in_bf16`. The text `worst` names the modules and
+    parameters that these are of. How all of them are spread is in histograms: `gradients of each module/...`,
+    `outputs of each module/...`, `updates of each parameter/...`; and `log2 gradient/<module>` is the histogram of the
+    module's gradients. Diagnoses are texts.
 
     Args:
         folder: Where the event files go; made when the first record comes.
@@ -59,31 +66,34 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]))
 
     def _write_step(self, record: Mapping[str, Any]) -> None:
-        for name in ("scale", "loss", "grad_norm", "seconds", "skipped"):
-            if record[name] is not None:
-                self._writer.add_scalar(f"step/{name}", float(record[name]), record["step"])
+        for name, value in of_step(record).items():
+            self._writer.add_scalar(name, value, record["step"])
         if record["skipped"]:
             self._writer.add_text("skipped", f"{record['cause']} {' '.join(record['parameters'])}", record["step"])
 
     def _write_sample(self, record: Mapping[str, Any]) -> None:
-        for name, value in curves(record):
-            self._writer.add_scalar(name, value, record["step"])
+        step, spreads = record["step"], of_sample(record)
+        for spread in spreads:
+            self._writer.add_scalar(f"{spread.group}/{spread.name}", spread.worst_value, step)
+            name = f"{spread.group} of each {_EACH[spread.group]}/{spread.name}"
+            self._write_histogram(name, spread.histogram(), step)
         for module, statistics in record["modules"].items():
-            self._write_histogram(f"log2 gradient/{module}", statistics["exponents"], record["step"])
+            self._write_histogram(f"log2 gradient/{module}", exponents([statistics]), step)
+        self._writer.add_text("worst", _table(spreads), step)
 
-    def _write_histogram(self, name: str, exponents: Mapping[str, Any], step: int) -> None:
-        counts, lowest = exponents["counts"], exponents["lowest"]
-        if not counts:
+    def _write_histogram(self, name: str, histogram: Histogram | None, step: int) -> None:
+        if histogram is None:
             return
-        middles = [lowest + index + 0.5 for index in range(len(counts))]
+        edges, counts = histogram
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
         self._writer.add_histogram_raw(
             name,
-            min=lowest,
-            max=lowest + len(counts),
+            min=edges[0],
+            max=edges[-1],
             num=sum(counts),
             sum=sum(n * middle for n, middle in zip(counts, middles, strict=True)),
             sum_squares=sum(n * middle**2 for n, middle in zip(counts, middles, strict=True)),
-            bucket_limits=[lowest + index + 1 for index in range(len(counts))],
+            bucket_limits=edges[1:],
             bucket_counts=counts,
             global_step=step,
         )
@@ -92,13 +102,6 @@ class TensorBoard:
         self._writer.add_text("diagnosis", f"{record['text']}\n\n{record['advice']}", record["step"])
 
 
-def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each curve that a sample adds to."""
-    for prefix, kind in (("", "modules"), ("activation ", "activations")):
-        for module, statistics in record[kind].items():
-            for number_format, fit in statistics["formats"].items():
-                for name in ("flush", "headroom_bits"):
-                    yield f"{prefix}{name} {number_format}/{module}", fit[name]
-    for parameter, facts in record["weights"].items():
-        for name, value in facts.items():
-            yield f"{name}/{parameter}", value
+def _table(spreads: list[Spread]) -> str:
+    rows = [f"|{each.group}|{each.name}|{each.worst}|{each.worst_value:.3g}|" for each in spreads]
+    return "\n".join(["|of|statistic|worst|value|", "|---|---|---|---|", *rows])

@@ -1,0 +1,105 @@
+"""A monitor's records as metrics, histograms and texts of a Weights & Biases run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from castwise.monitor.curves import Histogram, exponents, of_sample, of_step
+
+if TYPE_CHECKING:
+    import wandb
+
+_STEP = "castwise/number of step"
+
+
+class WandB:
+    """A sink of `Monitor` that logs to Weights & Biases: needs the extra `castwise[wandb]`.
+
+    Metrics begin with `castwise/`, are drawn over the number of the training's step, and leave the run's own steps to
+    the script. There are at most 23 numbers, with the names of the `TensorBoard` sink's curves: of each step
+    `castwise/step/loss` and so on, of sampled steps the worst of all modules, such as `castwise/gradients/flush fp16`.
+    How all modules are spread is in histograms, `castwise/gradients/all flush fp16`, and `castwise/gradients/log2` is
+    the histogram of the gradients themselves. The settings of the training are in the run's config, in `castwise`. The
+    run's summary says which step was skipped last and why (`castwise/last skip`), what the last diagnosis was
+    (`castwise/last diagnosis`), and of which modules the worst numbers are (`castwise/worst`).
+
+    With `WANDB_MODE=offline` nothing is sent until `wandb sync`.
+
+    Args:
+        run: What `wandb.init` has returned. By default it is the run that is active when the first record comes; if
+            there is none, one is started then, and finished at the monitor's end.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed.
+
+    Example:
+        >>> sink = WandB(wandb.init(project="gpt"))  # doctest: +SKIP
+        >>> monitor = castwise.Monitor(model, optimizer, scaler, sinks=["runs/x", sink])  # doctest: +SKIP
+    """
+
+    def __init__(self, run: wandb.Run | None = None) -> None:
+        if find_spec("wandb") is None:
+            raise ModuleNotFoundError("the WandB sink needs wandb: pip install 'castwise[wandb]'")
+        self._given = run
+        self._run: Any = None
+        self._is_ours = False
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Log a record."""
+        if self._run is None:
+            self._begin()
+        kind, summary = record["kind"], self._run.summary
+        if kind == "run":
+            about = {name: record[name] for name in ("castwise", "torch", "device") if name in record}
+            self._run.config.update({"castwise": {**about, **record["settings"]}}, allow_val_change=True)
+        elif kind == "step":
+            self._log(of_step(record), record["step"])
+            if record["skipped"]:
+                text = f"step {record['step']}: {record['cause']} {' '.join(record['parameters'])}"
+                summary["castwise/last skip"] = text
+        elif kind == "sample":
+            self._log_sample(record)
+        elif kind == "diagnosis":
+            summary["castwise/last diagnosis"] = f"step {record['step']}: {record['text']}\n\n{record['advice']}"
+        elif kind == "end":
+            self.close()
+
+    def close(self) -> None:
+        """Finish the run if this sink has started it; a later record begins another one."""
+        if self._run is not None and self._is_ours:
+            self._run.finish()
+        self._run = None
+
+    def __repr__(self) -> str:
+        return "WandB()" if self._given is None else f"WandB(run {self._given.id})"
+
+    def _begin(self) -> None:
+        import wandb
+
+        active = self._given or wandb.run
+        self._is_ours = active is None
+        self._run = active or wandb.init()
+        self._run.define_metric(_STEP, hidden=True)
+        self._run.define_metric("castwise/*", step_metric=_STEP)
+
+    def _log_sample(self, record: Mapping[str, Any]) -> None:
+        spreads = of_sample(record)
+        values: dict[str, Any] = {f"{each.group}/{each.name}": each.worst_value for each in spreads}
+        values |= {f"{each.group}/all {each.name}": _drawn(each.histogram()) for each in spreads}
+        of_gradients = exponents(record["modules"].values())
+        if of_gradients is not None:
+            values["gradients/log2"] = _drawn(of_gradients)
+        self._log(values, record["step"])
+        self._run.summary["castwise/worst"] = {f"{each.group} {each.name}": each.worst for each in spreads}
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log({_STEP: step, **{f"castwise/{name}": value for name, value in values.items()}})
+
+
+def _drawn(histogram: Histogram) -> Any:
+    import numpy as np
+    import wandb
+
+    return wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))

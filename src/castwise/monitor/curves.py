@@ -1,0 +1,93 @@
+"""What dashboards show of a record: a number of curves that does not grow with the model, and histograms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_BINS = 30
+_WORST = {"flush": max, "headroom_bits": min, "update_to_weight": max, "lost_in_bf16": max}
+
+
+class Histogram(NamedTuple):
+    """How many numbers lie between two neighbouring edges, of which there is one more."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One statistic of all modules, or of all parameters, in a sampled step.
+
+    Args:
+        group: `"gradients"`, `"outputs"` or `"updates"`.
+        name: Such as `"flush fp16"`.
+        values: By module or parameter; finite ones, at least one.
+        worst: The module or parameter with the worst of them.
+    """
+
+    group: str
+    name: str
+    values: Mapping[str, float]
+    worst: str
+
+    @property
+    def worst_value(self) -> float:
+        """The largest of the values; of `headroom_bits` the smallest."""
+        return self.values[self.worst]
+
+    def histogram(self) -> Histogram:
+        """Count the values, in bins of one width."""
+        lowest, highest = min(self.values.values()), max(self.values.values())
+        width = (highest - lowest) / _BINS or 1.0
+        counts = [0] * _BINS
+        for value in self.values.values():
+            counts[min(int((value - lowest) / width), _BINS - 1)] += 1
+        return Histogram([lowest + width * index for index in range(_BINS + 1)], counts)
+
+
+def of_step(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step by the names of their curves: at most five."""
+    names = ("scale", "loss", "grad_norm", "seconds", "skipped")
+    return {f"step/{name}": float(record[name]) for name in names if record[name] is not None}
+
+
+def of_sample(record: Mapping[str, Any]) -> list[Spread]:
+    """Return the statistics of a sample: at most 18."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for group, where, name, value in _numbers(record):
+        if value is not None and math.isfinite(value):
+            found.setdefault((group, name), {})[where] = value
+    return [_spread(group, name, values) for (group, name), values in found.items()]
+
+
+def exponents(statistics: Iterable[Mapping[str, Any]]) -> Histogram | None:
+    """Return how many numbers have which binary exponent, of several modules together; None if there are no numbers."""
+    found = [each["exponents"] for each in statistics if each["exponents"]["counts"]]
+    if not found:
+        return None
+    lowest = min(each["lowest"] for each in found)
+    counts = [0] * (max(each["lowest"] + len(each["counts"]) for each in found) - lowest)
+    for each in found:
+        for index, number in enumerate(each["counts"], each["lowest"] - lowest):
+            counts[index] += number
+    return Histogram([float(lowest + index) for index in range(len(counts) + 1)], counts)
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float | None]]:
+    for group, kind in (("gradients", "modules"), ("outputs", "activations")):
+        for module, statistics in record[kind].items():
+            for number_format, fit in statistics["formats"].items():
+                for name in ("flush", "headroom_bits"):
+                    yield group, module or "whole model", f"{name} {number_format}", fit[name]
+    for parameter, facts in record["weights"].items():
+        for name, value in facts.items():
+            yield "updates", parameter, name, value
+
+
+def _spread(group: str, name: str, values: Mapping[str, float]) -> Spread:
+    worst = _WORST[name.split()[0]](values, key=lambda where: values[where])
+    return Spread(group, name, values, worst)
