@@ -36,6 +36,9 @@ class Finder(Observer):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, within `scaler.step` or without."""
 
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped, without `scaler.step`."""
+
     def told(self, facts: StepFacts) -> None:
         """What became of a step with a scaler: on an accelerator two updates later."""
 

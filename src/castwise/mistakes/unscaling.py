@@ -76,6 +76,10 @@ class Unscaling(Finder):
             )
         self._forget(optimizer)
 
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say so of a step whose closure has computed such gradients."""
+        self.optimizer_steps(optimizer)
+
     def _is_scaled(self, param: torch.Tensor) -> bool:
         """Return True if the gradient is still the one that a scaled backward brought: not set to None since."""
         scaled = self._scaled.get(id(param))

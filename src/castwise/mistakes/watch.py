@@ -256,6 +256,7 @@ class Watch(Observer):
     @never_traced
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self.is_stepping and not self._is_elsewhere():
+            self._each("optimizer_stepped", optimizer)
             self._tick()
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
