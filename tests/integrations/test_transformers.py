@@ -235,7 +235,7 @@ def test_the_callback_records_every_step_and_changes_none(tmp_path: Path) -> Non
     record = Run.read(tmp_path / "run")
     assert record.ended
     assert [(step["step"], step["loss"]) for step in record.steps] == [(1, None), (2, None), (3, None), (4, None)]
-    assert [sample["step"] for sample in record.samples] == [1, 3]
+    assert [sample["step"] for sample in record.samples] == [1, 2, 4]
     assert record.settings["model"] == "GPT2LMHeadModel"
     assert "transformer.h.1.mlp.c_fc.weight" in record.samples[0]["gradients"]
     assert "transformer.h.1.mlp.c_fc" in record.samples[1]["activations"]

@@ -152,7 +152,7 @@ def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) ->
     assert ["non-finite loss (1)", [22]] in traces
     assert browser.run("document.querySelectorAll('#timeline-1 .scatterlayer path.point').length") >= 2
     cells = browser.run("document.getElementById('headroom_bits-1').data[0].z")
-    assert [len(row) for row in cells] == [10] * 3  # two Linear layers and a LayerNorm; the ReLU has no parameters
+    assert [len(row) for row in cells] == [13] * 3  # two Linear layers and a LayerNorm; the ReLU has no parameters
     assert all(value is None or 0 < value < 999 for row in cells for value in row)
     assert browser.run("document.querySelectorAll('#headroom_bits-1 .heatmaplayer image').length") == 1
     assert browser.run("document.querySelectorAll('#histogram-1 .barlayer .point').length") > 20

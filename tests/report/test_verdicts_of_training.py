@@ -91,8 +91,8 @@ def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
     assert model.weight.isnan().all()
     worst = next(iter(found))
     assert worst.severity == "critical"
-    assert worst.text.startswith("Training is lost: gradients are inf or NaN from step 9 on")
-    assert worst.evidence["last_finite_sample_step"] == 7
+    assert worst.text.startswith("Training is lost: gradients are inf or NaN from step 8 on")
+    assert worst.evidence["last_finite_sample_step"] == 6
     assert "all right" not in str(found)
     assert "gradients fit" not in str(found)
 

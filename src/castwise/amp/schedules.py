@@ -155,7 +155,7 @@ class Dynamic(Schedule):
         _check_bounds(self.init_scale, self.min_scale, self.max_scale)
         one_of("on_nonfinite_loss", self.on_nonfinite_loss, ("backoff", "hold"))
 
-    @cached_property
+    @property
     def needs_loss(self) -> bool:  # type: ignore[override]  # of this schedule an option decides
         """Whether it has to know if the loss was finite."""
         return self.on_nonfinite_loss == "hold"
