@@ -26,7 +26,8 @@ OF_RANKS = {
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
 # What the user has named on the command line, to be run.
-ALLOWED = {("cli/script.py", "compile"), ("cli/script.py", "exec")}
+# What the user names on the command line to be run.
+ALLOWED = {(f"cli/{file}", call) for file in ("script.py", "traced_model.py") for call in ("compile", "exec")}
 
 
 def what_may_run_code(code: str) -> set[str]:

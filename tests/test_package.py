@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "diagnosis": {"amp", "policy", "tracing", "mistakes"},
     "monitor": {"amp", "policy", "tracing", "mistakes", "diagnosis"},
     "report": {"amp", "monitor"},
-    "installation": {"amp", "policy", "weights", "mistakes", "monitor", "report"},
+    "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},
     "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
     "demo": {"monitor", "report"},
     "bench": {"amp", "monitor", "demo"},

@@ -131,6 +131,7 @@ METAVARS = {
         "[tiny|small]",
         "[ddp|fsdp|fsdp2|tp]",
         "[first|diagnose|nothing]",
+        "[mistake|warning|critical]",
     ),
 }
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
+import math
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -18,7 +21,8 @@ import torch
 from tests.forked import Python, on_ranks
 from typer.testing import CliRunner
 
-from castwise import schedules
+import castwise
+from castwise import Policy, schedules
 from castwise.cli import app
 from castwise.cli.policies import read_schedule
 from castwise.cli.script import Script
@@ -93,7 +97,7 @@ def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
     assert run.returncode == 0, run.stderr
     assert run.stdout == plain
     assert "weights " in run.stdout
-    assert f"wrote {tmp_path / 'report.html'}" in run.stderr
+    assert f"castwise: report: {tmp_path / 'report.html'}" in run.stderr
     assert (tmp_path / "report.html").stat().st_size > 1e6
     kinds = [record["kind"] for record in records(tmp_path)]
     assert kinds.count("step") >= 10
@@ -122,7 +126,7 @@ def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     assert len(folders) == 2
     assert folders[1] == folders[0] + "-rank1"
     assert (tmp_path / "report.html").is_file()
-    assert run.stderr.count("castwise: wrote") == 1
+    assert run.stderr.count("castwise: report: ") == 1
 
 
 TRAINING = """import torch
@@ -181,7 +185,11 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     run = forked("--out", tmp_path / "out", script)
     told = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
     assert run.stderr.count(told) == 1
-    assert run.stderr.rstrip().endswith("mistakes of the script: 1")
+    *_, counts, _, mistake, report = run.stderr.splitlines()
+    assert counts.startswith("castwise: ")
+    assert "; skipped: " in counts
+    assert mistake.startswith(f"castwise: mistake: {script}:{line}: ")
+    assert report == f"castwise: report: {tmp_path / 'out' / 'report.html'}"
     assert f"correct: scaler.unscale_(optimizer)\n             {wrong}" in run.stderr
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"{script}:{line}" in page
@@ -354,3 +362,96 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(
     assert message in run.stderr
     assert run.stderr.count("\n") == 1
     assert not (tmp_path / "castwise-run").exists()
+
+
+def losses(run: subprocess.CompletedProcess[str]) -> tuple[float, float]:
+    first, last = (float(line.removeprefix("loss ")) for line in run.stdout.splitlines() if line.startswith("loss "))
+    return first, last
+
+
+def finding(run: subprocess.CompletedProcess[str], out: Path) -> str:
+    """The first finding on the terminal, which the report has as well."""
+    (line,) = (line for line in run.stderr.splitlines() if line.startswith(("castwise: critical", "castwise: warning")))
+    sentence = line.split(": ", 2)[2]
+    page = html.unescape(re.sub(r"<[^>]*>", "", (out / "report.html").read_text()))
+    assert sentence.partition(" 2^")[0][:60] in page  # where it is set as a power
+    return sentence
+
+
+def test_a_module_that_overflows_is_named_and_the_policy_that_is_printed_helps(tmp_path: Path) -> None:
+    fault, modules = ["broken.py", "--logits", "400"], dict[str, str]()
+    run = forked("--out", tmp_path, *fault)
+    assert math.isnan(losses(run)[1])
+    for _ in range(2):  # what overflows in one block hides the next
+        said = finding(run, tmp_path)
+        assert "aten.bmm in module blocks." in said
+        assert "broken.py:25" in said
+        printed = re.search(r"castwise\.Policy\(.*?\}\)", said)
+        assert printed is not None
+        policy: Policy = eval(printed[0], {"castwise": castwise})
+        modules |= policy.modules
+        Policy(policy.compute, modules).to_file(tmp_path / "policy.toml")
+        run = forked("--out", tmp_path / "out", "--policy", tmp_path / "policy.toml", *fault)
+        if not math.isnan(losses(run)[1]):
+            break
+    assert set(modules) <= {"blocks.0.attn", "blocks.1.attn"}
+    first, last = losses(run)
+    assert last < 0.7 * first
+    assert "critical" not in run.stderr
+
+
+def test_a_batch_with_a_nan_is_named_down_to_the_element(tmp_path: Path) -> None:
+    run = forked("--out", tmp_path, "broken.py", "--nan-batch", 10)
+    said = finding(run, tmp_path)
+    assert "step 10" in said
+    assert "the scale is not the cause" in said
+    assert "Input 0 is nan at (1, 2, 3)" in said
+    assert "drop or repair" in said
+    first, last = losses(forked("--out", tmp_path, "broken.py"))  # without it
+    assert last < 0.7 * first
+
+
+def test_a_learning_rate_that_is_far_too_high_is_called_divergence(tmp_path: Path) -> None:
+    run = forked("--out", tmp_path, "broken.py", "--lr", 3)
+    said = finding(run, tmp_path)
+    assert said.startswith("Training diverged: the loss grew from ")
+    assert "Lower the learning rate (3 at the beginning), warm it up, or clip" in said
+    assert "Policy" not in said
+    first, last = losses(forked("--out", tmp_path, "broken.py", "--lr", 0.1))
+    assert last < 0.7 * first
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ([], 0),
+        (["--fail-on", "mistake"], 0),
+        (["--fail-on", "critical"], 0),
+        (["--fail-on", "mistake", "--fail-on", "warning"], 1),
+    ],
+)
+def test_a_finding_fails_a_run_in_ci_if_it_is_asked_to(options: list[str], code: int, tmp_path: Path) -> None:
+    run = forked("--out", tmp_path, *options, "broken.py", "--nan-batch", 2, "--steps", 4)
+    assert run.returncode == code
+    assert len(run.stdout.splitlines()) == 2
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_script_that_fails_keeps_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{TRAINING}\nraise SystemExit(7)\n")
+    assert forked("--out", tmp_path / "out", "--fail-on", "mistake", tmp_path / "train.py").returncode == 7
+
+
+def test_json_at_the_end_is_one_line_for_programs(tmp_path: Path) -> None:
+    run = forked("--out", tmp_path, "--json", "broken.py", "--nan-batch", 2, "--steps", 4)
+    *_, last = run.stderr.splitlines()
+    found = json.loads(last)
+    assert found["report"] == str(tmp_path / "report.html")
+    assert found["runs"][0]["skipped"] == {"non-finite loss": 1}
+    assert found["runs"][0]["findings"][0]["severity"] == "warning"
+
+
+@pytest.mark.parametrize(("on_skip", "diagnosed"), [("first", 3), ("diagnose", 5), ("nothing", 0)])
+def test_as_many_skips_are_diagnosed_as_are_asked_for(on_skip: str, diagnosed: int, tmp_path: Path) -> None:
+    forked("--out", tmp_path, "--on-skip", on_skip, "broken.py", "--logits", 400, "--steps", 5)
+    assert [record["kind"] for record in records(tmp_path)].count("diagnosis") == diagnosed

@@ -25,6 +25,14 @@ class OnSkip(str, Enum):
     NOTHING = "nothing"
 
 
+class FailOn(str, Enum):
+    """What `--fail-on` takes."""
+
+    MISTAKE = "mistake"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
 DIAGNOSES = {OnSkip.FIRST: 3, OnSkip.DIAGNOSE: math.inf, OnSkip.NOTHING: 0}
 
 chosen: list[Callable[[], None]] = []
@@ -67,14 +75,22 @@ def run(
             metavar="[first|diagnose|nothing]", help="Diagnose the first three skipped steps, all of them, or none."
         ),
     ] = OnSkip.FIRST,
+    fail_on: Annotated[
+        list[FailOn] | None,
+        typer.Option(
+            metavar="[mistake|warning|critical]",
+            help="Exit with 1 if the script has such a mistake or finding; can be given several times.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON instead of text.")] = False,
 ) -> None:
     """Run a training script with castwise instead of torch.amp, monitored, and write a report at its end.
 
     Options for castwise come before SCRIPT, those of the script after it. The script's exit code, traceback and output
-    are its own; castwise writes to standard error. Exits with 2 if the script cannot be run.
+    are its own; castwise writes to standard error. Exits with 2 if the script cannot be run, and with 1 for --fail-on.
     """
     from castwise.cli.policies import read_policy, read_schedule
-    from castwise.cli.script import Script
+    from castwise.cli.script import Ending, Script
 
     try:
         _check_script(script, context)
@@ -85,7 +101,8 @@ def run(
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
-    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip]))
+    ending = Ending(tuple(level.value for level in fail_on or ()), as_json)
+    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
 
 
 def _check_folder(out: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import runpy
 import signal
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import castwise
 import castwise.installation
@@ -24,8 +27,21 @@ from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
 from castwise.monitor.sinks import FILE_NAME
 from castwise.policy.policy import Policy
+from castwise.report.summary import Level, Summary
 
 _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
+
+
+class Ending(NamedTuple):
+    """What is done when a script has ended.
+
+    Args:
+        fail_on: End with exit code 1 if there is one of these and the script itself has not failed.
+        as_json: Print one line of JSON instead of text.
+    """
+
+    fail_on: tuple[Level, ...] = ()
+    as_json: bool = False
 
 
 class Script:
@@ -42,7 +58,7 @@ class Script:
 
     def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
         self.name, self.arguments, self.is_module = name, arguments, is_module
-        self._is_interrupted = False
+        self._is_interrupted = self._has_failed = False
         if is_module:
             sys.path[0] = os.getcwd()
             _check_module(name)
@@ -66,18 +82,23 @@ class Script:
         schedule: Schedule | None,
         weight_cache: bool,
         diagnoses: float,
+        ending: Ending,
     ) -> None:
         """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
         out = out.absolute()  # the script may change the folder
         castwise.installation.begin(Account(out, every, diagnoses), Settings(policy, schedule, weight_cache))
         WATCH.warns = False  # scripts filter warnings
         WATCH.begin_telling(self._say)
-        atexit.register(self._finish, out, os.getpid())  # before any of the script's, so it comes after them
+        atexit.register(self._finish, out, os.getpid(), ending)  # before any of the script's, so it comes after them
         sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer has set its own
         try:
             self._execute()
+        except SystemExit as exit_:
+            self._has_failed = exit_.code not in (None, 0)
+            raise
         except BaseException:
+            self._has_failed = True
             _hide_own_frames()
             raise
 
@@ -102,29 +123,44 @@ class Script:
             self._is_interrupted = True
             raise
 
-    def _finish(self, out: Path, pid: int) -> None:
+    def _finish(self, out: Path, pid: int, ending: Ending) -> None:
         """Write the report, and say what there is to say."""
         if os.getpid() != pid:
             return  # of a worker that was forked
         was_recording, seen = castwise.installation.is_recording(), castwise.installation.what_was_seen()
-        report = castwise.uninstall()
+        summary = castwise.installation.end()
         WATCH.stop()
         if rank_now() == 0:
-            ending = f"wrote {report}" if report is not None else f"recorded in {out}"
+            lines = [f"recorded in {out}"] if summary is None or summary.report is None else []
             if not was_recording:
-                ending = "no optimizer of a module has stepped"
-                ending += f" in this process, which has seen {seen}" if seen else ": nothing was recorded"
-                if any(out.glob(f"*-process*/{FILE_NAME}")):
-                    ending += f"; of workers that it has forked there are records: castwise report {out}"
-            if WATCH.found:
-                ending += f"; mistakes of the script: {len(WATCH.found)}"
-            print(f"castwise: {ending}", file=sys.stderr)
+                lines = [_without_records(out, seen)]
+            mistakes = [each.record() for each in WATCH.found]  # also those that are known only now
+            self._tell(lines, replace(summary or Summary(), mistakes=mistakes), ending)
         if self._is_interrupted and sys.platform != "win32":
             # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
             sys.stdout.flush()
             sys.stderr.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(pid, signal.SIGINT)
+
+    def _tell(self, lines: list[str], summary: Summary, ending: Ending) -> None:
+        if ending.as_json:
+            print(json.dumps(summary.record()), file=sys.stderr)
+        else:
+            for line in [*lines, *summary.lines()]:
+                print(f"castwise: {line}", file=sys.stderr)
+        if summary.fails(ending.fail_on) and not self._has_failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # what is called at exit cannot change the exit code otherwise
+
+
+def _without_records(out: Path, seen: str) -> str:
+    text = "no optimizer of a module has stepped"
+    text += f" in this process, which has seen {seen}" if seen else ": nothing was recorded"
+    if any(out.glob(f"*-process*/{FILE_NAME}")):
+        text += f"; of workers that it has forked there are records: castwise report {out}"
+    return text
 
 
 def _check_module(name: str) -> None:

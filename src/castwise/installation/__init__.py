@@ -8,13 +8,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from castwise.amp.schedules import Schedule
 from castwise.installation.account import Account
 from castwise.installation.replacement import Replacement
 from castwise.installation.settings import Settings
 from castwise.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from castwise.report.summary import Summary
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -97,6 +100,12 @@ def uninstall() -> Path | None:
     Returns:
         The report; None if there is none.
     """
+    summary = end()
+    return None if summary is None else summary.report
+
+
+def end() -> Summary | None:
+    """`uninstall`, and return what the recorded runs come down to; None if there are none."""
     with _LOCK:
         if not _INSTALLED:
             return None

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from castwise.monitor.monitor import Monitor, check_every
 from castwise.monitor.ranks import Ranks, rank_now
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import FILE_NAME, JSONL
+
+if TYPE_CHECKING:
+    from castwise.report.summary import Summary
 
 REPORT = "report.html"
 # What diagnoses may keep of a step.
@@ -76,8 +79,8 @@ class Account(Observer):
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def end(self) -> Path | None:
-        """Record what is still on its way, and write the report; return where it is if there is one."""
+    def end(self) -> Summary | None:
+        """Record what is still on its way, write the report, and return what it comes down to if there is one."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -86,13 +89,11 @@ class Account(Observer):
             with self._guard:
                 monitor.detach()
         WATCH.end_telling(self._told)
-        return self._write_report() if self.has_recorded and not self._rank else None
+        if not self.has_recorded or self._rank or self.out is None:
+            return None
+        from castwise.report.summary import end
 
-    def _write_report(self) -> Path | None:
-        from castwise.report.report import write_report_or_warn
-
-        assert self.out is not None
-        return write_report_or_warn(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
+        return end(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
 
     @property
     def has_recorded(self) -> bool:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from castwise import _files
 from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two
-from castwise._warnings import warn
 from castwise.monitor.formats import LOW_PRECISION
 from castwise.monitor.run import Run
 from castwise.report.diagnosed import Diagnosed
@@ -195,15 +194,6 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     # A path may hold what no encoding knows.
     _files.replace(target, _page(environment, plotly_js, views).encode(errors="backslashreplace"))
     return target
-
-
-def write_report_or_warn(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path | None:
-    """`write_report` at the end of a training, which does not fail for its report: None and a RuntimeWarning then."""
-    try:
-        return write_report(runs, path)
-    except (ImportError, OSError, ValueError) as error:
-        warn(f"there is no report in {Path(path).parent}, only the record: {error}", RuntimeWarning, 2)
-        return None
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from castwise.integrations._lightning.scaling import Scaling
 from castwise.monitor.monitor import Monitor
-from castwise.report.report import write_report_or_warn
+from castwise.report.summary import end_and_say
 
 _PAGE = "report.html"
 
@@ -50,4 +50,4 @@ class Report:
             trainer.precision_plugin.update_if_due()
         monitor.__exit__(None if error is None else type(error), error, None)
         if trainer.is_global_zero:
-            write_report_or_warn([self.folder], self.folder / _PAGE)
+            end_and_say([self.folder], self.folder / _PAGE)

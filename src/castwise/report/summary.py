@@ -1,0 +1,131 @@
+"""What runs come down to: six lines at most for the end of training, and a JSON object for programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from castwise._number_text import several
+from castwise._warnings import warn
+from castwise.monitor.run import Run
+from castwise.report.advice import SEVERITIES, Advice
+from castwise.report.report import labels, write_report
+from castwise.report.run_facts import RunFacts
+from castwise.report.verdicts import Verdict, judge
+
+Level = Literal["mistake", "warning", "critical"]
+"""What `castwise run --fail-on` takes: a mistake of the script, or a finding that is at least so severe."""
+
+_MISTAKES_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What runs come down to.
+
+    Args:
+        runs: As they were recorded.
+        verdicts: The verdict on each.
+        mistakes: What the script does wrong, each once.
+        report: The page about them; None if there is none.
+    """
+
+    runs: Sequence[Run] = ()
+    verdicts: Sequence[Verdict] = ()
+    mistakes: Sequence[dict[str, Any]] = ()
+    report: Path | None = None
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
+        """Judge some runs."""
+        mistakes = {(each["name"], each["file"], each["line"]): each for run in runs for each in run.mistakes}
+        return cls(runs, [judge(RunFacts(run)) for run in runs], list(mistakes.values()), report)
+
+    @property
+    def first_finding(self) -> Advice | None:
+        """The gravest piece of advice for any of the runs."""
+        pieces = [piece for verdict in self.verdicts for piece in verdict]
+        return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
+
+    def lines(self) -> list[str]:
+        """Return six lines at most: steps, skips, the first finding, mistakes, and where the report is."""
+        steps = [step for run in self.runs for step in run.steps]
+        causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
+        skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
+        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}"] if self.runs else []
+        if self.first_finding is not None:
+            lines.append(f"{self.first_finding.severity}: {self.first_finding.text}")
+        for mistake in self.mistakes[:_MISTAKES_SHOWN]:
+            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
+            lines.append(f"mistake: {where}{mistake['text']}")
+        if len(self.mistakes) > _MISTAKES_SHOWN:
+            lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
+        if self.report is not None:
+            lines.append(f"report: {self.report}")
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """Return the same and all findings, as what JSON has words for."""
+        names = labels([run.path for run in self.runs]) if self.runs else []
+        return {
+            "report": None if self.report is None else str(self.report),
+            "mistakes": list(self.mistakes),
+            "runs": [
+                {
+                    "run": name,
+                    "steps": len(run.steps),
+                    "skipped": dict(Counter(step.get("cause") or "unknown" for step in run.steps if step["skipped"])),
+                    "findings": [
+                        {
+                            "severity": piece.severity,
+                            "text": piece.text,
+                            "evidence": dict(piece.shown_evidence()),
+                        }
+                        for piece in verdict
+                    ],
+                }
+                for name, run, verdict in zip(names, self.runs, self.verdicts, strict=True)
+            ],
+        }
+
+    def fails(self, levels: Iterable[Level]) -> bool:
+        """Return True if there is something of one of these levels: a mistake, or a finding at least so severe."""
+        wanted = set(levels)
+        severities = {piece.severity for verdict in self.verdicts for piece in verdict}
+        grave = {"critical", "warning"} if "warning" in wanted else {"critical"} if "critical" in wanted else set()
+        return bool(severities & grave) or ("mistake" in wanted and bool(self.mistakes))
+
+
+def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
+    """Write the report of runs that have ended, and judge them; what fails is a RuntimeWarning, not an error.
+
+    Args:
+        records: Their folders or files.
+        page: Where the report goes.
+
+    Returns:
+        None if a record cannot be read.
+    """
+    try:
+        runs = [Run.read(record) for record in records]
+    except (OSError, ValueError) as error:
+        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning, 2)
+        return None
+    report: Path | None = None
+    try:
+        report = write_report(runs, page)
+    except (ImportError, OSError, ValueError) as error:
+        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning, 2)
+    return Summary.of(runs, report)
+
+
+def end_and_say(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
+    """`end`, and print what came of it to standard error."""
+    summary = end(records, page)
+    for line in [] if summary is None else summary.lines():
+        print(f"castwise: {line}", file=sys.stderr)

@@ -1,0 +1,90 @@
+"""Runs in six lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.monitor import recorded
+
+from castwise.monitor.run import Run
+from castwise.report.summary import Level, Summary, end
+
+
+def mistake(line: int) -> dict[str, Any]:
+    return {
+        "kind": "mistake",
+        "name": f"mistake-{line}",
+        "text": "the scale is not updated",
+        "corrected": "scaler.update()",
+        "file": "train.py",
+        "line": line,
+        "source": "",
+    }
+
+
+def diverging(folder: Path, mistakes: int = 0) -> Path:
+    steps = [recorded.step(n, 2.0, loss=1.5 * 30.0**n, grad_norm=2.0 * 30.0**n) for n in range(1, 6)]
+    skips = [recorded.step(n, 2.0, "overflow", loss=1e12) for n in range(6, 9)]
+    return recorded.write(folder, *steps, *skips, *map(mistake, range(1, mistakes + 1)))
+
+
+def test_six_lines_say_what_was_skipped_why_and_where_the_report_is(tmp_path: Path) -> None:
+    summary = end([diverging(tmp_path, mistakes=4)], tmp_path / "report.html")
+    assert summary is not None
+    steps, finding, *mistakes, report = summary.lines()
+    assert steps == "8 steps; skipped: 3 overflow"
+    assert finding.startswith("critical: ")
+    assert "diverge" in finding
+    assert mistakes == [
+        "mistake: train.py:1: the scale is not updated",
+        "mistake: train.py:2: the scale is not updated",
+        "more mistakes: 2",
+    ]
+    assert report == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_runs_of_several_models_are_summed_up_and_the_gravest_finding_comes_first(tmp_path: Path) -> None:
+    runs = [Run.read(recorded.healthy(tmp_path / "critic", steps=300)), Run.read(diverging(tmp_path / "generator"))]
+    summary = Summary.of(runs)
+    assert summary.lines()[0] == "308 steps; skipped: 5 overflow"
+    assert summary.first_finding is not None
+    assert summary.first_finding.severity == "critical"
+
+
+def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
+    summary = Summary.of([Run.read(diverging(tmp_path / "GPT", mistakes=1))])
+    read = json.loads(json.dumps(summary.record(), allow_nan=False))
+    assert read["report"] is None
+    assert [each["line"] for each in read["mistakes"]] == [1]
+    (run,) = read["runs"]
+    assert (run["run"], run["steps"], run["skipped"]) == ("GPT", 8, {"overflow": 3})
+    assert run["findings"][0]["severity"] == "critical"
+
+
+@pytest.mark.parametrize(
+    ("levels", "healthy", "mistaken", "lost"),
+    [
+        ([], False, False, False),
+        (["mistake"], False, True, False),
+        (["critical"], False, False, True),
+        (["warning"], False, False, True),
+        (["mistake", "critical"], False, True, True),
+    ],
+)
+def test_runs_fail_by_what_is_asked_for(
+    levels: list[Level], healthy: bool, mistaken: bool, lost: bool, tmp_path: Path
+) -> None:
+    good = recorded.healthy(tmp_path / "good", steps=300)
+    wrong = recorded.write(tmp_path / "wrong", recorded.step(1, 2.0), mistake(3))
+    folders = good, wrong, diverging(tmp_path / "lost")
+    assert [Summary.of([Run.read(folder)]).fails(levels) for folder in folders] == [healthy, mistaken, lost]
+
+
+def test_a_record_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text("no record\n\n")
+    with pytest.warns(RuntimeWarning, match="there is no report in .*, only the record"):
+        assert end([tmp_path], tmp_path / "report.html") is None
