@@ -295,7 +295,7 @@ def test_a_training_that_failed_is_reported_when_the_process_ends(tmp_path: Path
     command = [sys.executable, "-c", FAILS, str(tmp_path), str(Path(__file__).parents[2])]
     failed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     assert failed.returncode == 1
-    assert failed.stderr.rstrip().endswith("OSError: this row cannot be read")
+    assert "\nOSError: this row cannot be read\ncastwise: " in failed.stderr
     assert len(Run.read(tmp_path / "run").steps) == 2
     assert (tmp_path / "run" / "report.html").exists()
 
