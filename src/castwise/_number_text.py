@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 
 def power_of_two(scale: float) -> str:
@@ -37,3 +38,11 @@ def headroom(value: float) -> str:
 def several(count: int, singular: str) -> str:
     """Return a count and what is counted."""
     return f"{count:,} {singular}{'' if count == 1 else 's'}"
+
+
+def ranks(numbers: Collection[int]) -> str:
+    """Return "rank 1", "ranks 0 and 2", or how many there are."""
+    *others, last = map(str, sorted(numbers))
+    if len(others) >= 3:
+        return several(len(numbers), "rank")
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

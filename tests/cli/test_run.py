@@ -87,6 +87,10 @@ def records(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+def causes_in(folder: Path) -> list[object]:
+    return [record["cause"] for record in map(json.loads, (folder / "monitor.jsonl").open()) if record.get("skipped")]
+
+
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
     idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +131,59 @@ def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     assert folders[1] == folders[0] + "-rank1"
     assert (tmp_path / "report.html").is_file()
     assert run.stderr.count("castwise: report: ") == 1
+
+
+FAULTS_OF_RANK_1 = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(model, scaler, nan=0, overflow=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1, 7):
+        batch, factor = torch.ones(2, 4), 1.0
+        if dist.get_rank() == 1:
+            batch[1, 2] = torch.nan if step == nan else 1.0
+            factor = 1e37 if step == overflow else 1.0
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(batch).float().square().mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+replica = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+train(replica, torch.amp.GradScaler("cpu", init_scale=2.0**8), nan=4)
+train(torch.nn.Linear(4, 1), ShardedGradScaler("cpu", init_scale=2.0**8), overflow=3)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_what_went_wrong_on_rank_1_is_not_taken_for_an_overflow_of_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAULTS_OF_RANK_1)
+    on_ranks(2, ["-m", "castwise", "run", "--out", tmp_path / "out", "train.py"], tmp_path)
+    as_ranks_know = {file.name: causes_in(file) for file in (tmp_path / "out").iterdir() if file.is_dir()}
+    assert as_ranks_know == {
+        "Sequential": ["overflow"],
+        "Sequential-rank1": ["non-finite loss"],
+        "Linear": ["another rank"],
+        "Linear-rank1": ["overflow"],
+    }
+    page = (tmp_path / "out" / "report.html").read_text()
+    text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
+    for shown in (page, text):
+        assert "The loss was inf or NaN on rank 1 at 1 step, first at step 4: the forward or the data" in shown
+        assert "Input 0 is nan at (1, 2)." in shown
+        assert "Step 4 on rank 1" in shown
+        assert "1 step skipped for overflow on rank 1" in shown
+        assert "1 step skipped for overflow:" not in shown
+        assert "-rank1" not in shown  # one section for both ranks
 
 
 TRAINING = """import torch

@@ -42,21 +42,22 @@ def test_together_ranks_find_what_one_process_finds(how: str, ranks: list[dict[s
 
 
 @pytest.mark.parametrize(
-    ("run", "cause", "parameters"),
+    ("run", "cause", "at_fault", "parameters"),
     [
-        ("ddp, data of rank 1", "non-finite loss", ["0.weight", "2.weight"]),
-        ("fsdp2, data of rank 1", "non-finite loss", ["0.weight", "2.weight"]),
-        ("fsdp2, gradient of rank 1", "overflow", ["2.weight"]),
-        ("ddp, scale", "overflow", None),
-        ("fsdp2, scale", "overflow", None),
+        ("ddp, data of rank 1", "non-finite loss", 1, ["0.weight", "2.weight"]),
+        ("fsdp2, data of rank 1", "non-finite loss", 1, ["0.weight", "2.weight"]),
+        ("fsdp2, gradient of rank 1", "overflow", 1, ["2.weight"]),
+        ("ddp, scale", "overflow", None, None),
+        ("fsdp2, scale", "overflow", None, None),
     ],
 )
-def test_a_skip_has_the_cause_that_the_rank_at_fault_knows(
-    run: str, cause: str, parameters: list[str] | None, ranks: list[dict[str, Any]]
+def test_a_skip_has_the_cause_that_the_rank_at_fault_knows_and_names_it(
+    run: str, cause: str, at_fault: int | None, parameters: list[str] | None, ranks: list[dict[str, Any]]
 ) -> None:
     good, skipped, after = of(ranks[0]["runs"][run], "step")
     assert (good["skipped"], skipped["skipped"], after["skipped"]) == (False, True, False)
-    assert skipped["cause"] == cause
+    assert (skipped["cause"], skipped["rank"]) == (cause, at_fault)
+    assert good["rank"] is None
     assert parameters is None or skipped["parameters"] == parameters
 
 
@@ -70,7 +71,7 @@ def test_ranks_that_do_not_agree_skip_alone_and_nobody_waits_for_them(run: str, 
 
 def test_the_diagnosis_is_that_of_the_rank_at_fault(ranks: list[dict[str, Any]]) -> None:
     (found,) = of(ranks[0]["runs"]["ddp, diagnosed"], "diagnosis")
-    assert (found["step"], found["cause"], found["phase"]) == (2, "non-finite loss", "input")
+    assert (found["step"], found["cause"], found["rank"], found["phase"]) == (2, "non-finite loss", 1, "input")
 
 
 def test_a_model_that_is_split_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:

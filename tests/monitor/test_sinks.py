@@ -35,7 +35,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
-    plain = {"scale": 2.0, "skipped": False, "cause": None, "parameters": [], "grad_norm": None, "loss": 0.5}
+    plain = {
+        "scale": 2.0,
+        "skipped": False,
+        "cause": None,
+        "rank": None,
+        "parameters": [],
+        "grad_norm": None,
+        "loss": 0.5,
+    }
     return {"kind": "step", "step": number, **plain, "seconds": 0.1, **fields}
 
 

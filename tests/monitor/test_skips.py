@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from castwise.monitor.ranks import Skip, agreed
+
+OVERFLOW, ELSEWHERE = Skip("overflow", ()), Skip("another rank", ())
+
+
+def together(*ranks: Skip) -> Skip:
+    return agreed(dict(enumerate(ranks)), len(ranks))
+
+
+def diagnosis(phase: str, module: str = "") -> dict[str, Any]:
+    return {"phase": phase, "module": module, "op": ""}
+
+
+def ranks_of(*ranks: Skip) -> dict[str, int | None]:
+    """The rank that each place is of."""
+    return {each["module"]: each["rank"] for each in together(*ranks).diagnoses}
 
 
 @pytest.mark.parametrize(
@@ -23,17 +39,33 @@ from castwise.monitor.ranks import Skip, agreed
 )
 def test_what_a_rank_knows_outweighs_what_others_suppose(causes: list[str], agreed_on: str) -> None:
     for order in itertools.permutations(causes):
-        assert agreed([Skip(cause, ()) for cause in order]).cause == agreed_on
+        assert together(*(Skip(cause, ()) for cause in order)).cause == agreed_on
 
 
 def test_parameters_of_all_ranks_are_named_once() -> None:
-    ranks = [Skip("overflow", ("a", "b")), Skip("another rank", ()), Skip("overflow", ("b", "c"))]
-    assert agreed(ranks).parameters == ("a", "b", "c")
+    ranks = Skip("overflow", ("a", "b")), Skip("another rank", ()), Skip("overflow", ("b", "c"))
+    assert together(*ranks).parameters == ("a", "b", "c")
 
 
-def test_the_diagnosis_that_found_something_counts() -> None:
-    nothing = Skip("overflow", (), {"module": ""})
-    found = Skip("overflow", (), {"module": "head"}, is_found=True)
-    assert agreed([nothing, found]).diagnosis == agreed([found, nothing]).diagnosis == {"module": "head"}
-    assert agreed([Skip("overflow", ()), nothing]).diagnosis == {"module": ""}
-    assert agreed([Skip("overflow", ())]).diagnosis is None
+def test_the_rank_is_named_that_is_at_fault_alone() -> None:
+    assert together(OVERFLOW, Skip("non-finite loss", ()), OVERFLOW).rank == 1
+    assert together(ELSEWHERE, ELSEWHERE, OVERFLOW).rank == 2
+    assert together(OVERFLOW, OVERFLOW).rank is None
+    assert together(ELSEWHERE, ELSEWHERE).rank is None
+    assert together(OVERFLOW).rank is None  # there is no other one
+
+
+def test_no_rank_is_named_while_nothing_is_known_of_some() -> None:
+    known = agreed({0: ELSEWHERE, 2: OVERFLOW}, size=3)
+    assert (known.cause, known.rank) == ("overflow", None)
+    assert agreed({0: ELSEWHERE}, size=2).cause == "another rank"
+
+
+def test_diagnoses_are_those_of_the_ranks_at_fault_each_place_once() -> None:
+    clean, head, body = diagnosis(""), diagnosis("forward", "head"), diagnosis("forward", "body")
+    loss = Skip("non-finite loss", (), (clean,))
+    assert ranks_of(Skip("overflow", (), (head,)), loss) == {"": 1}
+    assert ranks_of(Skip("overflow", (), (clean,)), Skip("overflow", (), (head,))) == {"head": 1}
+    assert ranks_of(*(Skip("overflow", (), (found,)) for found in (head, body, head))) == {"head": 0, "body": 1}
+    assert ranks_of(Skip("overflow", (), (head,))) == {"head": None}
+    assert ranks_of(OVERFLOW, OVERFLOW) == {}

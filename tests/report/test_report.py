@@ -224,7 +224,7 @@ def test_a_diagnosis_and_its_remedy_stand_whole_at_the_top_and_under_the_skips(t
     found |= {"kind": "diagnosis", "cause": "overflow", "module": module, "summary": f"aten.bmm in {module} gives inf."}
     steps = [step(i, 2.0**14, "overflow" if i == 3 else None) for i in range(1, 9)]
     page = page_of(tmp_path, write(tmp_path / "run", *steps, {**found, "step": 3, "rank": 1}))
-    for text in (f"aten.bmm in {module} gives inf. (rank 1)", code, "input 0: all of it"):
+    for text in (f"Step 3 on rank 1: aten.bmm in {module} gives inf.", code, "input 0: all of it"):
         assert page.text.count(text) == 2, text
     assert [tag for tag, _ in page.tags].count("details") == 2
 

@@ -37,8 +37,7 @@ def report(
     Exits with 0, or with 2 if something was asked that cannot be done.
     """
     try:
-        files = [file for run in runs for file in _records_in(run)]
-        read = [_read(file) for file in files]
+        read = _read_all([file for run in runs for file in _records_in(run)])
         if text:
             _print(read, output)
         else:
@@ -65,6 +64,12 @@ def _records_in(path: Path) -> list[Path]:
     if not found:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
     return found
+
+
+def _read_all(files: list[Path]) -> list[Run]:
+    from castwise.monitor.merged_ranks import merge_ranks
+
+    return merge_ranks(map(_read, files))
 
 
 def _read(file: Path) -> Run:

@@ -55,7 +55,7 @@ def _skips(facts: RunFacts) -> Table:
     for skips in facts.skips:
         names = ", ".join(name for name, _ in skips.parameters[:3])
         ends = (f"{step:,}" for step in (skips.steps[0], skips.steps[-1]))
-        table.add_row(Text(skips.cause), f"{len(skips.steps):,}", *ends, Text(names))
+        table.add_row(Text(skips.cause + skips.where), f"{len(skips.steps):,}", *ends, Text(names))
     return table
 
 

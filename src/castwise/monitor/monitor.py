@@ -160,7 +160,7 @@ class Monitor:
             )
         self._ranks = self._make_ranks()
         self._iterations = Iterations(len(self._optimizers), self._begin)
-        self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.size))
+        self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._handles = [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
@@ -284,14 +284,15 @@ class Monitor:
                 "scale": facts.scale if self._is_scaled else None,
                 "skipped": facts.skipped,
                 "cause": skip and skip.cause,
+                "rank": skip and skip.rank,
                 "parameters": list(skip.parameters)[:_PARAMETERS_NAMED] if skip else [],
                 "grad_norm": facts.grad_norm,
                 "loss": facts.loss,
                 "seconds": iteration and iteration.seconds,
             }
         )
-        if skip is not None and skip.diagnosis is not None:
-            self._write({"kind": "diagnosis", "step": facts.number, "cause": skip.cause, **skip.diagnosis})
+        for fields in skip.diagnoses if skip else ():
+            self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
 
     # -- what comes of it ---------------------------------------------------------------------------------------
 
@@ -312,8 +313,12 @@ class Monitor:
 
     def _skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
         mine = Skip.of(facts, self._model, diagnosis)
+        if mine is None:
+            return None
         # Ranks that do not agree do not skip together: the others would not come.
-        return agreed(self._ranks.gather(mine)) if mine is not None and self._steps.agrees else mine
+        is_together = self._ranks.size > 1 and self._steps.agrees
+        known = dict(enumerate(self._ranks.gather(mine))) if is_together else {self._ranks.rank: mine}
+        return agreed(known, self._ranks.world_size)
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
         if not facts.skipped:

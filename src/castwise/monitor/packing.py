@@ -25,6 +25,7 @@ _USUAL: Record = {
     "scale": None,
     "skipped": False,
     "cause": None,
+    "rank": None,
     "parameters": [],
     "grad_norm": None,
     "loss": None,

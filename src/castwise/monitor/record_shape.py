@@ -186,6 +186,7 @@ _KINDS = {
             "skipped": _flag,
             "scale": _or_null(_number),
             "cause": _or_null(_text),
+            "rank": _or_null(_integer(0)),
             "parameters": _or_null(_list(_text)),
             "grad_norm": _or_null(_number),
             "loss": _or_null(_number),
@@ -213,7 +214,7 @@ _KINDS = {
     ),
     "diagnosis": _fields(
         {"step": _STEP, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), _text)},
-        dict.fromkeys(("summary", "remedy", "code"), _text),
+        {"rank": _or_null(_integer(0)), **dict.fromkeys(("summary", "remedy", "code"), _text)},
     ),
     "mistake": _fields({**dict.fromkeys(("name", "text", "corrected", "file", "source"), _text), "line": _integer(0)}),
 }

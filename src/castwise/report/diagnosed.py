@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from castwise.report.record_numbers import Record
+from castwise.report.record_numbers import Record, on_ranks
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Diagnosed:
         code: The same as Python to be copied; "" where words have to do.
         details: Ranges of the op's inputs and outputs, one a line.
         is_due_to_scale: Whether a lower scale would help.
+        where: " on rank 1" if that is the rank whose batches were replayed; "" if there is no other.
     """
 
     cause: str
@@ -33,13 +34,14 @@ class Diagnosed:
     code: str
     details: str
     is_due_to_scale: bool
+    where: str = ""
 
     @property
     def at(self) -> str:
         """The steps in words."""
         if len(self.steps) == 1:
-            return f"Step {self.steps[0]:,}"
-        return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}"
+            return f"Step {self.steps[0]:,}{self.where}"
+        return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}{self.where}"
 
     def __str__(self) -> str:
         remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
@@ -54,7 +56,7 @@ def diagnosed(records: Iterable[Record]) -> list[Diagnosed]:
     """Return what records of diagnoses say, in the order in which it was found first."""
     grouped: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
-        key = tuple(record.get(name) for name in ("cause", "rank", "phase", "module", "op"))
+        key = tuple(record.get(name) for name in ("cause", "phase", "module", "op"))
         grouped.setdefault(key, []).append(record)
     return [_of(same) for same in grouped.values()]
 
@@ -72,11 +74,9 @@ def _of(same: Sequence[Record]) -> Diagnosed:
     advice = record["advice"].strip().rstrip(".")
     lines = [line for line in record["text"].splitlines() if line.strip().rstrip(".") != advice]
     summary = record.get("summary") or (lines[0] if lines else "What made it is not known.")
-    if record.get("rank") is not None:
-        summary = f"{summary} (rank {record['rank']})"
     return Diagnosed(
         cause=record["cause"],
-        steps=[each["step"] for each in same],
+        steps=list(dict.fromkeys(each["step"] for each in same)),
         module=record["module"],
         op=record["op"],
         summary=summary,
@@ -85,4 +85,5 @@ def _of(same: Sequence[Record]) -> Diagnosed:
         details="\n".join(line.strip() for line in lines[1:]),
         # Records written before 0.2 do not name the remedy.
         is_due_to_scale=record["remedy"] == "scale" if "remedy" in record else advice.startswith("lower the scale"),
+        where=on_ranks(same),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from castwise._number_text import ranks
 
 Record = Mapping[str, Any]
 
@@ -31,3 +33,10 @@ def count_below(stats: Record, exponent: int) -> int:
 def log2_scale(scale: float) -> int:
     """The nearest power of two, by which a scale shifts exponents; 0 for what is no scale."""
     return round(math.log2(scale)) if scale > 0 and math.isfinite(scale) else 0
+
+
+def on_ranks(records: Iterable[Record]) -> str:
+    """Return " on rank 1" if each of these records names a rank, such as the one for whose fault a step was skipped."""
+    named = [record.get("rank") for record in records]
+    found = {rank for rank in named if rank is not None}
+    return f" on {ranks(found)}" if found and None not in named else ""

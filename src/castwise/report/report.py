@@ -24,6 +24,7 @@ from castwise import _files
 from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two
 from castwise.monitor.formats import LOW_PRECISION
+from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
 from castwise.report.diagnosed import Diagnosed
 from castwise.report.figures import Figure, align
@@ -164,7 +165,7 @@ class RunView:
 
 
 def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about runs, side by side if they are several.
+    """Write one self-contained HTML page about runs, side by side if they are several; see `merge_ranks` for ranks.
 
     Its size is bounded however long the runs are: about 5 MB of plotly.js, and under 1 MB for a run of 300 modules.
 
@@ -184,7 +185,7 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     if not given:
         raise ValueError("write_report needs at least one run, got none")
     environment, plotly_js = _environment(), _plotly_js()
-    read = [run if isinstance(run, Run) else Run.read(run) for run in given]
+    read = merge_ranks(run if isinstance(run, Run) else Run.read(run) for run in given)
     named = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
         views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]

@@ -15,7 +15,7 @@ from castwise.amp.outcomes import Cause
 from castwise.monitor.run import Run
 from castwise.report.diagnosed import Diagnosed, diagnosed
 from castwise.report.divergence import Growth, find_divergence
-from castwise.report.record_numbers import Record, number
+from castwise.report.record_numbers import Record, number, on_ranks
 from castwise.report.underflow import Underflow
 
 WHOLE_MODEL = "(whole model)"
@@ -34,11 +34,13 @@ class Skips:
         cause: As recorded: a value of `Cause`, or what a later castwise has written.
         steps: Their numbers, ascending.
         parameters: Those whose gradients were not finite, with the number of such steps, most first.
+        where: " on rank 1" if each of the steps is the fault of that rank alone; else "".
     """
 
     cause: str
     steps: Sequence[int]
     parameters: Sequence[tuple[str, int]]
+    where: str = ""
 
 
 @dataclass
@@ -282,17 +284,15 @@ class RunFacts:
 
 
 def _skips_of(records: Iterable[Record]) -> list[Skips]:
-    steps: dict[str, list[int]] = {}
-    named: dict[str, Counter[str]] = {}
+    by_cause: dict[str, list[Record]] = {}
     for record in records:
         if record["skipped"]:
-            cause = record.get("cause") or Cause.UNKNOWN.value
-            steps.setdefault(cause, []).append(record["step"])
-            named.setdefault(cause, Counter()).update(record.get("parameters") or [])
-    return sorted(
-        (Skips(cause, sorted(at), named[cause].most_common()) for cause, at in steps.items()),
-        key=lambda skips: -len(skips.steps),
-    )
+            by_cause.setdefault(record.get("cause") or Cause.UNKNOWN.value, []).append(record)
+    found = []
+    for cause, skipped in by_cause.items():
+        named = Counter(name for record in skipped for name in record.get("parameters") or ())
+        found.append(Skips(cause, sorted(each["step"] for each in skipped), named.most_common(), on_ranks(skipped)))
+    return sorted(found, key=lambda skips: -len(skips.steps))
 
 
 def _has_nonfinite_gradients(sample: Record) -> bool:

@@ -11,7 +11,7 @@ from castwise.amp.schedules import Schedule
 from castwise.report.advice import Advice, Measured, Severity
 from castwise.report.diagnosed import Diagnosed, first_and_last
 from castwise.report.range_advice import innermost
-from castwise.report.record_numbers import number
+from castwise.report.record_numbers import number, on_ranks
 from castwise.report.run_facts import RunFacts, Skips, shown
 
 # Dynamic probes for the highest scale by one overflow in growth_interval (2000) steps, 0.05% of them. Twenty times that
@@ -54,8 +54,8 @@ def lost_weights(facts: RunFacts) -> Iterator[Advice]:
     """Say when the weights stopped being numbers."""
     for skips in [skips for skips in facts.skips if skips.cause == Cause.NONFINITE_WEIGHTS]:
         yield Advice(
-            f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN. Go back to a checkpoint "
-            "from before it, and look at what is said of the steps before.",
+            f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN{skips.where}. Go back to a "
+            "checkpoint from before it, and look at what is said of the steps before.",
             _evidence(facts, skips),
             "critical",
             _diagnosed(facts, Cause.NONFINITE_WEIGHTS),
@@ -99,8 +99,8 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
         if broken and not found:
             evidence["first_module_not_finite"] = shown(broken[0].module)
         yield Advice(
-            f"The loss was inf or NaN at {several(len(skips.steps), 'step')}, first at step {skips.steps[0]:,}: the "
-            "forward or the data is at fault, the scale is not the cause."
+            f"The loss was inf or NaN{skips.where} at {several(len(skips.steps), 'step')}, first at step "
+            f"{skips.steps[0]:,}: the forward or the data is at fault, the scale is not the cause."
             + ("" if found else " castwise.diagnose on that batch names the module."),
             evidence,
             "warning",
@@ -126,7 +126,7 @@ def overflows(facts: RunFacts) -> Iterator[Advice]:
             continue
         found = _diagnosed(facts, Cause.OVERFLOW)
         share = sum(step > WARM_UP_SKIPS for step in counted) / len(facts.run.steps)
-        skipped = f"{several(len(skips.steps), 'step')} skipped for overflow"
+        skipped = f"{several(len(skips.steps), 'step')} skipped for overflow{skips.where}"
         severity: Severity = "note"
         if any(each.advice and not each.is_due_to_scale for each in found):
             text, severity = f"{skipped}, and a lower scale is not what helps.", "warning"
@@ -161,7 +161,7 @@ def other_skips(facts: RunFacts) -> Iterator[Advice]:
         if skips.cause not in told:
             is_elsewhere = skips.cause == Cause.ANOTHER_RANK
             why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
-            text = f"{several(len(skips.steps), 'step')} skipped: {why}."
+            text = f"{several(len(skips.steps), 'step')} skipped{skips.where}: {why}."
             yield Advice(text, _evidence(facts, skips), "note", _diagnosed(facts, skips.cause))
 
 
@@ -183,7 +183,7 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     begun, last = skips[0]["step"], skips[-1]["step"]
     no_scale = "No scale helps against what is not finite before it is scaled"
     if causes == {Cause.NONFINITE_LOSS}:
-        no_scale += ": the loss was inf or NaN, so the forward or the data is at fault."
+        no_scale += f": the loss was inf or NaN{on_ranks(skips)}, so the forward or the data is at fault."
     else:
         no_scale += "." if found else ": see the causes of the skips."
     if lowest < COLLAPSED_BELOW and lowest < first:

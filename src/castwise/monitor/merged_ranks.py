@@ -1,0 +1,92 @@
+"""The runs that ranks have recorded each for itself, as one: `castwise run` writes a folder for each rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from castwise.amp.outcomes import Cause
+from castwise.monitor.ranks import Skip, agreed
+from castwise.monitor.run import Record, Run
+
+
+def merge_ranks(runs: Iterable[Run]) -> list[Run]:
+    """Return runs with those of ranks that skipped the same steps as one.
+
+    These are in the folders `NAME`, `NAME-rank1`, `NAME-rank2` and so on. What becomes of them is the first one's run
+    with what the others know of its skipped steps: the cause that weighs most (a rank whose loss was not finite knows
+    more than one that has met the gradients), the rank if it is at fault alone, all parameters that were named, the
+    diagnoses of the ranks at fault, and the mistakes of all. Samples, losses and times stay those of rank 0.
+
+    Ranks that skipped different steps stay several runs. Of a rank that is behind, or was killed, counts what there is.
+
+    Args:
+        runs: In any order; the merged run comes where that of rank 0 was.
+    """
+    given = list(runs)
+    by_rank: dict[tuple[Path, str, str], dict[int, Run]] = {}
+    for run in given:
+        name, rank = _name_and_rank(run)
+        by_rank.setdefault((run.path.resolve().parent.parent, name, run.path.name), {}).setdefault(rank, run)
+    for ranks in by_rank.values():
+        if (first := ranks.get(0)) is None:
+            continue
+        alike = {rank: run for rank, run in sorted(ranks.items()) if rank and _are_alike(first, run, rank)}
+        if alike:
+            merged, others = _merged({0: first, **alike}), set(map(id, alike.values()))
+            given = [merged if run is first else run for run in given if id(run) not in others]
+    return given
+
+
+def _name_and_rank(run: Run) -> tuple[str, int]:
+    folder = run.path.resolve().parent.name
+    found = re.fullmatch(r"(.+)-rank([1-9]\d{0,8})", folder)
+    return (found[1], int(found[2])) if found else (folder, 0)
+
+
+def _are_alike(first: Run, other: Run, rank: int) -> bool:
+    """Return True if a rank belongs to the same training run, and has skipped the same steps as far as both go."""
+    size = _size(first)
+    if not rank < size == _size(other):
+        return False
+    last = min(run.steps[-1]["step"] if run.steps else 0 for run in (first, other))
+    return _skipped_until(last, first) == _skipped_until(last, other)
+
+
+def _size(run: Run) -> int:
+    size = run.settings.get("ranks")
+    return size if isinstance(size, int) else 1
+
+
+def _skipped_until(last: int, run: Run) -> list[tuple[int, bool]]:
+    return [(step["step"], step["skipped"]) for step in run.steps if step["step"] <= last]
+
+
+def _merged(ranks: Mapping[int, Run]) -> Run:
+    first = ranks[0]
+    known = {rank: dict(_skips(run)) for rank, run in ranks.items()}
+    steps, diagnoses = [], [each for each in first.diagnoses if each["step"] not in known[0]]
+    for step in first.steps:
+        number = step["step"]
+        if number in known[0]:
+            knowing = {rank: skips[number] for rank, skips in known.items() if number in skips}
+            skip = agreed(knowing, _size(first))
+            step = {**step, "cause": skip.cause, "rank": skip.rank, "parameters": list(skip.parameters)}
+            diagnoses += [{**each, "cause": skip.cause} for each in skip.diagnoses]
+        steps.append(step)
+    diagnoses.sort(key=lambda each: int(each["step"]))
+    mistakes = {(each["name"], each["file"], each["line"]): each for run in ranks.values() for each in run.mistakes}
+    return replace(first, steps=steps, diagnoses=diagnoses, mistakes=list(mistakes.values()))
+
+
+def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
+    """Return what a rank knows of its skipped steps, by their number."""
+    diagnoses: dict[int, list[Record]] = {}
+    for each in run.diagnoses:
+        diagnoses.setdefault(each["step"], []).append(each)
+    for step in run.steps:
+        if step["skipped"]:
+            cause, named = step.get("cause") or Cause.UNKNOWN.value, step.get("parameters") or []
+            yield step["step"], Skip(cause, tuple(named), tuple(diagnoses.get(step["step"], ())))
