@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def test_the_essentials_are_printed(runs: Path) -> None:
     assert "[red]weird[/red]" in text
     assert "note: bf16 weights would drop 12% of updates: keep fp32 master weights. lost updates 12%;" in text
     assert not (runs / "bad" / "report.html").exists()
+
+
+def test_the_essentials_are_json_for_programs(runs: Path, tmp_path: Path) -> None:
+    code, printed = report("--json", runs / "bad", runs / "good")
+    found = json.loads(printed)
+    assert code == 0
+    assert [run["run"] for run in found["runs"]] == ["bad", "good"]
+    assert found["runs"][0]["findings"][0]["severity"] in {"critical", "warning"}
+    assert report("--json", runs / "bad", runs / "good", "-o", tmp_path / "x") == (0, f"wrote {tmp_path / 'x'}\n")
+    assert (tmp_path / "x").read_text() == printed
 
 
 def test_the_essentials_are_written_to_a_file(runs: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ def report(
     text: Annotated[
         bool, typer.Option("--text", help="Print the essentials instead; with -o write them there.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, for programs.")] = False,
 ) -> None:
     """Write one HTML page, which needs no network, about what happened to the numbers of runs.
 
@@ -38,7 +40,9 @@ def report(
     """
     try:
         read = _read_all([file for run in runs for file in _records_in(run)])
-        if text:
+        if as_json:
+            _print_json(read, output)
+        elif text:
             _print(read, output)
         else:
             page = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / PAGE
@@ -102,8 +106,22 @@ def _print(runs: list[Run], output: Path | None) -> None:
         return
     text = io.StringIO()
     print_runs(runs, new_console(WIDTH, text))
+    _write_text(text.getvalue(), output)
+
+
+def _print_json(runs: list[Run], output: Path | None) -> None:
+    from castwise.report.summary import Summary
+
+    text = json.dumps(Summary.of(runs).record(), indent=2)
+    if output is None:
+        typer.echo(text)
+    else:
+        _write_text(f"{text}\n", output)
+
+
+def _write_text(text: str, output: Path) -> None:
     try:
-        replace(output, text.getvalue().encode(errors="backslashreplace"))
+        replace(output, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
     typer.echo(f"wrote {output}")

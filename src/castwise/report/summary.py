@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from castwise._number_text import several
 from castwise._warnings import warn
+from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
 from castwise.report.advice import SEVERITIES, Advice
 from castwise.report.report import labels, write_report
@@ -112,7 +113,7 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
         None if a record cannot be read.
     """
     try:
-        runs = [Run.read(record) for record in records]
+        runs = merge_ranks([Run.read(record) for record in records])
     except (OSError, ValueError) as error:
         warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning, 2)
         return None
