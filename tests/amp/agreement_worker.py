@@ -297,6 +297,21 @@ def left_out(rank: int, world_size: int, kind: str) -> Any:
     return None
 
 
+def iteration_left_out(rank: int, _: int, kind: str, where: str) -> Any:
+    """The last rank leaves out one iteration, after its backward, and goes on with the next; or all ranks do so."""
+    training = Training(kind)
+    is_left_out = where == "all" or rank == 1
+    try:
+        for number in range(4):
+            training.backward()
+            if number == 2 and is_left_out:
+                continue
+            training.step()
+    except RuntimeError as error:
+        return {"error": str(error), "weights": training.weights()}
+    return {"error": "", "weights": training.weights()}
+
+
 def hang(rank: int, _: int, kind: str) -> Any:
     """The last rank does not come to the step in time."""
     training = Training(kind)

@@ -35,6 +35,7 @@ CASES = {
         ),
         *(f"closure|{kind}|{clip}" for kind in KINDS for clip in ("clip", "no")),
         *(f"only_sparse|{fault}" for fault in ("0", "1", "none")),
+        *(f"iteration_left_out|{kind}|{where}" for kind in KINDS for where in ("one", "all")),
         *(f"schedule|{kind}|{name}|{clip}" for kind in KINDS for name in SCHEDULES for clip in ("clip", "no")),
         "norms",
         "copied|fused",
@@ -187,6 +188,21 @@ def test_ranks_that_do_not_do_the_same_are_told_so_before_any_has_stepped(ranks:
         assert "ranks [0, 1] say: " in rank["error"]
         assert "ranks [2] say: " in rank["error"]
         assert not rank["stepped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iteration_that_one_rank_leaves_out_is_found_out_before_another_step(ranks: Any, kind: str) -> None:
+    for rank in ranks(f"iteration_left_out|{kind}|one"):
+        assert "ranks [0] say: step() with " in rank["error"]
+        assert " after 2 updates (" in rank["error"]
+        assert "ranks [1] say: step() with " in rank["error"]
+        assert " after 2 updates, 1 of its iterations left out" in rank["error"]
+        assert rank["weights"] == [0.0]  # of two steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_may_leave_out_an_iteration(ranks: Any, kind: str) -> None:
+    assert [rank["error"] for rank in ranks(f"iteration_left_out|{kind}|all")] == ["", ""]
 
 
 @pytest.mark.parametrize("kind", KINDS)

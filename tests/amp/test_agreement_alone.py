@@ -328,7 +328,8 @@ def test_a_copy_has_the_history_and_no_pending_mismatch(twin: Callable[[Agreemen
     ranks.note_call("scale")
     ranks._mismatch = Later(torch.tensor(True)), "what was said"  # type: ignore[assignment]
     other = twin(ranks)
-    assert other.__dict__ == ranks.__dict__ | {"_mismatch": None}
+    assert other.__dict__ == ranks.__dict__ | {"_mismatch": None, "_watched": other._watched}
+    assert other._watched is not ranks._watched
 
 
 def test_a_copy_shares_the_group_and_is_copied_once(world: Callable[[int], World]) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
 from castwise.amp.checks import integer
 from castwise.amp.devices import is_capturing
+from castwise.amp.left_out import LeftOut
 from castwise.amp.readback import Readback
 
 if TYPE_CHECKING:
@@ -63,21 +64,34 @@ class Agreement:
         self.ranks, self._device_type, self._stages = ranks, device_type, int(stages)
         self._mismatch: tuple[Readback, str] | None = None
         self._device_types: dict[Any, str] = {}  # by group
+        self._watched = LeftOut()
         self.start()
 
     def start(self, *state: float) -> None:
         """Begin a history with some state: whatever ranks did before, from now on they do the same."""
-        self._history, self._updates, self._calls = zlib.crc32(repr(state).encode()), 0, 0
+        self._history, self._updates, self._calls, self._left_out = zlib.crc32(repr(state).encode()), 0, 0, 0
 
     def note_call(self, *call: object) -> None:
         """Add to the history what all ranks do alike."""
         self._calls += 1
         self._history = zlib.crc32(repr(call).encode(), self._history)
 
+    def watch(self, params: Iterable[torch.Tensor]) -> None:
+        """Watch parameters of an optimizer, to see when an iteration is left out."""
+        self._watched.watch(params)
+
+    def note_loss(self) -> None:
+        """Take note of a loss; add to the history that the iteration before was left out, if it was."""
+        if self._watched.is_reset():
+            self._left_out += 1
+            self.note_call("left out")
+            self._watched.begin()
+
     def note_update(self, new_scale: float | None) -> None:
         """Add an update to the history, perhaps one that has set the scale."""
         self.note_call("update", new_scale)
         self._updates, self._calls = self._updates + 1, 0
+        self._watched.begin()
 
     def _groups(self) -> list[Any]:
         if self.ranks is None:
@@ -222,6 +236,8 @@ class Agreement:
         """Return what this rank is doing, a digest of it whose sum of squares is exact, and the number of ranks."""
         self.check_pending_mismatch()
         said, size = f"{call}, call {self._calls} after {self._updates} updates", self.size()
+        if self._left_out:
+            said += f", {self._left_out} of its iterations left out"
         return said, zlib.crc32(said.encode(), self._history) % 2 ** ((_BITS - size.bit_length()) // 2), size
 
     def _device_type_of(self, group: Any) -> str:
@@ -274,7 +290,8 @@ class Agreement:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         twin = object.__new__(Agreement)
-        twin.__dict__.update(self.__dict__, _mismatch=None)  # a process group cannot be copied, and need not be
+        # A process group cannot be copied, and need not be.
+        twin.__dict__.update(self.__dict__, _mismatch=None, _watched=LeftOut())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,7 +299,10 @@ class Agreement:
             raise RuntimeError(
                 "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
             )
-        return self.__dict__ | {"_mismatch": None}
+        return self.__dict__ | {"_mismatch": None, "_watched": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _watched=LeftOut())
 
 
 def _is_outside(ranks: object) -> bool:

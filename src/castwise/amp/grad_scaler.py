@@ -204,6 +204,8 @@ class GradScaler(torch.amp.GradScaler):
         if not is_dynamo_compiling():
             if self._iteration.records:
                 self._iteration.expect_later_backward()
+            elif self._agreement is not None:
+                self._agreement.note_loss()
             for observer in OBSERVERS:
                 observer.scaled(self, outputs, scaled)
         return scaled
@@ -278,6 +280,8 @@ class GradScaler(torch.amp.GradScaler):
             was_shown=was_shown,
         )
         self._iteration.records[optimizer] = record
+        if self._agreement is not None:
+            self._agreement.watch(params_of(optimizer))
         return record
 
     def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
