@@ -49,11 +49,11 @@ def test_a_training_is_recorded_and_not_changed(kind: str, tmp_path: Path) -> No
     recorded = Run.read(tmp_path)
     assert [step["step"] for step in recorded.steps] == list(range(1, STEPS + 1))
     skipped = {step["step"] for step in recorded.steps if step["skipped"]}
-    assert {sample["step"] for sample in recorded.samples} == {1, 2, 4, 8, 12} | skipped
+    assert [sample["step"] for sample in recorded.samples] == sorted({1, 2, 4, 8, 12} | skipped)
     assert recorded.ended
     assert "net.0" in (tmp_path / "report.html").read_text()
     if kind == "fp16":
-        assert sum(step["skipped"] for step in recorded.steps) == watched["MixedPrecision"]["steps_skipped"] > 0
+        assert len(skipped) == watched["MixedPrecision"]["steps_skipped"] > 0
 
 
 @pytest.fixture

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 from tests.monitor.recorded import sample, step
 
-from castwise.monitor.curves import Histogram, Spread, exponents, of_sample, of_step
+from castwise.monitor.curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
 
 
 def test_a_step_has_the_numbers_that_are_known() -> None:
     found = of_step(step(3, 2.0, "overflow", grad_norm=None, loss=math.inf))
     assert found == {"step/scale": 2.0, "step/loss": math.inf, "step/seconds": 0.01, "step/skipped": 1.0}
+
+
+def test_the_norm_of_a_sampled_step_is_on_the_curve_of_the_steps() -> None:
+    record = sample(3, 2.0, {"a": -20.0}, {})
+    assert norm_of_sample({**record, "grad_norm": 1.5}) == {"step/grad_norm": 1.5}
+    assert norm_of_sample(record) == norm_of_sample({**record, "grad_norm": None}) == {}
 
 
 @pytest.mark.parametrize("modules", [1, 5, 300])

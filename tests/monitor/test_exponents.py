@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from castwise.monitor import exponents
-from castwise.monitor.exponents import count, tally
+from castwise.monitor.exponents import count, sum_of_squares, tally
 from castwise.monitor.tally import Tally
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -137,3 +137,21 @@ def test_the_tensor_stays_as_it_was() -> None:
     before = tensor.clone()
     count(tensor)
     assert tensor.equal(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_are_summed_in_fp64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exponents, "_PIECE_ON_CPU", 8)
+    tensor = (torch.arange(1.0, 22.0).reshape(3, 7) / 32).to(dtype).t()
+    found = sum_of_squares(tensor)
+    assert (found.dtype, found.shape) == (torch.float64, (1,))
+    assert found.item() == pytest.approx(sum(number**2 for number in numbers_of(tensor)), rel=1e-15)
+
+
+def test_squares_are_those_of_what_is_stored() -> None:
+    assert sum_of_squares(torch.tensor([3 + 4j, 2j])).item() == 29.0
+    assert sum_of_squares(torch.tensor([[0.0, 3.0], [0.0, 0.0]]).to_sparse()).item() == 9.0
+    assert sum_of_squares(torch.tensor([1e30, 1.0])).item() == pytest.approx(1e60)
+    assert sum_of_squares(torch.tensor([1.0, -math.inf])).item() == math.inf
+    assert math.isnan(sum_of_squares(torch.tensor([math.nan, math.inf])).item())
+    assert sum_of_squares(torch.empty(0)).item() == 0.0

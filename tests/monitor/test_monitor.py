@@ -220,6 +220,48 @@ def test_gradients_are_described_unscaled_and_judged_as_scaled(scale: float | No
         assert fit["headroom_bits"] == pytest.approx(math.log2(65504 / scaled.max().item()))
 
 
+@pytest.mark.parametrize("scale", [SCALE, 3.0, None], ids=str)
+def test_a_sampled_step_has_the_norm_of_its_gradients_without_clipping(scale: float | None) -> None:
+    training = Training(scale=scale)
+    with training.monitor:
+        training.step()
+    (sample,) = training.of("sample")
+    exact = torch.cat([parameter.grad.double().flatten() for parameter in training.model.parameters()]).norm().item()
+    assert sample["grad_norm"] == pytest.approx(exact, rel=1e-6)
+
+
+def test_the_norm_of_a_clipped_step_is_known_once() -> None:
+    training = Training(every=1)
+    with training.monitor:
+        training.step(max_norm=1e-3)
+        training.step()
+    assert [record["grad_norm"] is not None for record in training.of("step")] == [True, False]
+    assert [record["grad_norm"] is not None for record in training.of("sample")] == [False, True]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_the_norm_of_a_skipped_step_is_the_one_it_was_skipped_for(every: int) -> None:
+    training = Training(every=every)
+    with training.monitor:
+        for bad in (1.0, 1.0, 3e38, math.nan):
+            training.step(bad=bad)
+    *_, overflow, nan = (record["grad_norm"] for record in training.of("sample"))
+    assert not math.isfinite(overflow)
+    assert math.isnan(nan)
+
+
+def test_a_norm_is_that_of_all_optimizers_of_an_iteration() -> None:
+    model, records = mlp(), list[dict[str, Any]]()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with Monitor(model, optimizers, sinks=[records.append]):
+        model(torch.ones(5, 4)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    (sample,) = (record for record in records if record["kind"] == "sample")
+    exact = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm().item()
+    assert sample["grad_norm"] == pytest.approx(exact)
+
+
 def test_gradients_are_those_that_the_backward_left_whatever_was_done_to_them_since() -> None:
     plain, clipped = Training(), Training()
     with plain.monitor, clipped.monitor:

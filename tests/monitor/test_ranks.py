@@ -35,6 +35,7 @@ def test_together_ranks_find_what_one_process_finds(how: str, ranks: list[dict[s
     for mine, whole in zip(together, alone, strict=True):
         assert mine["gradients"] == whole["gradients"]
         assert mine["modules"] == whole["modules"]
+        assert mine["grad_norm"] == whole["grad_norm"] > 0
         assert mine["activations"] == whole["activations"]
         assert mine["weights"] == {name: pytest.approx(facts) for name, facts in whole["weights"].items()}
     assert of(runs[f"{how}, none"], "run")[0]["settings"]["ranks"] == 2

@@ -28,7 +28,7 @@ class Histograms(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_an_accelerator_is_not_waited_for_and_reads_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_not_waited_for_and_counts_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readback, "_WITH_EVENTS", ())  # the copies themselves need a real GPU
     with FakeTensorMode():  # whose tensors on a GPU have no values to read
         model = nn.ParameterDict({"weight": torch.empty(3, 2, device="cuda"), "bias": torch.empty(3, device="cuda")})
@@ -40,6 +40,22 @@ def test_an_accelerator_is_not_waited_for_and_reads_each_gradient_once(monkeypat
             sample.measure_gradients(optimizer, torch.empty((), device="cuda"))
         assert of_gradients.number == 2
         sample.measure_update(optimizer)
+
+
+def test_a_norm_counts_copies_once_and_parts_of_ranks_together() -> None:
+    ranks = [
+        Measured(
+            {
+                "half": OfGradient(of(1.0), of(1.0), 2, squares),
+                "copy": OfGradient(of(1.0), of(1.0), 1, 4.0),
+                "own": OfGradient(of(1.0), of(1.0), None, squares),
+            }
+        )
+        for squares in (1.0, 5.0)
+    ]
+    assert sample_record(1, 1.0, combined(ranks))["grad_norm"] == 4.0
+    assert sample_record(1, 1.0, combined(ranks), is_clipped=True)["grad_norm"] is None
+    assert sample_record(1, 1.0, Measured())["grad_norm"] is None
 
 
 def of(*numbers: float) -> Tally:

@@ -137,7 +137,8 @@ def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
     sink(step(2, loss=0.25, skipped=True, cause="overflow", parameters=["a.weight"]))
     weights = {"a.weight": {"update_to_weight": 1e-3, "lost_in_bf16": 0.125}}
     modules, outputs = {"a": statistics(0.25), "b": statistics(0.125)}, {"": statistics(0.5)}
-    sink({"kind": "sample", "step": 2, "modules": modules, "activations": outputs, "weights": weights})
+    kinds = {"modules": modules, "activations": outputs, "weights": weights}
+    sink({"kind": "sample", "step": 2, "grad_norm": 1.5, **kinds})
     sink({"kind": "diagnosis", "step": 2, "text": "a made an inf", "advice": "lower scale"})
     sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
@@ -150,7 +151,7 @@ def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
     assert curve("gradients/flush fp16") == [(2, 0.25)]
     assert curve("outputs/headroom_bits e5m2") == [(2, 3.0)]
     assert curve("updates/lost_in_bf16") == [(2, 0.125)]
-    assert "step/grad_norm" not in events.Tags()["scalars"]
+    assert curve("step/grad_norm") == [(2, 1.5)]
     histogram = events.Histograms("log2 gradient/a")[0].histogram_value
     assert list(zip(histogram.bucket_limit, histogram.bucket, strict=True)) == [(-2, 1), (-1, 0), (0, 4)]
     spread = events.Histograms("gradients of each module/flush fp16")[0].histogram_value

@@ -166,6 +166,15 @@ def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
         assert len({trace["marker"][look] for trace in strips}) == 5
 
 
+def test_norms_are_those_of_clipping_or_else_of_samples(tmp_path: Path) -> None:
+    records = [step(i, 2.0**10, grad_norm=7.0 if i == 3 else None) for i in range(1, 6)]
+    norms = {2: 1.5, 3: 7.5, 4: float("nan")}
+    ranges = [{**sample(i, 2.0**10, {"a": -16.0}, {}), "grad_norm": norm} for i, norm in norms.items()]
+    figure = timeline(RunFacts(Run(tmp_path, steps=records, samples=[*ranges, sample(5, 1.0, {}, {})])))
+    (line,) = (trace for trace in figure["data"] if trace["name"] == "gradient norm")
+    assert (line["x"], line["y"]) == ([2, 3], [1.5, 7.0])
+
+
 def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
     rng = random.Random(0)
     sizes = []

@@ -335,6 +335,14 @@ def test_a_gradient_norm_that_grows_is_divergence_unless_the_loss_falls(tmp_path
     assert "diverged" not in str(verdict(write(tmp_path / "b", *diverged([2.0, 1.9, 1.8, 1.7], norms))))
 
 
+def test_the_norms_of_samples_tell_of_divergence_where_nothing_was_clipped(tmp_path: Path) -> None:
+    records = [{**each, "grad_norm": None} for each in diverged([2.0, 2.0, 2.1, 3.0])]
+    norms = [{**each, "grad_norm": norm} for each, norm in zip(samples(n=4), [1.0, 1.5, 90.0, 4e5], strict=True)]
+    run = write(tmp_path, *records, *({**each, "step": at} for at, each in enumerate(norms, 1)))
+    advice = told(run, "Training diverged: the gradient norm grew from 1.5 at step 2 to 4e+05 at step 4")
+    assert advice.severity == "critical"
+
+
 @pytest.mark.parametrize(
     "losses",
     [

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from castwise.monitor.curves import of_step
+from castwise.monitor.curves import norm_of_sample, of_step
 
 # The server is asked as often, or when a request is full, and not once for each number.
 _SECONDS_BETWEEN_REQUESTS = 10.0
@@ -20,12 +20,13 @@ _WHOLE_MODEL = "whole model"
 class MLflow:
     """A sink of `Monitor` that logs to MLflow: needs the extra `castwise[mlflow]`.
 
-    Metrics of each step are `step/scale`, `step/loss`, `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). Of
-    sampled steps, for each module: `flush <format>/<module>` and `headroom_bits <format>/<module>` of its gradients,
-    `activation flush <format>/<module>` and `activation headroom_bits <format>/<module>` of its outputs, and for each
-    parameter `update_to_weight/<parameter>` and `lost_in_bf16/<parameter>`. The settings of the training are parameters
-    of the MLflow run, `castwise/<setting>`; one that it has already stays as it is. The tag `castwise.last_skip` says
-    which step was skipped last, and why. Each diagnosis is a text among the artifacts, in `castwise`.
+    Metrics of each step are `step/scale`, `step/loss`, `step/grad_norm` (of clipped and of sampled steps),
+    `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each module: `flush <format>/<module>` and
+    `headroom_bits <format>/<module>` of its gradients, `activation flush <format>/<module>` and
+    `activation headroom_bits <format>/<module>` of its outputs, and for each parameter `update_to_weight/<parameter>`
+    and `lost_in_bf16/<parameter>`. The settings of the training are parameters of the MLflow run, `castwise/<setting>`;
+    one that it has already stays as it is. The tag `castwise.last_skip` says which step was skipped last, and why. Each
+    diagnosis is a text among the artifacts, in `castwise`.
 
     What MLflow does not take in a name becomes `_`, names that are equal then are numbered, and the model itself is
     `whole model`. Numbers that are not finite are handed over as they are.
@@ -169,6 +170,7 @@ def _candidates(name: str) -> Iterator[str]:
 
 def _of_sample(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of each metric: MLflow has no histograms, so each module has its own."""
+    yield from norm_of_sample(record).items()
     for prefix, kind in (("", "modules"), ("activation ", "activations")):
         for module, statistics in record[kind].items():
             for number_format, fit in statistics["formats"].items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from castwise.monitor.curves import Histogram, exponents, of_sample, of_step
+from castwise.monitor.curves import Histogram, exponents, norm_of_sample, of_sample, of_step
 
 if TYPE_CHECKING:
     import wandb
@@ -86,7 +86,8 @@ class WandB:
 
     def _log_sample(self, record: Mapping[str, Any]) -> None:
         spreads = of_sample(record)
-        values: dict[str, Any] = {f"{each.group}/{each.name}": each.worst_value for each in spreads}
+        values: dict[str, Any] = {**norm_of_sample(record)}
+        values |= {f"{each.group}/{each.name}": each.worst_value for each in spreads}
         values |= {f"{each.group}/all {each.name}": _drawn(each.histogram()) for each in spreads}
         of_gradients = exponents(record["modules"].values())
         if of_gradients is not None:

@@ -55,6 +55,12 @@ def of_step(record: Mapping[str, Any]) -> dict[str, float]:
     return {f"step/{name}": float(record[name]) for name in names if record[name] is not None}
 
 
+def norm_of_sample(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the gradient norm of a sampled step that was not clipped, by the name of the step's curve."""
+    norm = record.get("grad_norm")
+    return {} if norm is None else {"step/grad_norm": norm}
+
+
 def of_sample(record: Mapping[str, Any]) -> list[Spread]:
     """Return the statistics of a sample: at most 18."""
     found: dict[tuple[str, str], dict[str, float]] = {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from castwise._torch_private import stored_values
+from castwise.amp.measure import wide
 from castwise.monitor.tally import Tally
 
 # torch does not split so few elements among threads. On a busy machine every such split waits for a thread that is not
@@ -104,6 +105,23 @@ def count(tensor: torch.Tensor, divisor: torch.Tensor | None = None) -> torch.Te
         piece = piece.to(encoding.floats)
         piece = piece if divisor is None else piece / divisor
         add(piece.view(encoding.integers).bitwise_and(encoding.magnitude), encoding, bins, largest, below_smallest)
+    return found
+
+
+@torch.no_grad()
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squared magnitudes of a tensor's elements. Does not sync with an accelerator.
+
+    Args:
+        tensor: As `count` takes it.
+
+    Returns:
+        fp64 (fp32 where a device has no fp64), shape (1,), on the tensor's device.
+    """
+    values = _values(tensor)
+    found = torch.zeros(1, dtype=wide(values.device), device=values.device)
+    for piece in _pieces(values, piece_size(values.device)):
+        found += piece.to(found.dtype, copy=True).square_().sum()
     return found
 
 

@@ -43,9 +43,10 @@ class Monitor:
 
     Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
     was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
-    since the step before. Of sampled steps: of each parameter's gradient, of each module's gradients together and of
-    each module's output how large the numbers are and how they fit into fp16, bf16, e4m3 and e5m2, and of each
-    parameter how far the step has moved it (the manual's page on formats says what each number is).
+    since the step before. Of sampled steps: the norm of all gradients, if they were not clipped; of each parameter's
+    gradient, of each module's gradients together and of each module's output how large the numbers are and how they
+    fit into fp16, bf16, e4m3 and e5m2; and of each parameter how far the step has moved it (the manual's page on
+    formats says what each number is).
 
     Sampled are the steps 1, 2, 4, 8, ... up to `every`, then every `every`-th; and of each skipped step the gradients,
     except where the device skips it by itself (a fused step on an accelerator) or ranks skip on their own.
@@ -61,10 +62,10 @@ class Monitor:
     and for `torch.compile`. So of what is compiled no outputs are known, and a model that is compiled as a whole has to
     be given as what `torch.compile` returns if its batches are to be replayed.
 
-    In a sampled step every gradient and output is read once on its device (gradients twice on a CPU if the scale is no
-    power of two), weights are copied once and compared; the host waits for no accelerator, and what was found is
-    recorded two steps later there. The monitor's own memory does not grow with the run. It never ends the run: what
-    it cannot measure is left out, with a warning.
+    In a sampled step every output is read once on its device and every gradient twice (three times on a CPU if the
+    scale is no power of two), weights are copied once and compared; the host waits for no accelerator, and what was
+    found is recorded two steps later there. The monitor's own memory does not grow with the run. It never ends the run:
+    what it cannot measure is left out, with a warning.
 
     With several processes each measures its own part; at sampled steps they put together what they have found, and at
     skipped ones if their scalers agree. The first one writes it. All have to attach and detach alike.
@@ -74,8 +75,8 @@ class Monitor:
         optimizer: The one that trains it, or several; also as Lightning, Fabric, Accelerate or DeepSpeed have wrapped
             them. Their iteration ends when one of them steps again. What a closure
             computes during a step is not seen before it.
-        scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and neither
-            losses nor norms are known.
+        scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and losses
+            are not known.
         every: Steps from one sample to the next, >= 1; at the beginning of a run it is less.
         sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
             that fails is dropped with a warning.
@@ -309,7 +310,8 @@ class Monitor:
             measured = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
         ranks = self._ranks.gather(measured)
         if self._ranks.is_first:
-            self._write(sample_record(first.number, first.scale, combined(ranks)))
+            is_clipped = any(each.grad_norm is not None for each in facts)
+            self._write(sample_record(first.number, first.scale, combined(ranks), is_clipped=is_clipped))
 
     def _skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
         mine = Skip.of(facts, self._model, diagnosis)

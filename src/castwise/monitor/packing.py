@@ -80,10 +80,12 @@ def pack(sample: Mapping[str, Any]) -> Record:
         ],
     }
     content = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
+    norm = sample.get("grad_norm")
     return {
         "kind": "sample",
         "step": sample["step"],
         "scale": sample["scale"],
+        **({} if norm is None else {"grad_norm": _rounded(norm, _DIGITS["grad_norm"])}),
         "packed": base64.b85encode(lzma.compress(content, filters=_FILTERS)).decode(),
     }
 
@@ -131,6 +133,7 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
             "kind": "sample",
             "step": sample["step"],
             "scale": sample["scale"],
+            "grad_norm": sample.get("grad_norm"),
             "gradients": gradients.records(scale),
             "modules": gradients.added_up(names["owned"]).records(scale),
             "owned": names["owned"],

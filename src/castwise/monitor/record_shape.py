@@ -196,6 +196,7 @@ _KINDS = {
     "sample": _fields(
         {"step": _STEP, "scale": _positive},
         {
+            "grad_norm": _or_null(_number),
             "gradients": _by_name(_stats),
             "modules": _by_name(_stats),
             "activations": _by_name(_stats),

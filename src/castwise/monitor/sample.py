@@ -12,7 +12,7 @@ from torch import nn
 
 from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
-from castwise.monitor.exponents import count, tally
+from castwise.monitor.exponents import count, sum_of_squares, tally
 from castwise.monitor.host_copies import Arrivals
 from castwise.monitor.shards import part_of
 from castwise.monitor.tally import Tally
@@ -29,11 +29,13 @@ class OfGradient:
         scaled: As the backward has left it.
         unscaled: Divided by the scale.
         distinct: See `shards.Part`.
+        squares: The sum of the squares of the unscaled gradient.
     """
 
     scaled: Tally
     unscaled: Tally
     distinct: int | None
+    squares: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Sample:
         self._distinct: dict[str, int | None] = {}
         self._is_scaled: dict[str, bool] = {}
         self._gradients: list[Arrivals[tuple[str, bool]]] = []
+        self._squares: list[Arrivals[str]] = []
         self._updates = Updates()
         self._updated: dict[torch.optim.Optimizer, Arrivals[torch.Tensor]] = {}
 
@@ -82,7 +85,7 @@ class Sample:
         """
         mantissa = _mantissa(scale) if is_scaled else None
         of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
-        counts = {}
+        counts, squares = {}, {}
         for parameter in params_and_grads(optimizer)[0]:
             name = of_parameter.get(parameter)
             if name is None:
@@ -91,9 +94,11 @@ class Sample:
             self._distinct[name] = part.distinct
             self._is_scaled[name] = is_scaled
             counts[name, True] = count(part.local)
+            squares[name] = sum_of_squares(part.local)
             if mantissa is not None:
                 counts[name, False] = count(part.local, mantissa.to(part.local.device))
         self._gradients.append(Arrivals(counts))
+        self._squares.append(Arrivals(squares))
 
     def keep_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep an optimizer's weights, which it is about to step on."""
@@ -136,6 +141,7 @@ class Sample:
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
+        squares = {name: one.item() for arrivals in self._squares for name, one in arrivals.wait().items()}
         gradients = {}
         for name, is_first in found:
             if is_first:
@@ -146,7 +152,8 @@ class Sample:
                     unscaled = tally(found[name, False]).times_two_to_the(1 - math.frexp(scale)[1])
                 else:
                     unscaled = scaled.divided_by(scale)
-                gradients[name] = OfGradient(scaled, unscaled, self._distinct[name])
+                of_all = squares[name] / scale**2 if self._is_scaled[name] else squares[name]
+                gradients[name] = OfGradient(scaled, unscaled, self._distinct[name], of_all)
         return gradients
 
 
@@ -164,10 +171,16 @@ def combined(ranks: list[Measured]) -> Measured:
     return Measured(gradients, {name: own for rank in ranks for name, own in rank.modules.items()}, activations, sums)
 
 
-def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
+def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool = False) -> dict[str, Any]:
     """Return the record of a sampled step.
 
+    Args:
+        step, scale: Its number, and the scale during it.
+        found: By all ranks.
+        is_clipped: Whether the step's own record has a norm, that of clipping.
+
     Returns:
+        grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, or has no gradients.
         gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
             magnitudes are unscaled, formats are judged on scaled ones. On an accelerator the exponents are right to
             within one if the scale is no power of two (see `Tally.divided_by`); all else is exact.
@@ -176,6 +189,7 @@ def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
         weights: By parameter, see `updates.update_record`.
     """
     gradients = found.gradients
+    has_norm = bool(gradients) and not is_clipped
     modules = {}
     for module, own in found.modules.items():
         parts = [gradients[name] for name in own]
@@ -185,6 +199,7 @@ def sample_record(step: int, scale: float, found: Measured) -> dict[str, Any]:
         "kind": "sample",
         "step": step,
         "scale": scale,
+        "grad_norm": math.sqrt(sum(part.squares for part in gradients.values())) if has_norm else None,
         "gradients": {name: part.unscaled.record(part.scaled) for name, part in gradients.items()},
         "modules": modules,
         "owned": dict(found.modules),
@@ -205,14 +220,15 @@ def _whole(parts: list[OfGradient]) -> OfGradient:
         sum(tallies, Tally()).of_copies(held, held if distinct is None else distinct)
         for tallies in ([part.scaled for part in parts], [part.unscaled for part in parts])
     )
-    return OfGradient(scaled, unscaled, distinct)
+    squares = sum(part.squares for part in parts) * (held if distinct is None else distinct) / held
+    return OfGradient(scaled, unscaled, distinct, squares)
 
 
 def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:
     """Return scale / 2**floor(log2(scale)), which is in [1, 2), for a second count; None if one is enough.
 
     Exponents of gradients that are divided by a power of two are known from those of the gradients as they are. Of an
-    accelerator's scale the host does not know whether it is one: gradients are read once there in any case.
+    accelerator's scale the host does not know whether it is one: gradients are counted once there in any case.
     """
     if scale.device.type != "cpu":
         return None

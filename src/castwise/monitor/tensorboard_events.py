@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from castwise.monitor.curves import Histogram, Spread, exponents, of_sample, of_step
+from castwise.monitor.curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
 
 _EACH = {"gradients": "module", "outputs": "module", "updates": "parameter"}
 
@@ -18,12 +18,12 @@ class TensorBoard:
     """Writes records as TensorBoard events: needs the extra `castwise[tensorboard]`.
 
     There are at most 23 curves, whatever the size of the model. Of each step: `step/scale`, `step/loss`,
-    `step/grad_norm`, `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each format, the worst of all
-    modules: `gradients/flush <format>`, `gradients/headroom_bits <format>`, and the same of `outputs`; and the largest
-    of all parameters: `updates/update_to_weight` and `updates/lost_in_bf16`. The text `worst` names the modules and
-    parameters that these are of. How all of them are spread is in histograms: `gradients of each module/...`,
-    `outputs of each module/...`, `updates of each parameter/...`; and `log2 gradient/<module>` is the histogram of the
-    module's gradients. Diagnoses are texts.
+    `step/grad_norm` (of clipped and of sampled steps), `step/seconds` and `step/skipped` (0 or 1). Of sampled steps,
+    for each format, the worst of all modules: `gradients/flush <format>`, `gradients/headroom_bits <format>`, and the
+    same of `outputs`; and the largest of all parameters: `updates/update_to_weight` and `updates/lost_in_bf16`. The
+    text `worst` names the modules and parameters that these are of. How all of them are spread is in histograms:
+    `gradients of each module/...`, `outputs of each module/...`, `updates of each parameter/...`; and
+    `log2 gradient/<module>` is the histogram of the module's gradients. Diagnoses are texts.
 
     Args:
         folder: Where the event files go; made when the first record comes.
@@ -73,6 +73,8 @@ class TensorBoard:
 
     def _write_sample(self, record: Mapping[str, Any]) -> None:
         step, spreads = record["step"], of_sample(record)
+        for name, value in norm_of_sample(record).items():
+            self._writer.add_scalar(name, value, step)
         for spread in spreads:
             self._writer.add_scalar(f"{spread.group}/{spread.name}", spread.worst_value, step)
             name = f"{spread.group} of each {_EACH[spread.group]}/{spread.name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from castwise.report.record_numbers import Record, number
@@ -46,19 +46,20 @@ class Growth:
         )
 
 
-def find_divergence(steps: Sequence[Record]) -> tuple[Growth, ...]:
+def find_divergence(steps: Sequence[Record], norms: Sequence[Point]) -> tuple[Growth, ...]:
     """Return what grew before steps failed, the loss first; nothing if the run did not diverge.
 
     Args:
         steps: The run's step records. One is a failure if it was skipped or its loss is inf or NaN.
+        norms: Step and gradient norm of the steps of which it is known.
     """
     failures = [record["step"] for record in steps if record["skipped"] or _is_nonfinite(record.get("loss"))]
     if not failures:
         return ()
-    losses = _points(steps, "loss")
+    losses = _usable((record["step"], number(record.get("loss"))) for record in steps)
     last_step = steps[-1]["step"]
     of_loss = _growth("loss", losses, failures, last_step)
-    of_norm = _growth("gradient norm", _points(steps, "grad_norm"), failures, last_step)
+    of_norm = _growth("gradient norm", _usable(norms), failures, last_step)
     if of_norm and not of_loss and losses and not _rises(losses, of_norm.first[0]):
         of_norm = None  # gradients of a network that begins to learn grow as well
     return tuple(growth for growth in (of_loss, of_norm) if growth is not None)
@@ -84,9 +85,8 @@ def _growth(name: str, points: Sequence[Point], failures: Sequence[int], last_st
     return None
 
 
-def _points(steps: Sequence[Record], name: str) -> list[Point]:
-    pairs = ((record["step"], number(record.get(name))) for record in steps)
-    return [(step, value) for step, value in pairs if 0.0 < value < math.inf]
+def _usable(points: Iterable[Point]) -> list[Point]:
+    return [(step, value) for step, value in points if 0.0 < value < math.inf]
 
 
 def _rises(losses: Sequence[Point], since: int) -> bool:

@@ -155,7 +155,7 @@ class RunFacts:
     @cached_property
     def divergence(self) -> tuple[Growth, ...]:
         """What grew by orders of magnitude before steps failed; empty if the run did not diverge."""
-        return find_divergence(self.run.steps)
+        return find_divergence(self.run.steps, self.grad_norms)
 
     @cached_property
     def skips_before_divergence(self) -> list[Skips]:
@@ -196,6 +196,14 @@ class RunFacts:
         """Step and scale of every step that had one; empty where nothing was scaled."""
         pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
         return [(step, scale) for step, scale in pairs if math.isfinite(scale)]
+
+    @cached_property
+    def grad_norms(self) -> list[tuple[int, float]]:
+        """Step and gradient norm of every step that was clipped or sampled."""
+        sampled = {sample["step"]: sample.get("grad_norm") for sample in self.run.samples}
+        known = ((record["step"], record.get("grad_norm")) for record in self.run.steps)
+        norms = ((step, sampled.get(step) if norm is None else norm) for step, norm in known)
+        return [(step, number(norm)) for step, norm in norms if norm is not None]
 
     @property
     def is_scaled(self) -> bool:

@@ -57,7 +57,7 @@ def timeline(facts: RunFacts) -> Figure | None:
     loss = extremes([(record["step"], number(record.get("loss"))) for record in steps])
     if loss:
         panels.append(Panel("3", "loss", 1.0, [_line("loss", loss, "--accent")], {"range": _range(loss), "nticks": 5}))
-    norm = extremes([point for record in steps if (point := (record["step"], number(record.get("grad_norm"))))[1] > 0])
+    norm = extremes([point for point in facts.grad_norms if point[1] > 0])
     if norm:
         logs = _range([(step, math.log10(value)) for step, value in norm])
         axis = {"type": "log", "range": logs, "nticks": 4}
