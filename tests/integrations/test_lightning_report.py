@@ -102,10 +102,17 @@ def test_a_resumed_training_goes_on_in_the_record(precision: str, tmp_path: Path
     assert [step["step"] for step in Run.read(tmp_path).steps] == list(range(1, 11))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps_have_the_numbers_of_the_trainer(precision: str, tmp_path: Path) -> None:
+    """Which counts a batch without a loss, for which the scaler takes no step."""
+    done = fit(ours(precision), Regression(skip=5), callbacks=[ReportCallback(tmp_path)])
+    assert done["global_step"] == Run.read(tmp_path).steps[-1]["step"] == STEPS
+
+
 @pytest.mark.parametrize("how", ["in turn", "after all"])
 def test_the_last_steps_of_two_optimizers_are_in_the_record(how: str, tmp_path: Path) -> None:
-    fit(ours("16-mixed"), Pair(how), callbacks=[ReportCallback(tmp_path)])
-    assert len(Run.read(tmp_path).steps) == 2 * STEPS
+    done = fit(ours("16-mixed"), Pair(how), callbacks=[ReportCallback(tmp_path)])
+    assert len(Run.read(tmp_path).steps) == done["global_step"] == 2 * STEPS
 
 
 def test_skipped_steps_are_diagnosed(tmp_path: Path) -> None:

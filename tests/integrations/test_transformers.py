@@ -220,6 +220,21 @@ def test_a_resumed_training_continues_bit_for_bit_and_so_does_its_record(precisi
         assert state["steps_skipped"] > 0
 
 
+def test_a_resumed_training_keeps_the_trainers_numbers_whatever_its_scaler_knows(tmp_path: Path) -> None:
+    def run(folder: str, resume: str | None = None) -> None:
+        made = trainer(
+            tmp_path / "out", callbacks=[ReportCallback(tmp_path / folder)], save_strategy="steps", save_steps=2
+        )
+        prepare(in_fp16(made).accelerator)
+        made.train(resume_from_checkpoint=resume)
+
+    run("whole")
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    (checkpoint / "scaler.pt").unlink()
+    run("resumed", resume=str(checkpoint))
+    assert [step["step"] for step in Run.read(tmp_path / "resumed").steps] == [3, 4]
+
+
 # -- the callback -----------------------------------------------------------------------------------------------
 
 

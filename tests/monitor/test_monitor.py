@@ -144,11 +144,90 @@ def test_numbers_go_on_where_a_checkpoint_left_off() -> None:
     assert first.scaler is not None
     assert second.scaler is not None
     second.scaler.load_state_dict(first.scaler.state_dict())
-    unscaled = Training(scale=None, steps_before=2)
-    for training in (second, unscaled):
-        with training.monitor:
+    with second.monitor:
+        second.step()
+    assert second.numbers("step") == second.numbers("sample") == second.numbers("end") == [3]
+
+
+@pytest.mark.parametrize("scale", [SCALE, None], ids=str)
+def test_records_carry_the_numbers_that_the_loop_gives(scale: float | None) -> None:
+    training = Training(scale=scale, every=1)
+    with training.monitor:
+        for number in (0, 1, 5, 6):
+            training.monitor.step = number
             training.step()
-        assert training.numbers("step") == training.numbers("sample") == training.numbers("end") == [3]
+        training.step()
+    assert training.numbers("step") == training.numbers("sample") == [0, 1, 5, 6, 7]
+    assert training.numbers("end") == [7]
+    assert training.monitor.step == 8
+
+
+def test_a_number_is_that_of_the_next_step_whatever_the_scaler_has_counted() -> None:
+    training = Training(every=1, on_skip="diagnose")
+    training.step()
+    training.monitor.step = 41
+    assert training.monitor.step == 41
+    with training.monitor:
+        training.step()
+        training.step(bad=math.inf)
+    for kind in ("step", "sample"):
+        assert training.numbers(kind) == [41, 42]
+    assert training.numbers("diagnosis") == [42]
+
+
+def test_numbers_wait_for_what_an_accelerator_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readback, "is_on_host", False)
+    training = Training(every=1)
+    with training.monitor:
+        for number in (10, 20, 30, 40):
+            training.monitor.step = number
+            training.step()
+            assert training.monitor.step == number + 1
+        assert training.numbers("step") == [10, 20]
+    assert training.numbers("step") == training.numbers("sample") == [10, 20, 30, 40]
+
+
+def test_the_number_of_a_step_that_was_not_taken_goes_to_the_next() -> None:
+    training = Training()
+    assert training.scaler is not None
+    with training.monitor:
+        training.monitor.step = 7
+        training.scaler.scale(training.model(torch.ones(5, 4)).sum()).backward()
+        training.scaler.unscale_(training.optimizer)
+        training.scaler.update()
+        training.step()
+        training.step()
+    assert training.numbers("step") == [7, 8]
+
+
+def test_with_several_optimizers_each_step_counts() -> None:
+    model, records = mlp(), list[dict[str, Any]]()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with Monitor(model, optimizers, sinks=[records.append]) as monitor:
+        for number in (10, 12):
+            monitor.step = number
+            model(torch.ones(5, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert [record["step"] for record in records if record["kind"] == "step"] == [10, 11, 12, 13]
+
+
+def test_after_going_back_to_a_checkpoint_the_later_records_are_forgotten(tmp_path: Path) -> None:
+    training = Training(every=1)
+    with Monitor(training.model, training.optimizer, training.scaler, every=1, sinks=[tmp_path]) as monitor:
+        for number in (1, 2, 3, 4, 3):
+            monitor.step = number
+            training.step()
+    run = Run.read(tmp_path)
+    assert [step["step"] for step in run.steps] == [sample["step"] for sample in run.samples] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [-1, True, 1.5, None])
+def test_what_is_no_number_of_a_step_is_refused(number: Any) -> None:
+    monitor = Training().monitor
+    with pytest.raises(ValueError, match=rf"an integer >= 0, got {number}"):
+        monitor.step = number
+    assert monitor.step == 1
 
 
 # -- samples --------------------------------------------------------------------------------------------------------
@@ -682,7 +761,6 @@ def test_a_scaler_that_does_not_tell_of_its_steps_is_refused() -> None:
         ({"every": 0}, "every must be a number of steps >= 1, got 0"),
         ({"every": 2.5}, "every must be a number of steps >= 1, got 2.5"),
         ({"on_skip": "raise"}, "on_skip must be \"diagnose\" or None, got 'raise'"),
-        ({"steps_before": -1}, "steps_before must be a number of steps >= 0, got -1"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:

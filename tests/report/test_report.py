@@ -166,6 +166,13 @@ def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
         assert len({trace["marker"][look] for trace in strips}) == 5
 
 
+@pytest.mark.parametrize("first", [0, 1, 5000])
+def test_the_axis_of_steps_begins_where_the_run_does(first: int, tmp_path: Path) -> None:
+    figure = timeline(RunFacts(Run(tmp_path, steps=[step(first + i, 2.0**10) for i in range(101)])))
+    begin, end = figure["layout"]["xaxis"]["range"]
+    assert first - 2 < begin < first < first + 100 < end < first + 102
+
+
 def test_norms_are_those_of_clipping_or_else_of_samples(tmp_path: Path) -> None:
     records = [step(i, 2.0**10, grad_norm=7.0 if i == 3 else None) for i in range(1, 6)]
     norms = {2: 1.5, 3: 7.5, 4: float("nan")}

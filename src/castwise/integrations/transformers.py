@@ -90,10 +90,18 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             every=self._every,
             sinks=[self.folder],
             on_skip=self._on_skip,
-            steps_before=state.global_step,
         ).attach()
         folder = self.folder if state.is_world_process_zero else None
         self._end_of_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("the training has failed"))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the next step the Trainer's number."""
+        going_on = None if self._end_of_failed is None else self._end_of_failed.peek()
+        if going_on is not None:
+            monitor, _, _ = going_on[2]
+            monitor.step = state.global_step + 1
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ from castwise.monitor.run_header import run_record
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
+from castwise.monitor.step_numbers import StepNumbers
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
 from castwise.monitor.unseen_steps import UnseenSteps
 
@@ -85,12 +87,11 @@ class Monitor:
             accelerator takes two more, that keeps what its last 64 forwards were given, and the gradients that the
             outputs of the last 8 have got: in each the size of the model's output, such as logits. Of forwards before
             these 8 it is known whether their loss was finite, and only then is there something to replay.
-        steps_before: How many steps the training has taken before, if no scaler knows: what it goes on counting from.
 
     Raises:
         TypeError: `optimizer` is none, the scaler does not tell of its steps (torch's does not), or a sink is no path
             and no function.
-        ValueError: `every`, `steps_before` or `on_skip` is out of its range, or there is no optimizer.
+        ValueError: `every` or `on_skip` is out of its range, or there is no optimizer.
 
     Example:
         >>> import castwise
@@ -114,12 +115,11 @@ class Monitor:
         every: int = 100,
         sinks: Sequence[Sink | str | os.PathLike[str]] = (),
         on_skip: Literal["diagnose"] | None = None,
-        steps_before: int = 0,
     ) -> None:
-        _check(every, on_skip, steps_before)
+        _check(every, on_skip)
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
-        self._steps = steps_of(scaler, self._optimizers, steps_before)
+        self._steps = steps_of(scaler, self._optimizers)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
@@ -128,12 +128,12 @@ class Monitor:
             warn(text, UserWarning, 2)
         self._guard = Guard()
         self._handles: list[Any] = []
-        self._last_step = steps_before
+        self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
         """That of the last skipped step, if `on_skip="diagnose"`; None if there was nothing recorded to replay."""
 
     def __repr__(self) -> str:
-        if "_last_step" not in vars(self):  # `__init__` has not ended
+        if "_numbers" not in vars(self):  # `__init__` has not ended
             return object.__repr__(self)
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
         diagnoses = ", on_skip='diagnose'" if self._recording is not None else ""
@@ -141,6 +141,27 @@ class Monitor:
             f"{type(self).__name__}({type(self._model).__name__}, [{optimizers}], {self._scaler!r}, "
             f"every={self._every}, sinks={self._sinks}{diagnoses})"
         )
+
+    @property
+    def step(self) -> int:
+        """The number of the step that comes next: set it to have records carry your own numbers, counted from any >= 0.
+
+        In a loop over numbers set it to the number of the loop, before each step or once: it counts on. Where a
+        trainer counts the steps it has taken, set it to one more. A step that is skipped counts; with several
+        optimizers each step of each of them does. If it is set to a number that was recorded already, as after
+        going back to a checkpoint, `Run.read` forgets the later records from it on.
+
+        If it is never set, steps have the numbers of the scaler, which counts from 1 and goes on where its state
+        was saved; without a scaler they are counted from 1. What is read is then one more than the last step recorded.
+
+        Raises:
+            ValueError: It is set to anything but an integer >= 0.
+        """
+        return self._numbers.next
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._numbers.next = number
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
@@ -201,7 +222,7 @@ class Monitor:
         self._iterations.clear()
         if self._recording is not None:
             self._recording.detach()
-        self._write({"kind": "end", "step": self._last_step})
+        self._write({"kind": "end", "step": self._numbers.last})
         self._sinks.close()
         self._ranks.close()
 
@@ -227,6 +248,7 @@ class Monitor:
         if not self._knows(optimizer):
             return
         with self._guard:
+            self._numbers.begin(self._steps.iteration)
             iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
             if self._recording is not None:
                 iteration.note_batches(optimizer, self._recording.take())
@@ -268,6 +290,7 @@ class Monitor:
         optimizer, diagnosis = facts.optimizer, None
         if optimizer is None or not self._knows(optimizer):
             return None
+        facts = replace(facts, number=self._numbers.of(facts))
         with self._guard:
             iteration = self._iterations.note_facts(optimizer, facts)
             diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
@@ -276,7 +299,6 @@ class Monitor:
         return diagnosis
 
     def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
-        self._last_step = facts.number
         skip = self._skip(facts, diagnosis)
         self._write(
             {
@@ -376,12 +398,10 @@ def check_every(every: int) -> None:
         raise ValueError(f"every must be a number of steps >= 1, got {every!r}")
 
 
-def _check(every: int, on_skip: object, steps_before: int) -> None:
+def _check(every: int, on_skip: object) -> None:
     check_every(every)
     if on_skip not in (None, "diagnose"):
         raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
-    if isinstance(steps_before, bool) or not isinstance(steps_before, int) or steps_before < 0:
-        raise ValueError(f"steps_before must be a number of steps >= 0, got {steps_before!r}")
 
 
 def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:

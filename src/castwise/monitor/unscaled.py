@@ -19,11 +19,10 @@ class UnscaledSteps:
 
     Args:
         optimizers: Whose steps are told.
-        steps_before: What their count begins after.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], steps_before: int) -> None:
-        self._optimizers, self._steps = optimizers, steps_before
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers, self._steps = optimizers, 0
         self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
         self._waiting: deque[StepFacts] = deque()
 
@@ -67,14 +66,14 @@ class UnscaledSteps:
                 hook(facts)
 
 
-def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer], steps_before: int) -> Any:
+def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Return who tells of the steps: the scaler, or without one the optimizers themselves.
 
     Raises:
         TypeError: The scaler does not tell of them.
     """
     if scaler is None or not scaler.is_enabled():
-        return UnscaledSteps(optimizers, steps_before)
+        return UnscaledSteps(optimizers)
     if not hasattr(scaler, "register_step_hook"):
         raise TypeError(
             f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "

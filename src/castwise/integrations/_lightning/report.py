@@ -31,8 +31,12 @@ class Report:
             every=self._every,
             sinks=[self.folder],
             on_skip=self._on_skip,
-            steps_before=trainer.global_step,
         ).attach()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Give the next step the Trainer's number."""
+        if self._monitor is not None:
+            self._monitor.step = trainer.global_step + 1
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the record and write the report."""

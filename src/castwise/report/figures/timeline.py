@@ -62,7 +62,7 @@ def timeline(facts: RunFacts) -> Figure | None:
         logs = _range([(step, math.log10(value)) for step, value in norm])
         axis = {"type": "log", "range": logs, "nticks": 4}
         panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
-    return _stacked(panels, last=max(record["step"] for record in steps)) if panels else None
+    return _stacked(panels, steps[0]["step"], steps[-1]["step"]) if panels else None
 
 
 def marks(skips: Skips, limit: int = MAX_MARKS) -> list[tuple[int, str]]:
@@ -146,8 +146,9 @@ def _powers(scales: Iterable[float]) -> dict[str, Any]:
     }
 
 
-def _stacked(panels: Sequence[Panel], last: int) -> Figure:
+def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
     """Put panels under each other on one axis of steps."""
+    margin = 0.5 + 0.01 * (last - first)
     gap, total = 0.07, sum(panel.height for panel in panels) or 1.0
     free = 1.0 - gap * max(len(panels) - 1, 0)
     data: list[Trace] = []
@@ -160,7 +161,7 @@ def _stacked(panels: Sequence[Panel], last: int) -> Figure:
         layout["annotations"].append(_title(panel.title, top))
         top = bottom - gap
     layout["xaxis"] = {
-        "range": [0.5 - 0.01 * last, 0.5 + 1.01 * last],
+        "range": [first - margin, last + margin],
         "anchor": f"y{panels[-1].axis if panels else ''}",
         "title": {"text": "step"},
         "tickformat": ",d",
