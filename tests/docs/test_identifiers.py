@@ -114,7 +114,7 @@ def documented_arguments(found: object) -> set[str]:
 # the base class says all.
 WITHOUT_ARGUMENTS = {
     *("Cause", "OptState", "MixedPrecisionMistake"),
-    *("on_train_begin", "on_train_end", "advance_", "adopt"),
+    *("on_train_begin", "on_step_begin", "on_train_end", "advance_", "adopt"),
 }
 
 
