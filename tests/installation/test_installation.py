@@ -349,6 +349,48 @@ def test_no_more_skips_are_diagnosed_than_are_asked_for(most: int, diagnosed: li
     assert [diagnosis["step"] for diagnosis in Run.read(tmp_path / "Sequential").diagnoses] == diagnosed
 
 
+def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) -> None:
+    installation.begin(Account(tmp_path, 100, 2), Settings(None, None, False))
+    model = small_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    for batch in [GOOD] * 12 + [BAD]:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(batch).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    castwise.uninstall()
+    diagnoses = Run.read(tmp_path / "Sequential").diagnoses
+    assert [diagnosis["cause"] for diagnosis in diagnoses] == ["overflow", "overflow", "non-finite loss"]
+    assert diagnoses[-1]["phase"] == "input"
+
+
+def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Path) -> None:
+    class Critic(nn.Sequential):
+        pass
+
+    generator, critic = small_model(), Critic(nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    with castwise.installed(tmp_path, on_skip="diagnose"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for real in (GOOD, GOOD, BAD, GOOD):
+            with torch.autocast("cpu", dtype=torch.float16):
+                fake = generator(torch.ones(4, 8))
+                of_generator, of_critic = fake.float().mean(), critic(real).float().mean()
+            for optimizer, loss in zip(optimizers, (of_generator, of_critic), strict=True):
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    run, of_generator_run = Run.read(tmp_path / "Critic"), Run.read(tmp_path / "Sequential")
+    assert [step["cause"] for step in run.steps] == [None, None, "non-finite loss", None]
+    assert [diagnosis["phase"] for diagnosis in run.diagnoses] == ["input"]
+    assert not any(step["skipped"] for step in of_generator_run.steps)
+    assert all(step["loss"] is None or math.isfinite(step["loss"]) for step in of_generator_run.steps)
+
+
 def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

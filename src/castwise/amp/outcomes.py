@@ -81,7 +81,8 @@ class StepFacts:
     parameters: tuple[torch.Tensor, ...] = ()
     """Of a skipped step: those whose gradients were not finite."""
     loss: float | None = None
-    """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen."""
+    """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen, or if it is another
+    optimizer's that was not finite."""
     grad_norm: float | None = None
     """That `clip_grad_norm_` has found; None if it was not called."""
     iteration: int = 0
@@ -305,7 +306,8 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
         skipped=skipped,
         cause=_cause(optimizer, loss, bool(bad), is_its_loss, ranks_agree) if skipped else None,
         parameters=tuple(bad) if skipped else (),
-        loss=loss if pending.loss is not None else None,
+        # One that is not finite is not that of a step whose gradients are: another optimizer's has its part in it.
+        loss=loss if pending.loss is not None and (skipped or is_its_loss or math.isfinite(loss)) else None,
         grad_norm=norm,
         iteration=pending.update,
     )

@@ -72,7 +72,8 @@ def run(
     on_skip: Annotated[
         OnSkip,
         typer.Option(
-            metavar="[first|diagnose|nothing]", help="Diagnose the first three skipped steps, all of them, or none."
+            metavar="[first|diagnose|nothing]",
+            help="Diagnose the first three skipped steps of each cause, all of them, or none.",
         ),
     ] = OnSkip.FIRST,
     fail_on: Annotated[

@@ -21,7 +21,7 @@ from castwise._torch_private import is_dynamo_active, never_traced
 from castwise._warnings import warn
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
-from castwise.amp.outcomes import StepFacts
+from castwise.amp.outcomes import Cause, StepFacts
 from castwise.diagnosis.diagnosis import Diagnosis
 from castwise.diagnosis.recording import MicroBatches, Recording
 from castwise.installation.models import Models, model_with
@@ -50,7 +50,7 @@ class Account(Observer):
     Args:
         out: The folder; None records nothing, and tells mistakes alone.
         every: Of the monitors.
-        diagnoses: How many skipped steps of a model are diagnosed.
+        diagnoses: How many skipped steps of a model are diagnosed, of each cause.
 
     Raises:
         ValueError: `every` is no number of steps.
@@ -204,17 +204,16 @@ class Account(Observer):
 class _Alone(Monitor):
     """A monitor that waits for no other process: nothing is known of what those do."""
 
-    _diagnoses_left = 0.0
-
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
 
     def diagnose(self, recording: Recording | None, most: float) -> None:
-        """Diagnose skipped steps from now on, so many at most.
+        """Diagnose skipped steps from now on.
 
         Args:
             recording: Of the model, if there is one that has begun.
-            most: How many.
+            most: How many of each cause: the overflows of a search for the scale are not to use up what a later NaN
+                needs.
         """
         if is_split_over_ranks(self._model):  # a replay that ends on one rank would keep the others waiting
             return
@@ -222,15 +221,14 @@ class _Alone(Monitor):
         scaler: Any = self._scaler
         self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
         self._recording.follow(lambda: int(scaler.iteration))
-        self._diagnoses_left = most
+        self._most_diagnoses, self._skips = most, Counter[Cause | None]()
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
-        diagnosis = Monitor._diagnosed(self, facts, batches)
-        self._diagnoses_left -= facts.skipped
-        if self._recording is not None and self._diagnoses_left <= 0:
-            self._recording.detach()
-            self._recording = None
-        return diagnosis
+        if facts.skipped and self._recording is not None:
+            self._skips[facts.cause] += 1
+            if self._skips[facts.cause] > self._most_diagnoses:
+                return None
+        return Monitor._diagnosed(self, facts, batches)
 
 
 def _processes_started() -> int:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.observers import OBSERVERS, Observer
-from castwise.amp.outcomes import StepFacts
+from castwise.amp.outcomes import Cause, StepFacts
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.activations import Activations
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
     from castwise.diagnosis.recording import MicroBatches, Recording
 
 _PARAMETERS_NAMED = 8
+_BY_PHASE = {
+    "weight": Cause.NONFINITE_WEIGHTS,
+    "input": Cause.NONFINITE_LOSS,
+    "forward": Cause.NONFINITE_LOSS,
+    "loss": Cause.NONFINITE_LOSS,
+    "backward": Cause.OVERFLOW,
+}
 
 
 class Monitor:
@@ -294,6 +302,8 @@ class Monitor:
         with self._guard:
             iteration = self._iterations.note_facts(optimizer, facts)
             diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+            if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay has found whose fault it was
+                facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
             self._record_step(facts, iteration, diagnosis)
             self._finish()
         return diagnosis
