@@ -81,8 +81,8 @@ class StepFacts:
     parameters: tuple[torch.Tensor, ...] = ()
     """Of a skipped step: those whose gradients were not finite."""
     loss: float | None = None
-    """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen, or if it is another
-    optimizer's that was not finite."""
+    """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen, or if another
+    optimizer's was not finite."""
     grad_norm: float | None = None
     """That `clip_grad_norm_` has found; None if it was not called."""
     iteration: int = 0

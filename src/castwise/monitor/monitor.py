@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
