@@ -321,8 +321,9 @@ def test_a_loss_that_grows_by_orders_of_magnitude_before_steps_fail_is_divergenc
     (advice,) = verdict(run)
     assert advice.severity == "critical"
     assert advice.finding == (
-        "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and 6 steps after step 3 failed. "
-        "Lower the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients."
+        "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and 6 steps failed from step 7 on. "
+        "Lower the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients. "
+        "What overflowed first and last, as a consequence:"
     )
     assert (advice.evidence["growth_steps"], advice.evidence["learning_rate"]) == (3, 3.0)
     assert [each.module for each in advice.diagnosed] == ["blocks.0.attn", "head"]
@@ -365,6 +366,99 @@ def test_a_loss_that_grows_slowly_while_the_scale_is_probed_is_no_divergence(tmp
         for i in range(1, 600)
     ]
     assert "diverged" not in str(verdict(write(tmp_path, *records)))
+
+
+def taken_and_skipped(*losses: float, skipped: str) -> list[recorded.Record]:
+    """Steps with these losses, one for each letter: "." was taken, "x" was skipped."""
+    causes = [
+        None if each == "." else "overflow" if math.isfinite(loss) else "non-finite loss"
+        for loss, each in zip(losses, skipped, strict=True)
+    ]
+    return [step(i, 2.0**14, cause, loss=loss) for i, (loss, cause) in enumerate(zip(losses, causes, strict=True), 1)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "skipped", "grew", "failed"),
+    [
+        (
+            [3.1, 1.6, 12.5, 12.4, 12.3, 9.8, *[math.nan] * 50],
+            "..xxx." + 50 * "x",
+            "1.6 at step 2 to 12.5 at step 3",
+            "53 steps failed from step 3 on",
+        ),
+        (
+            [3.0, 2.2, 2.3, 22.2, 23.1, 20.7, *[math.nan] * 9],
+            ".x.xx." + 9 * "x",
+            "2.3 at step 3 to 22.2 at step 4",
+            "11 steps failed from step 4 on",
+        ),
+        ([3.1, 1.2, 2.4, 2.0, 11.7], "..x.x", "2 at step 4 to 11.7 at step 5", "1 step failed from step 5 on"),
+        (
+            [3.1, 1.2, 2.4, 2.0, 11.7, 11.1, 14.5, math.nan],
+            "..x.xx.x",
+            "2 at step 4 to 11.7 at step 5",
+            "3 steps failed from step 5 on",
+        ),
+        (
+            [3.1, 1.2, 2.0, 11.7, math.nan, math.nan, 1.2e4, *[math.nan] * 9],
+            "...xxxx" + 9 * "x",
+            "2 at step 3 to 11.7 at step 4",
+            "13 steps failed from step 4 on",
+        ),
+    ],
+)
+def test_a_loss_that_multiplies_within_the_last_few_updates_is_divergence(
+    losses: list[float], skipped: str, grew: str, failed: str, tmp_path: Path
+) -> None:
+    """The figures are those up to the first failure: later ones are of a model that is lost already."""
+    run = write(tmp_path, *taken_and_skipped(*losses, skipped=skipped))
+    first, *others = verdict(run)
+    assert first.finding.startswith(f"Training diverged: the loss grew from {grew}, and {failed}. Lower")
+    assert "the forward or the data is at fault" not in "".join(map(str, others))
+
+
+def test_an_update_larger_than_the_weights_after_which_all_steps_fail_is_divergence(tmp_path: Path) -> None:
+    records = taken_and_skipped(3.1, *[math.nan] * 9, skipped="." + 9 * "x")
+    found = diagnosis(2, "non-finite loss", "blocks.0.attn")
+    told_of = {}
+    for ratio in (0.01, 71.0):
+        first = sample(1, 2.0**14, GOOD, OUTPUTS)
+        first["weights"] = {name: {**each, "update_to_weight": ratio} for name, each in first["weights"].items()}
+        told_of[ratio] = str(verdict(write(tmp_path / str(ratio), *records, first, found)))
+    assert "Training diverged: the update of step 1 was 71 times as large as the weights" in told_of[71.0]
+    assert "keep it" not in told_of[71.0].replace("overflowed. keep it", "")
+    assert "diverged" not in told_of[0.01]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_grow_by_design_are_no_divergence_and_hide_no_bad_batch(sign: int, tmp_path: Path) -> None:
+    bad, overflows = (40, 70), (20, 30, 39, 61)
+    causes = dict.fromkeys(bad, "non-finite loss") | dict.fromkeys(overflows, "overflow")
+    records = [
+        step(i, 2.0**10, causes.get(i), loss=math.nan if i in bad else sign * 1.1**i, grad_norm=2 * 1.1**i)
+        for i in range(1, 101)
+    ]
+    found = verdict(write(tmp_path, *records))
+    assert "diverged" not in str(found)
+    assert "The loss was inf or NaN at 2 steps, first at step 40" in str(found)
+
+
+def test_a_bad_batch_from_before_the_divergence_is_told_with_its_diagnosis(tmp_path: Path) -> None:
+    losses = [*[2.0] * 9, math.nan, *[2.0] * 9, 12.0, *[math.nan] * 9]
+    records = taken_and_skipped(*losses, skipped=9 * "." + "x" + 9 * "." + 10 * "x")
+    found = [diagnosis(10, "non-finite loss", "emb"), diagnosis(20, "overflow", "head")]
+    first, second, *_ = verdict(write(tmp_path, *records, *found))
+    assert first.text.endswith(" What overflowed first, as a consequence: Step 20: head overflowed.")
+    assert second.finding.startswith("The loss was inf or NaN at 1 step, first at step 10")
+    assert second.text.endswith("Step 10: emb overflowed. Keep it.")
+
+
+def test_what_overflowed_first_is_called_a_consequence_of_divergence(tmp_path: Path) -> None:
+    found = [diagnosis(7, "overflow", "blocks.0.attn"), diagnosis(12, "overflow", "head")]
+    (advice, *_) = verdict(write(tmp_path, *diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0]), *found))
+    assert " What overflowed first and last, as a consequence: Step 7: blocks.0.attn overflowed. Step 12: head" in (
+        advice.text
+    )
 
 
 def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path: Path) -> None:

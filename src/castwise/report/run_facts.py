@@ -6,6 +6,7 @@ The verdict, the report and the terminal all read these, so they cannot disagree
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,20 +156,34 @@ class RunFacts:
     @cached_property
     def divergence(self) -> tuple[Growth, ...]:
         """What grew by orders of magnitude before steps failed; empty if the run did not diverge."""
-        return find_divergence(self.run.steps, self.grad_norms)
+        return find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
 
     @cached_property
     def skips_before_divergence(self) -> list[Skips]:
         """`skips` without those that divergence explains."""
         if not self.divergence:
             return self.skips
-        begun = self.divergence[0].first[0]
-        return _skips_of(record for record in self.run.steps if record["step"] <= begun)
+        since = self.divergence[0].since
+        return _skips_of(record for record in self.run.steps if record["step"] < since)
 
     @cached_property
     def diagnosed(self) -> list[Diagnosed]:
         """What replays of skipped steps have found, each place once, the first found first."""
         return diagnosed(self.run.diagnoses)
+
+    @cached_property
+    def diagnosed_before_divergence(self) -> list[Diagnosed]:
+        """`diagnosed` without what divergence explains."""
+        if not self.divergence:
+            return self.diagnosed
+        return diagnosed(each for each in self.run.diagnoses if each["step"] < self.divergence[0].since)
+
+    @cached_property
+    def diagnosed_in_divergence(self) -> list[Diagnosed]:
+        """The rest of `diagnosed`."""
+        if not self.divergence:
+            return []
+        return diagnosed(each for each in self.run.diagnoses if each["step"] >= self.divergence[0].since)
 
     @property
     def skipped(self) -> int:
@@ -204,6 +219,13 @@ class RunFacts:
         known = ((record["step"], record.get("grad_norm")) for record in self.run.steps)
         norms = ((step, sampled.get(step) if norm is None else norm) for step, norm in known)
         return [(step, number(norm)) for step, norm in norms if norm is not None]
+
+    @cached_property
+    def typical_updates(self) -> list[tuple[int, float]]:
+        """Step and median over the parameters of update/weight, of every step that was sampled and taken."""
+        weights = ((sample["step"], sample.get("weights", {}).values()) for sample in self.run.samples)
+        ratios = ((step, [number(stats.get("update_to_weight")) for stats in found]) for step, found in weights)
+        return [(step, statistics.median(found)) for step, found in ratios if found and not any(map(math.isnan, found))]
 
     @property
     def is_scaled(self) -> bool:

@@ -41,12 +41,15 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
     rate, at_rate = facts.run.settings.get("learning rate"), ""
     if isinstance(rate, (int, float)):
         evidence["learning_rate"], at_rate = rate, f" ({rate:g} at the beginning)"
+    found = tuple(each.without_remedy() for each in first_and_last(facts.diagnosed_in_divergence))
+    overflowed = f" What overflowed first{' and last' * (len(found) > 1)}, as a consequence:" if found else ""
     yield Advice(
-        f"Training diverged: {' and '.join(map(str, facts.divergence))}, and {several(growth.failed, 'step')} after "
-        f"step {first:,} failed. Lower the learning rate{at_rate}, warm it up, or clip the norm of the gradients.",
+        f"Training diverged: {' and '.join(map(str, facts.divergence))}, and {several(growth.failed, 'step')} failed "
+        f"from step {growth.since:,} on. Lower the learning rate{at_rate}, warm it up, or clip the norm of the "
+        f"gradients.{overflowed}",
         evidence,
         "critical",
-        tuple(each.without_remedy() for each in first_and_last(facts.diagnosed)),
+        found,
     )
 
 
@@ -107,8 +110,9 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
             found,
         )
     skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
-    taken = [step for step in facts.nonfinite_losses if step not in skipped]
-    if taken and not facts.divergence:
+    since = facts.divergence[0].since if facts.divergence else math.inf
+    taken = [step for step in facts.nonfinite_losses if step not in skipped and step < since]
+    if taken:
         yield Advice(
             f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
             f"{taken[0]:,}: the forward or the data is at fault.",
@@ -256,9 +260,7 @@ def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
 
 
 def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
-    if facts.divergence:
-        return ()  # `divergence` shows them
-    return first_and_last([each for each in facts.diagnosed if each.cause in causes])
+    return first_and_last([each for each in facts.diagnosed_before_divergence if each.cause in causes])
 
 
 def _of_cause(facts: RunFacts, cause: Cause) -> list[Skips]:
