@@ -292,12 +292,13 @@ def test_diagnoses_of_steps_without_a_record_are_told(tmp_path: Path) -> None:
     assert (advice.evidence["module"], advice.evidence["diagnosed_steps"]) == ("blocks.3.attn", 2)
 
 
-def test_a_scale_that_collapses_shows_the_diagnosis_that_is_at_hand(tmp_path: Path) -> None:
+def test_a_collapse_with_a_diagnosis_begins_with_the_cause_and_its_remedy(tmp_path: Path) -> None:
     falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
     run = write(tmp_path, *falling, diagnosis(1, "overflow", "head", advice="keep head in fp32"))
     first, *others = verdict(run)
-    assert first.finding.startswith("The scale collapsed")
-    assert first.text.endswith("is scaled. Step 1: head overflowed. Keep head in fp32.")
+    assert first.finding.startswith("head overflowed. Keep head in fp32. The scale collapsed to 2^-23 at step 40: below")
+    assert first.text == first.finding
+    assert [each.module for each in first.diagnosed] == ["head"]
     assert not [piece for piece in others if "skipped" in piece.text]
 
 

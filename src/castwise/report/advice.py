@@ -21,7 +21,7 @@ class Advice:
     """What to do, and the numbers behind it.
 
     Args:
-        finding: One or two sentences.
+        finding: A few sentences.
         evidence: What was measured, by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
             `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); text else.
         severity: "critical" if training is lost or will be, "warning" if numbers are being lost, "note" for what is
@@ -36,8 +36,9 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """All of it in words: the finding, then each diagnosis with its remedy."""
-        return " ".join([self.finding, *map(str, self.diagnosed)])
+        """All of it in words: the finding, then each diagnosis with its remedy, unless the finding begins with it."""
+        more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.told)]
+        return " ".join([self.finding, *more])
 
     def shown_evidence(self) -> list[tuple[str, str]]:
         """Names and numbers as people read them."""

@@ -43,9 +43,14 @@ class Diagnosed:
             return f"Step {self.steps[0]:,}{self.where}"
         return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}{self.where}"
 
-    def __str__(self) -> str:
+    @property
+    def told(self) -> str:
+        """The cause and its remedy."""
         remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
-        return f"{self.at}: {self.summary}{remedy}"
+        return f"{self.summary}{remedy}"
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.told}"
 
     def without_remedy(self) -> Diagnosed:
         """The same where another remedy comes first."""

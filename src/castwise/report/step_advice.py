@@ -199,6 +199,8 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
         )
     else:
         text = f"{len(skips)} steps in a row were skipped from step {begun:,} on. {no_scale}"
+    if found and found[0].advice and not found[0].is_due_to_scale:
+        text = f"{found[0].told} {text}"
     evidence: dict[str, Measured] = {
         "first_scale": first,
         "lowest_scale": lowest,
