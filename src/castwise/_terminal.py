@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
+
+from castwise._width import columns
 
 
 def new_console(width: int, file: IO[str] | None = None) -> Console:
@@ -18,11 +19,9 @@ def new_console(width: int, file: IO[str] | None = None) -> Console:
         width: Columns in a file or a pipe, unless the environment has COLUMNS; a terminal knows its own.
         file: Where to print; None is stdout.
     """
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        wide: int | None = int(columns)
-    else:
-        wide = None if file is None and sys.stdout.isatty() else width
+    wide = columns()
+    if wide is None and not (file is None and sys.stdout.isatty()):
+        wide = width
     return Console(file=file, width=wide, highlight=False, markup=False, emoji=False)
 
 

@@ -29,7 +29,12 @@ from castwise.cli.script import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "castwise", "run"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "COLUMNS": "2000",
+}
 
 IDIOMS = {
     "accumulation": ["accumulate.py"],
@@ -64,7 +69,7 @@ def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProc
 
 def forked(*arguments: object, folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
     """`castwise run` without the time to import torch, where it is not about how a process begins or ends."""
-    process = Python(["-m", "castwise", "run", *arguments], folder)
+    process = Python(["-m", "castwise", "run", *arguments], folder, COLUMNS=2000)  # no line is wrapped
     output, errors = process.communicate()
     return subprocess.CompletedProcess(["castwise"], process.returncode, output, errors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ def test_six_lines_say_what_was_skipped_why_and_where_the_report_is(tmp_path: Pa
     ]
     assert report == f"report: {tmp_path / 'report.html'}"
     assert (tmp_path / "report.html").is_file()
+
+
+def test_lines_are_wrapped_to_the_width_and_indented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = Summary.of([Run.read(diverging(tmp_path, mistakes=1))])
+    monkeypatch.setenv("COLUMNS", "10000")
+    whole = summary.lines()
+    assert not any("\n" in line for line in whole)
+    for columns, width in (("60", 60), ("", 120)):  # in a pipe
+        monkeypatch.setenv("COLUMNS", columns)
+        printed = [f"castwise: {line}" for line in summary.lines()]
+        _, finding, _ = printed
+        first, *others = finding.splitlines()
+        assert others
+        assert all(len(line) <= width for line in (first, *others))
+        assert all(re.match(r" {10}\S", line) for line in others)
+        assert [" ".join(line.split()) for line in printed] == [f"castwise: {line}" for line in whole]
+
+
+def test_the_path_of_the_report_is_never_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    page = tmp_path / "a name with spaces" / "report.html"
+    assert Summary(report=page).lines() == [f"report: {page}"]
 
 
 def test_runs_of_several_models_are_summed_up_and_the_gravest_finding_comes_first(tmp_path: Path) -> None:

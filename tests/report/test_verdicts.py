@@ -296,7 +296,9 @@ def test_a_collapse_with_a_diagnosis_begins_with_the_cause_and_its_remedy(tmp_pa
     falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
     run = write(tmp_path, *falling, diagnosis(1, "overflow", "head", advice="keep head in fp32"))
     first, *others = verdict(run)
-    assert first.finding.startswith("head overflowed. Keep head in fp32. The scale collapsed to 2^-23 at step 40: below")
+    assert first.finding.startswith(
+        "head overflowed. Keep head in fp32. The scale collapsed to 2^-23 at step 40: below"
+    )
     assert first.text == first.finding
     assert [each.module for each in first.diagnosed] == ["head"]
     assert not [piece for piece in others if "skipped" in piece.text]

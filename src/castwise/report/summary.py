@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from castwise._number_text import several
 from castwise._warnings import warn
+from castwise._width import width_of
 from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
 from castwise.report.advice import SEVERITIES, Advice
@@ -23,6 +25,8 @@ Level = Literal["mistake", "warning", "critical"]
 """What `castwise run --fail-on` takes: a mistake of the script, or a finding that is at least so severe."""
 
 _MISTAKES_SHOWN = 2
+_PREFIX = "castwise: "
+_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,10 @@ class Summary:
         return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
 
     def lines(self) -> list[str]:
-        """Return six lines at most: steps, skips, the first finding, mistakes, and where the report is."""
+        """Return six lines at most: steps, skips, the first finding, mistakes, and where the report is.
+
+        They are wrapped to the width of standard error; all begin with "castwise: " when they are printed.
+        """
         steps = [step for run in self.runs for step in run.steps]
         causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
@@ -66,6 +73,7 @@ class Summary:
             lines.append(f"mistake: {where}{mistake['text']}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
             lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
+        lines = [_wrapped(line) for line in lines]
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
@@ -102,6 +110,15 @@ class Summary:
         return bool(severities & grave) or ("mistake" in wanted and bool(self.mistakes))
 
 
+def _wrapped(line: str) -> str:
+    indent = " " * len(_PREFIX)
+    width = max(width_of(sys.stderr, _WIDTH), 3 * len(_PREFIX))
+    wrapped = textwrap.fill(
+        _PREFIX + line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped.removeprefix(_PREFIX)
+
+
 def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
     """Write the report of runs that have ended, and judge them; what fails is a RuntimeWarning, not an error.
 
@@ -129,4 +146,4 @@ def end_and_say(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
     """`end`, and print what came of it to standard error."""
     summary = end(records, page)
     for line in [] if summary is None else summary.lines():
-        print(f"castwise: {line}", file=sys.stderr)
+        print(f"{_PREFIX}{line}", file=sys.stderr)
