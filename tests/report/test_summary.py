@@ -76,6 +76,7 @@ def test_runs_of_several_models_are_summed_up_and_the_gravest_finding_comes_firs
     assert summary.lines()[0] == "308 steps; skipped: 5 overflow"
     assert summary.first_finding is not None
     assert summary.first_finding.severity == "critical"
+    assert summary.lines()[1].startswith("critical: generator: Training diverged")
 
 
 def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
@@ -86,6 +87,8 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
     (run,) = read["runs"]
     assert (run["run"], run["steps"], run["skipped"]) == ("GPT", 8, {"overflow": 3})
     assert run["findings"][0]["severity"] == "critical"
+    assert all(isinstance(value, (int, float, str, list)) for value in run["findings"][0]["evidence"].values())
+    assert run["findings"][0]["diagnoses"] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from castwise._warnings import warn
 from castwise._width import width_of
 from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
-from castwise.report.advice import SEVERITIES, Advice
+from castwise.report.advice import SEVERITIES, Advice, Measured
 from castwise.report.report import labels, write_report
 from castwise.report.run_facts import RunFacts
 from castwise.report.verdicts import Verdict, judge
@@ -57,6 +58,10 @@ class Summary:
         pieces = [piece for verdict in self.verdicts for piece in verdict]
         return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
 
+    @property
+    def _names(self) -> list[str]:
+        return labels([run.path for run in self.runs]) if self.runs else []
+
     def lines(self) -> list[str]:
         """Return six lines at most: steps, skips, the first finding, mistakes, and where the report is.
 
@@ -66,8 +71,10 @@ class Summary:
         causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
         lines = [f"{several(len(steps), 'step')}; skipped: {skipped}"] if self.runs else []
-        if self.first_finding is not None:
-            lines.append(f"{self.first_finding.severity}: {self.first_finding.text}")
+        first = self.first_finding
+        if first is not None:
+            whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
+            lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}")
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
             where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
             lines.append(f"mistake: {where}{mistake['text']}")
@@ -80,7 +87,6 @@ class Summary:
 
     def record(self) -> dict[str, Any]:
         """Return the same and all findings, as what JSON has words for."""
-        names = labels([run.path for run in self.runs]) if self.runs else []
         return {
             "report": None if self.report is None else str(self.report),
             "mistakes": list(self.mistakes),
@@ -93,12 +99,13 @@ class Summary:
                         {
                             "severity": piece.severity,
                             "text": piece.text,
-                            "evidence": dict(piece.shown_evidence()),
+                            "evidence": {name: _json(value) for name, value in piece.evidence.items()},
+                            "diagnoses": [{"module": each.module, "code": each.code} for each in piece.diagnosed],
                         }
                         for piece in verdict
                     ],
                 }
-                for name, run, verdict in zip(names, self.runs, self.verdicts, strict=True)
+                for name, run, verdict in zip(self._names, self.runs, self.verdicts, strict=True)
             ],
         }
 
@@ -108,6 +115,12 @@ class Summary:
         severities = {piece.severity for verdict in self.verdicts for piece in verdict}
         grave = {"critical", "warning"} if "warning" in wanted else {"critical"} if "critical" in wanted else set()
         return bool(severities & grave) or ("mistake" in wanted and bool(self.mistakes))
+
+
+def _json(value: Measured) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _wrapped(line: str) -> str:
