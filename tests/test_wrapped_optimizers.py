@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +17,12 @@ from torch import nn
 
 import castwise
 from castwise._wrapped_optimizers import unwrapped
+
+
+@pytest.fixture(autouse=True)
+def state_of_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class OfDeepSpeed:
@@ -42,10 +51,7 @@ def by_fabric(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def by_accelerate(optimizer: torch.optim.Optimizer) -> Any:
-    try:
-        return Accelerator(cpu=True).prepare(optimizer)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True).prepare(optimizer)
 
 
 def by_accelerate_twice(optimizer: torch.optim.Optimizer) -> Any:
@@ -65,6 +71,33 @@ def test_a_monitor_sees_the_steps_of_a_wrapped_optimizer(wrap: Any, several: boo
     assert [record["kind"] for record in records] == ["run", "step", "sample", "end"]
     assert records[0]["settings"]["optimizer"] == "SGD"
     assert [*records[2]["weights"]] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("wrap", [by_fabric, by_accelerate, OfDeepSpeed])
+def test_steps_and_skips_are_recorded_where_the_scaler_steps_the_wrapper(wrap: Any) -> None:
+    model, records = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, wrapped = castwise.GradScaler("cpu"), wrap(optimizer)
+    wrapped.param_groups = optimizer.param_groups  # which OfDeepSpeed has not
+    with warnings.catch_warnings(), castwise.Monitor(model, [wrapped, optimizer], scaler, sinks=[records.append]):
+        warnings.simplefilter("error")
+        for factor in [1.0, 1.0, math.nan, 1.0]:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 2)).sum() * factor).backward()
+            scaler.step(wrapped)
+            scaler.update()
+    steps = [(record["step"], record["skipped"]) for record in records if record["kind"] == "step"]
+    samples = {record["step"]: [*record["weights"]] for record in records if record["kind"] == "sample"}
+    assert steps == [(1, False), (2, False), (3, True), (4, False)]
+    assert samples == {1: ["weight", "bias"], 2: ["weight", "bias"], 3: [], 4: ["weight", "bias"]}
+
+
+def test_a_wrapper_inside_of_itself_is_no_optimizer() -> None:
+    wrapper = OfDeepSpeed(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    wrapper.optimizer = OfDeepSpeed(wrapper)  # type: ignore[assignment, arg-type]
+    assert unwrapped(wrapper) is wrapper
+    with pytest.raises(TypeError, match=r"got OfDeepSpeed"):
+        castwise.Monitor(nn.Linear(2, 1), wrapper)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_is_made_of_another_one_stays_as_it_is() -> None:

@@ -252,6 +252,7 @@ class Monitor:
     @never_traced  # a step may be inside of compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
         """Look at gradients before anything has changed them."""
+        optimizer = unwrapped(optimizer)
         if not self._knows(optimizer):
             return
         with self._guard:
@@ -278,6 +279,7 @@ class Monitor:
     def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, is_scaled: bool) -> None:
         """Sample the gradients of a step that the host has just decided to skip, unless they are sampled anyway."""
         iteration, scale = self._iterations.current, scaler._get_scale_async()
+        optimizer = unwrapped(optimizer)
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
             return
         if iteration.sample is None and (self._ranks.size == 1 or self._steps.agrees):
@@ -294,10 +296,10 @@ class Monitor:
 
     def _told(self, facts: StepFacts) -> Diagnosis | None:
         """Record a step, now that it is known what became of it; return what an exhausted scale is to say of it."""
-        optimizer, diagnosis = facts.optimizer, None
-        if optimizer is None or not self._knows(optimizer):
+        optimizer, diagnosis = unwrapped(facts.optimizer), None
+        if not self._knows(optimizer):
             return None
-        facts = replace(facts, number=self._numbers.of(facts))
+        facts = replace(facts, number=self._numbers.of(facts), optimizer=optimizer)
         with self._guard:
             iteration = self._iterations.note_facts(optimizer, facts)
             diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
@@ -415,7 +417,10 @@ def _check(every: int, on_skip: object) -> None:
 
 def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
-    optimizers = [unwrapped(each) for each in (given if several else [given])]
+    optimizers: list[torch.optim.Optimizer] = []
+    for each in map(unwrapped, given if several else [given]):
+        if not any(each is other for other in optimizers):  # a wrapper may be given beside what it wraps
+            optimizers.append(each)
     if not optimizers:
         raise ValueError("a monitor needs the optimizer that trains the model, got an empty sequence")
     for each in optimizers:

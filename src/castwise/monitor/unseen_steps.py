@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from castwise._warnings import warn
+from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
 
@@ -46,6 +47,7 @@ class UnseenSteps(Observer):
         """Note a step of the model, until the first that the monitor sees."""
         if self._is_over:
             return
+        optimizer = unwrapped(optimizer)
         is_ours = self._scaler is None or self._scaler() is scaler
         self._is_over = is_ours and optimizer in self._optimizers
         if not self._is_over and self._trains_model(optimizer):  # another model's may step more often
