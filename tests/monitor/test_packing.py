@@ -113,6 +113,79 @@ def test_names_are_written_once_and_again_by_a_monitor_that_goes_on(tmp_path: Pa
     assert [sample["step"] for sample in Run.read(tmp_path).samples] == [1, 2, 3]
 
 
+def names_in(path: Path) -> list[Record]:
+    lines = map(json.loads, (path / "monitor.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == "names"]
+
+
+def test_names_are_written_once_where_steps_are_skipped(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, records = Tied(), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu", init_scale=2.0**16)
+    with castwise.Monitor(model, optimizer, scaler, every=4, sinks=[tmp_path, records.append]):
+        for number in range(1, 21):
+            optimizer.zero_grad()
+            loss = model(torch.randint(8, (16,))).square().mean()
+            scaler.scale(loss * math.inf if number % 2 and number > 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    samples = [record for record in records if record["kind"] == "sample"]
+    assert [sample["step"] for sample in samples if not sample["activations"]] == list(range(3, 20, 2))
+    assert len(names_in(tmp_path)) == 1
+    assert_alike(Run.read(tmp_path).samples, samples)
+
+
+def test_names_that_come_later_are_added_in_the_order_of_the_model(tmp_path: Path) -> None:
+    samples = [record for record in recorded(tmp_path / "x", spoil=1) if record["kind"] == "sample"]
+    skipped, full = samples[0] | {"activations": {}}, samples[1]
+    with sinks.JSONL(tmp_path) as sink:
+        for sample in (skipped, full, skipped):
+            sink(sample)
+    first, second = names_in(tmp_path)
+    assert [first["activations"], first["weights"]] == [[], []]
+    assert second["activations"] == list(full["activations"])
+    assert_alike(Run.read(tmp_path).samples, [skipped, full, skipped])
+
+
+def test_names_are_written_once_where_only_some_optimizers_step(tmp_path: Path) -> None:
+    model, records = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), []
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    scaler = castwise.GradScaler("cpu", init_scale=16.0)
+    with castwise.Monitor(model, optimizers, scaler, every=1, sinks=[tmp_path, records.append]):
+        for stepped in [optimizers[:1]] * 3 + [optimizers] + [optimizers[1:]] * 3 + [optimizers[:1]] * 3:
+            model.zero_grad()
+            scaler.scale(model(torch.randn(2, 4)).sum()).backward()
+            for optimizer in stepped:
+                scaler.step(optimizer)
+            scaler.update()
+    samples = [record for record in records if record["kind"] == "sample"]
+    assert {tuple(sample["owned"]) for sample in samples} >= {("0",), ("1",), ("0", "1")}
+    assert len(names_in(tmp_path)) == 2
+    assert_alike(Run.read(tmp_path).samples, samples)
+
+
+def test_a_sample_with_all_names_is_packed_as_before_there_were_rows(tmp_path: Path) -> None:
+    recorded(tmp_path, steps=1)
+    sample = json.loads((tmp_path / "monitor.jsonl").read_text().splitlines()[3])
+    assert set(json.loads(lzma.decompress(base64.b85decode(sample["packed"])))) == {
+        "gradients",
+        "activations",
+        "weights",
+    }
+
+
+@pytest.mark.parametrize("rows", [3, None, [0], "gradients", {"gradients": [9]}, {"weights": [-1]}, {"activations": 0}])
+def test_rows_that_are_wrong_are_no_record(rows: Any, tmp_path: Path) -> None:
+    recorded(tmp_path, steps=1)
+    *lines, end = (tmp_path / "monitor.jsonl").read_text().splitlines()
+    sample = json.loads(lines[-1])
+    columns = json.loads(lzma.decompress(base64.b85decode(sample["packed"]))) | {"rows": rows}
+    broken = json.dumps({**sample, "packed": packed(json.dumps(columns).encode())})
+    (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is no record of a monitor"):
+        Run.read(tmp_path)
+
+
 def test_sixty_samples_of_three_hundred_modules_take_less_than_two_megabytes(tmp_path: Path) -> None:
     recorded(tmp_path, steps=2, model=Tied(layers=300, width=64))
     lines = (tmp_path / "monitor.jsonl").read_bytes().splitlines()

@@ -1,9 +1,9 @@
 """Records as they lie in a file, where they take a thirtieth of the bytes: samples packed, steps without what is usual.
 
 A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of
-one object for each tensor; its names are in the last `names` record before it. What follows from the columns is
-computed when they are read: the numbers of modules, which are sums of those of their parameters, and how the numbers
-fit into formats.
+one object for each tensor; the names are in the last `names` record before it. A sample that has not all of them, as
+that of a skipped step, says which it has by their places. What follows from the columns is computed when they are read:
+the numbers of modules, which are sums of those of their parameters, and how the numbers fit into formats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import base64
 import json
 import lzma
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ _USUAL: Record = {
     "loss": None,
     "seconds": None,
 }
+_NAMED = "gradients", "activations", "weights"
 _DIGITS = {"grad_norm": 7, "loss": 7, "seconds": 4}
 _COUNT_DIGITS, _NUMBER_DIGITS = 3, 4
 # A dictionary of the usual 8 MiB would have the compressor take 90 MiB of memory.
@@ -54,15 +55,24 @@ def in_full(step: Record) -> Record:
     return {**step, **{name: value for name, value in usual.items() if name not in step}}
 
 
-def names_of(sample: Mapping[str, Any]) -> Record:
-    """Return the `names` record of a sample."""
+NO_NAMES: Record = {"kind": "names", "gradients": [], "owned": {}, "activations": [], "weights": []}
+
+
+def names_with(sample: Mapping[str, Any], known: Mapping[str, Any]) -> Record:
+    """Return a `names` record with the names of a sample and of the `names` record before: equal if none is new."""
+    owned, more = known["owned"], sample["owned"]
     return {
         "kind": "names",
-        "gradients": list(sample["gradients"]),
-        "owned": sample["owned"],
-        "activations": list(sample["activations"]),
-        "weights": list(sample["weights"]),
+        "gradients": _joined(known["gradients"], sample["gradients"]),
+        "owned": {module: _joined(owned.get(module, ()), more.get(module, ())) for module in _joined(owned, more)},
+        "activations": _joined(known["activations"], sample["activations"]),
+        "weights": _joined(known["weights"], sample["weights"]),
     }
+
+
+def _joined(known: Collection[str], more: Collection[str]) -> list[str]:
+    """Return the names in either, in the order of the longer one, as that is more likely the model's."""
+    return list(dict.fromkeys([*more, *known] if len(more) > len(known) else [*known, *more]))
 
 
 def can_be_packed(sample: Mapping[str, Any]) -> bool:
@@ -70,9 +80,11 @@ def can_be_packed(sample: Mapping[str, Any]) -> bool:
     return "owned" in sample and math.frexp(sample["scale"])[0] == 0.5
 
 
-def pack(sample: Mapping[str, Any]) -> Record:
-    """Return a sample's record as it is written."""
+def pack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
+    """Return a sample's record as it is written after a `names` record that has all of its names."""
+    rows = {kind: _places(sample[kind], names[kind]) for kind in _NAMED if list(sample[kind]) != names[kind]}
     columns = {
+        **({"rows": rows} if rows else {}),
         "gradients": _columns(sample["gradients"].values()),
         "activations": _columns(sample["activations"].values()),
         "weights": [
@@ -88,6 +100,11 @@ def pack(sample: Mapping[str, Any]) -> Record:
         **({} if norm is None else {"grad_norm": _rounded(norm, _DIGITS["grad_norm"])}),
         "packed": base64.b85encode(lzma.compress(content, filters=_FILTERS)).decode(),
     }
+
+
+def _places(some: Iterable[str], names: Sequence[str]) -> list[int]:
+    place = {name: row for row, name in enumerate(names)}
+    return [place[name] for name in some]
 
 
 def _columns(stats: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -124,27 +141,40 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
     columns = _read(sample["packed"])
     scale = float(sample["scale"])
     try:
-        gradients = _Table(names["gradients"], columns["gradients"])
-        activations = _Table(names["activations"], columns["activations"])
+        rows = dict(columns.get("rows", {}))
+        named = {kind: _at(rows[kind], names[kind]) if kind in rows else names[kind] for kind in _NAMED}
+        gradients = _Table(named["gradients"], columns["gradients"])
+        activations = _Table(named["activations"], columns["activations"])
         weights = [[float(number) for number in pair] for pair in columns["weights"]]
-        if len(weights) != len(names["weights"]):
-            raise ValueError(f"of {len(names['weights'])} weights it has {len(weights)}")
+        if len(weights) != len(named["weights"]):
+            raise ValueError(f"of {len(named['weights'])} weights it has {len(weights)}")
+        owned = _owned(names["owned"], set(gradients.names))
         return {
             "kind": "sample",
             "step": sample["step"],
             "scale": sample["scale"],
             "grad_norm": sample.get("grad_norm"),
             "gradients": gradients.records(scale),
-            "modules": gradients.added_up(names["owned"]).records(scale),
-            "owned": names["owned"],
+            "modules": gradients.added_up(owned).records(scale),
+            "owned": owned,
             "activations": activations.records(1.0),
             "weights": {
                 name: {"update_to_weight": update, "lost_in_bf16": lost}
-                for name, (update, lost) in zip(names["weights"], weights, strict=True)
+                for name, (update, lost) in zip(named["weights"], weights, strict=True)
             },
         }
-    except (KeyError, TypeError, OverflowError) as error:
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:
         raise ValueError(f"its columns are no sample's: {type(error).__name__}: {error}") from None
+
+
+def _at(places: Any, names: Sequence[str]) -> list[str]:
+    return [names[place] for place in _whole(places, None, 0)]
+
+
+def _owned(owned: Mapping[str, list[str]], sampled: set[str]) -> dict[str, list[str]]:
+    """Return what modules own of the sampled parameters; without those that own none."""
+    found = {module: [name for name in own if name in sampled] for module, own in owned.items()}
+    return {module: own for module, own in found.items() if own}
 
 
 def _read(packed: str) -> Any:

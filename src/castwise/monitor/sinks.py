@@ -66,11 +66,11 @@ class JSONL:
         if record.get("kind") == "step":
             record = packing.shortened(record)
         elif record.get("kind") == "sample" and packing.can_be_packed(record):
-            names = packing.names_of(record)
+            names = packing.names_with(record, self._names or packing.NO_NAMES)
             if names != self._names:
                 self._append(names)
                 self._names = names
-            record = packing.pack(record)
+            record = packing.pack(record, names)
         self._append(record)
 
     def _append(self, record: Mapping[str, Any]) -> None:
