@@ -477,6 +477,21 @@ def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
         assert [advice.text.split(":")[0] for advice in found] == ["Too little was recorded to judge a format"]
 
 
+@pytest.mark.parametrize(("finite", "told_of"), [(0, "none"), (2, "2")])
+def test_more_steps_are_not_asked_for_where_all_were_sampled_and_not_finite(
+    finite: int, told_of: str, tmp_path: Path
+) -> None:
+    broken = [sample(i, 2.0**14, GOOD, OUTPUTS, not_finite=tuple(GOOD)) for i in range(finite + 1, 21)]
+    kept = [sample(i, 2.0**14, GOOD, OUTPUTS) for i in range(1, finite + 1)]
+    taken = [step(i, 2.0**14, None if i <= finite else "non-finite loss") for i in range(1, 21)]
+    advice = told(write(tmp_path, *taken, *kept, *broken), "No format can be judged")
+    assert advice.text == (
+        f"No format can be judged: of 20 samples {told_of} had finite gradients only, and 3 such samples are needed. "
+        "Find out first where inf and NaN come from."
+    )
+    assert advice.evidence == {"finite_samples": finite, "taken_samples": 20, "recorded_steps": 20}
+
+
 def test_a_run_without_scaling_is_told_what_fp16_would_need(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=None), *samples(1.0))
     assert told(run, "Nothing was scaled here. With fp16, gradients fit from 2^").severity == "note"

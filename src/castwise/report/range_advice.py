@@ -237,15 +237,22 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
 
 
 def too_little(facts: RunFacts) -> Iterator[Advice]:
-    """Say that there are too few samples to judge a format by."""
-    if not _enough(facts):
-        yield Advice(
-            f"Too little was recorded to judge a format: {several(facts.finite_samples, 'finite sample')} of ranges in "
-            f"{several(len(facts.run.steps), 'step')}, and {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
-            "a smaller `every`.",
-            {"finite_samples": facts.finite_samples, "recorded_steps": len(facts.run.steps)},
-            "note",
+    """Say that there are too few finite samples to judge a format by."""
+    finite, taken, steps = facts.finite_samples, len(facts.run.samples), len(facts.run.steps)
+    if _enough(facts):
+        return
+    if taken >= ENOUGH_SAMPLES:
+        text = (
+            f"No format can be judged: of {taken:,} samples {finite or 'none'} had finite gradients only, and "
+            f"{ENOUGH_SAMPLES} such samples are needed. Find out first where inf and NaN come from."
         )
+    else:
+        text = (
+            f"Too little was recorded to judge a format: {several(finite, 'finite sample')} of ranges in "
+            f"{several(steps, 'step')}, and {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
+            "a smaller `every`."
+        )
+    yield Advice(text, {"finite_samples": finite, "taken_samples": taken, "recorded_steps": steps}, "note")
 
 
 def _enough(facts: RunFacts) -> bool:
