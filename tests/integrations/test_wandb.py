@@ -172,6 +172,14 @@ def test_a_run_that_is_finished_ends_the_sink_and_not_the_training(wandb: Any) -
         train([WandB(run)])
 
 
+def test_what_is_no_run_is_refused_with_what_to_write() -> None:
+    written = r"write WandB\(wandb.init\(project='gpt', mode='offline'\)\)$"
+    with pytest.raises(TypeError, match=r"takes the run .*, got project='gpt', mode='offline': " + written):
+        WandB(project="gpt", mode="offline")
+    with pytest.raises(TypeError, match=r"got 'gpt': write WandB\(wandb.init\(project=...\)\)$"):
+        WandB("gpt")  # type: ignore[arg-type]
+
+
 def test_without_wandb_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_module, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'castwise\[wandb\]'"):
