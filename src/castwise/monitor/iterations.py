@@ -54,6 +54,10 @@ class Iteration:
             if self.sample is not None:
                 self.sample.forget_weights(optimizer)
 
+    def expects(self, optimizer: torch.optim.Optimizer, number: int) -> bool:
+        """Return True if gradients were seen for a step in the scaler's iteration, and no facts of it."""
+        return self.begun.get(optimizer) == number and optimizer not in self.told
+
     @property
     def is_told(self) -> bool:
         """Whether all is known of it that there is to know."""
@@ -101,7 +105,7 @@ class Iterations:
         found = None
         for iteration in self._open:
             iteration.leave_out_before(facts.iteration)
-            if iteration.begun.get(optimizer) == facts.iteration and optimizer not in iteration.told:
+            if iteration.expects(optimizer, facts.iteration):
                 found = iteration
         if found is not None:
             found.told[optimizer] = facts

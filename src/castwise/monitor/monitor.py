@@ -30,6 +30,7 @@ from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
 from castwise.monitor.step_numbers import StepNumbers
+from castwise.monitor.steps_by_hand import StepsByHand
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
 from castwise.monitor.unseen_steps import UnseenSteps
 
@@ -85,7 +86,8 @@ class Monitor:
             them. Their iteration ends when one of them steps again. What a closure
             computes during a step is not seen before it.
         scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and losses
-            are not known.
+            are not known. With one, steps are those of `scaler.step`, and those that an optimizer takes by itself after
+            `scaler.unscale_` in a script that skips by hand: of a step that such a script skips there is no record.
         every: Steps from one sample to the next, >= 1; at the beginning of a run it is less.
         sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
             that fails is dropped with a warning.
@@ -189,12 +191,13 @@ class Monitor:
             )
         self._ranks = self._make_ranks()
         self._iterations = Iterations(len(self._optimizers), self._begin)
+        self._scaler_steps, self._by_hand = _ScalerSteps(self), StepsByHand(len(self._optimizers))
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._handles = [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._told),
-            _Skips(self),
+            self._scaler_steps,
         ]
         if self._recording is not None:
             with self._guard:
@@ -218,6 +221,7 @@ class Monitor:
             last.callback(self._remove)
             last.callback(self._finish, all_=True)
             self._steps.synchronize()
+            self._tell_of_steps_by_hand(all_=True)
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -293,13 +297,27 @@ class Monitor:
         if iteration is not None and iteration.sample is not None:
             with self._guard:
                 iteration.sample.measure_update(optimizer)
+        if not self._is_scaled or iteration is None or self._scaler_steps.is_stepping:
+            return
+        if iteration.expects(optimizer, self._steps.iteration):
+            with self._guard:
+                self._by_hand.add(optimizer, self._scaler)
+                self._tell_of_steps_by_hand()
+
+    def _tell_of_steps_by_hand(self, *, all_: bool = False) -> None:
+        for facts in self._by_hand.facts(all_=all_):
+            self._record(replace(facts, number=self._numbers.of_step_by_hand(facts.iteration)))
 
     def _told(self, facts: StepFacts) -> Diagnosis | None:
         """Record a step, now that it is known what became of it; return what an exhausted scale is to say of it."""
-        optimizer, diagnosis = unwrapped(facts.optimizer), None
+        optimizer = unwrapped(facts.optimizer)
         if not self._knows(optimizer):
             return None
-        facts = replace(facts, number=self._numbers.of(facts), optimizer=optimizer)
+        return self._record(replace(facts, number=self._numbers.of(facts), optimizer=optimizer))
+
+    def _record(self, facts: StepFacts) -> Diagnosis | None:
+        optimizer, diagnosis = facts.optimizer, None
+        assert optimizer is not None
         with self._guard:
             iteration = self._iterations.note_facts(optimizer, facts)
             diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
@@ -381,8 +399,10 @@ class Monitor:
         return not isinstance(self._steps, UnscaledSteps)
 
 
-class _Skips(Observer):
+class _ScalerSteps(Observer):
     """Tells a monitor of skips; does not keep it alive, as the process would then keep every model that was trained.
+
+    It also knows whether a step of a scaler is running.
 
     Args:
         monitor: That is told.
@@ -390,7 +410,16 @@ class _Skips(Observer):
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = weakref.ref(monitor, lambda _: self.remove())
+        self.is_stepping = False
         OBSERVERS.append(self)
+
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step's beginning."""
+        self.is_stepping = True
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Note its end."""
+        self.is_stepping = False
 
     def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
         """Tell of a skip."""

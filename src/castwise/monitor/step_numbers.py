@@ -40,6 +40,14 @@ class StepNumbers:
             self._waiting.append((iteration, self._given))
             self._given = None
 
+    def of_step_by_hand(self, iteration: int) -> int:
+        """Return the number of a step that the scaler does not count, of one of its iterations."""
+        counted, number = self.last - self._offset, self.last + 1
+        while self._waiting and self._waiting[0][0] <= iteration:
+            number = self._waiting.popleft()[1]
+        self.last, self._offset = number, number - counted
+        return number
+
     def of(self, facts: StepFacts) -> int:
         """Return the number of a step; steps are asked for in their order, each once."""
         while self._waiting and self._waiting[0][0] <= facts.iteration:
