@@ -33,20 +33,16 @@ class WandB:
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
-        TypeError: It is given the arguments of `wandb.init`, or anything else that is no run.
+        TypeError: `run` is no run.
 
     Example:
         >>> sink = WandB(wandb.init(project="gpt"))  # doctest: +SKIP
         >>> monitor = castwise.Monitor(model, optimizer, scaler, sinks=["runs/x", sink])  # doctest: +SKIP
     """
 
-    def __init__(self, run: wandb.Run | None = None, **no_run: Any) -> None:
-        given = ", ".join(f"{name}={value!r}" for name, value in no_run.items())
-        if given or not (run is None or hasattr(run, "define_metric")):
-            raise TypeError(
-                f"a WandB sink takes the run that wandb.init returned, got {given or repr(run)}: "
-                f"write WandB(wandb.init({given or 'project=...'}))"
-            )
+    def __init__(self, run: wandb.Run | None = None) -> None:
+        if not (run is None or hasattr(run, "define_metric")):
+            raise TypeError(f"run must be what wandb.init(...) returned, got {run!r}: write WandB(wandb.init(...))")
         if find_spec("wandb") is None:
             raise ModuleNotFoundError("the WandB sink needs wandb: pip install 'castwise[wandb]'")
         self._given = run
