@@ -385,6 +385,7 @@ def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Pa
                 scaler.step(optimizer)
             scaler.update()
     run, of_generator_run = Run.read(tmp_path / "Critic"), Run.read(tmp_path / "Sequential")
+    assert [step["step"] for step in run.steps] == [step["step"] for step in of_generator_run.steps] == [1, 2, 3, 4]
     assert [step["cause"] for step in run.steps] == [None, None, "non-finite loss", None]
     assert [diagnosis["phase"] for diagnosis in run.diagnoses] == ["input"]
     assert not any(step["skipped"] for step in of_generator_run.steps)

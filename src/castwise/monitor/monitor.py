@@ -191,6 +191,8 @@ class Monitor:
             )
         self._ranks = self._make_ranks()
         self._iterations = Iterations(len(self._optimizers), self._begin)
+        scaler: Any = self._scaler
+        self._numbers.start(scaler._outcomes.steps if self._is_scaled else self._steps.iteration - 1)
         self._scaler_steps, self._by_hand = _ScalerSteps(self), StepsByHand(len(self._optimizers))
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._handles = [
@@ -204,8 +206,7 @@ class Monitor:
                 self._recording.attach()
         with self._guard:
             self._activations.watch()
-        scaler = self._scaler if self._is_scaled else None
-        self._unseen_steps = UnseenSteps(self, self._model, self._optimizers, scaler)
+        self._unseen_steps = UnseenSteps(self, self._model, self._optimizers, scaler if self._is_scaled else None)
         WATCH.begin_telling(self._told_of_mistake)
         WATCH.model_found(self._model)
         return self
@@ -306,14 +307,14 @@ class Monitor:
 
     def _tell_of_steps_by_hand(self, *, all_: bool = False) -> None:
         for facts in self._by_hand.facts(all_=all_):
-            self._record(replace(facts, number=self._numbers.of_step_by_hand(facts.iteration)))
+            self._record(replace(facts, number=self._numbers.of(facts.iteration)))
 
     def _told(self, facts: StepFacts) -> Diagnosis | None:
         """Record a step, now that it is known what became of it; return what an exhausted scale is to say of it."""
         optimizer = unwrapped(facts.optimizer)
         if not self._knows(optimizer):
             return None
-        return self._record(replace(facts, number=self._numbers.of(facts), optimizer=optimizer))
+        return self._record(replace(facts, number=self._numbers.of(facts.iteration, facts.number), optimizer=optimizer))
 
     def _record(self, facts: StepFacts) -> Diagnosis | None:
         optimizer, diagnosis = facts.optimizer, None

@@ -1,25 +1,23 @@
-"""The numbers of recorded steps: the scaler's own, or those that the training loop gives them."""
+"""The numbers of recorded steps: counted, or as the training loop gives them."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from castwise.amp.outcomes import StepFacts
-
 
 class StepNumbers:
     """Counts steps on from the numbers that are given.
 
-    What became of a step may be known two steps later, so a given number waits with the scaler's iteration that it
-    belongs to.
+    Counted are the monitor's own steps: the scaler's count has those of other models, too. What became of a step may be
+    known two steps later, so a given number waits with the scaler's iteration that it belongs to.
     """
 
     def __init__(self) -> None:
         self.last = 0
         """That of the last step of which there are facts; 0 before any."""
+        self._counted = 0  # by the scaler
         self._given: int | None = None
         self._waiting: deque[tuple[int, int]] = deque()  # iterations of the scaler, and the numbers of their steps
-        self._offset = 0
 
     @property
     def next(self) -> int:
@@ -40,17 +38,22 @@ class StepNumbers:
             self._waiting.append((iteration, self._given))
             self._given = None
 
-    def of_step_by_hand(self, iteration: int) -> int:
-        """Return the number of a step that the scaler does not count, of one of its iterations."""
-        counted, number = self.last - self._offset, self.last + 1
-        while self._waiting and self._waiting[0][0] <= iteration:
-            number = self._waiting.popleft()[1]
-        self.last, self._offset = number, number - counted
-        return number
+    def start(self, counted: int) -> None:
+        """Count on from the steps that a scaler has counted: those of a checkpoint, most often."""
+        self.last = self._counted = counted
 
-    def of(self, facts: StepFacts) -> int:
-        """Return the number of a step; steps are asked for in their order, each once."""
-        while self._waiting and self._waiting[0][0] <= facts.iteration:
-            self._offset = self._waiting.popleft()[1] - facts.number
-        self.last = facts.number + self._offset
+    def of(self, iteration: int, counted: int | None = None) -> int:
+        """Return the number of a step; steps are asked for in their order, each once.
+
+        Args:
+            iteration: The scaler's, in which it was.
+            counted: The scaler's number for it, if it counts it.
+        """
+        if counted is not None:
+            if counted <= self._counted:  # it has loaded an earlier state
+                self.last = counted - 1
+            self._counted = counted
+        self.last += 1
+        while self._waiting and self._waiting[0][0] <= iteration:
+            self.last = self._waiting.popleft()[1]
         return self.last
