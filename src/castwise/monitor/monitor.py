@@ -160,8 +160,8 @@ class Monitor:
         optimizers each step of each of them does. If it is set to a number that was recorded already, as after
         going back to a checkpoint, `Run.read` forgets the later records from it on.
 
-        If it is never set, steps have the numbers of the scaler, which counts from 1 and goes on where its state
-        was saved; without a scaler they are counted from 1. What is read is then one more than the last step recorded.
+        If it is never set, the steps of the model are counted from 1, and with a scaler that has loaded its state from
+        the steps that it had taken. What is read is then one more than the last step recorded.
 
         Raises:
             ValueError: It is set to anything but an integer >= 0.
