@@ -1054,9 +1054,6 @@ class GradScaler(torch.amp.GradScaler):
         return self._outcomes.updates + 1
 
     def _get_scale_async(self) -> torch.Tensor | None:
-        if not is_dynamo_compiling():
-            for observer in OBSERVERS:
-                observer.asked(self)
         return self._scale
 
     @never_traced
@@ -1064,6 +1061,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
         if not self._enabled:
             return 1.0
+        for observer in OBSERVERS:
+            observer.asked(self)
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 

@@ -25,7 +25,7 @@ class Observer:
         """A loss was given to an enabled scaler, and what came of it is about to be returned."""
 
     def asked(self, scaler: Any) -> None:
-        """The scale is asked for, as a number or a tensor, also by a step: gradients may be unscaled by hand."""
+        """The scale is asked for as a number: gradients may be unscaled by hand."""
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's gradients are about to be unscaled or clipped by the scaler; also from within its step."""

@@ -131,7 +131,7 @@ class Window:
 
 def is_one(scaler: Any) -> bool:
     """Return True if nothing is scaled, as far as the host knows without waiting."""
-    scale = scaler._scale  # `_get_scale_async` would tell that the scale was asked for
+    scale = scaler._get_scale_async()
     return scale is not None and scale.device.type == "cpu" and scale.item() == 1.0
 
 

@@ -195,8 +195,8 @@ class Watch(Observer):
         scaled.register_hook(start)  # type: ignore[no-untyped-call]  # torch's
 
     def asked(self, scaler: Any) -> None:
-        """Take note of it, unless it is the scaler's step that asks."""
-        self.is_by_hand = self.is_by_hand or not (self.is_stepping or self._is_elsewhere())
+        """Take note of it."""
+        self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders, unless it is the scaler that does so."""
