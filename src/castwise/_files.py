@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file aside and put it in the place of what is there, if anything; into a device or a pipe just write.
+    """Write a file aside and replace what is there, if anything; into a device or a pipe just write.
 
     A link stays one, and a file that was there hands its permissions on.
 

@@ -160,7 +160,7 @@ def test_settings_of_a_run_are_settings_or_refused(held: Any, tmp_path_factory: 
     settings, refusal = attempt(lambda: Settings.from_json(read_settings(folder), str(folder / SETTINGS)), UserError)
     assert refusal is None or "\n" not in refusal
     if refusal is None:
-        assert len(settings.trainings()) == 6
+        assert len(settings.runs()) == 6
         done = invoke(["demo", "--resume", str(folder)])
         assert done.exit_code in (0, 2), (held, done.exception)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
@@ -76,9 +76,9 @@ class Agreement:
         self._calls += 1
         self._history = zlib.crc32(repr(call).encode(), self._history)
 
-    def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Watch parameters of an optimizer, to see when an iteration is left out."""
-        self._watched.watch(params)
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch a parameter of the first optimizer, to see when an iteration is left out."""
+        self._watched.watch(optimizer)
 
     def note_loss(self) -> None:
         """Take note of a loss; add to the history that the iteration before was left out, if it was."""

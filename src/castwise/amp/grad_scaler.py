@@ -281,7 +281,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._iteration.records[optimizer] = record
         if self._agreement is not None:
-            self._agreement.watch(params_of(optimizer))
+            self._agreement.watch(optimizer)
         return record
 
     def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:

@@ -7,11 +7,11 @@ gradients were reset in between is what tells.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 import torch
 
 from castwise._torch_private import never_traced
+from castwise.amp.gradients import params_of
 
 
 class LeftOut:
@@ -24,10 +24,12 @@ class LeftOut:
         self._param: weakref.ref[torch.Tensor] | None = None
         self._has_gradient = False
 
-    def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Watch the first of some parameters that is trained, unless one is watched already."""
-        param = next((param for param in params if param.requires_grad and param.is_leaf), None)
-        if self._param is not None or param is None:
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the first parameter that an optimizer trains, unless one is watched already."""
+        if self._param is not None:
+            return
+        param = next((param for param in params_of(optimizer) if param.requires_grad and param.is_leaf), None)
+        if param is None:
             return
         find = weakref.ref(self)  # the parameter must not keep this alive, nor this the parameter
 

@@ -153,7 +153,7 @@ class Outcomes:
 
     @counts.setter
     def counts(self, counts: tuple[int, int, int]) -> None:
-        """Count on from these numbers, and forget what is still on its way."""
+        """Count on from these numbers, and forget pending results."""
         self.steps, self.skips, self._first_streak = counts
         self._streaks.clear()
         self.pending.clear()

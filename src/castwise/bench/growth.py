@@ -122,7 +122,7 @@ BENCHMARK = Benchmark(
     about=(
         "The other benchmarks on models of many sizes: the calls of a step by parameters and by tensors, a WeightCache "
         "and a monitor by parameters (`tensor_growth` has them by tensors). The costs of a region and of an import do "
-        "not depend on the model; `training` has whole trainings, `scale_out` ranks with more layers."
+        "not depend on the model; `training` has whole training runs, `scale_out` ranks with more layers."
     ),
     quick=Plan(
         rounds=Rounds(9, QUICK_S),

@@ -1,4 +1,4 @@
-"""`castwise run`: somebody else's training script with castwise instead of torch's mixed precision."""
+"""`castwise run`: a training script, unchanged, with castwise instead of torch's mixed precision."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _account(
     folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
 ) -> bool:
     """Train once more under a monitor and write a report; returns whether the weights are those without one."""
-    training = next(t for t in settings.trainings() if (t.precision, t.library) == ("fp16", CASTWISE))
+    training = next(t for t in settings.runs() if (t.precision, t.library) == ("fp16", CASTWISE))
     expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
     console.print("fp16 castwise once more, under a monitor ...")
     trainer = Trainer(training, corpus, torch.device(settings.device), settings.seed, ranks)

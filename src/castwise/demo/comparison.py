@@ -1,4 +1,4 @@
-"""All trainings of a run, one after the other, from wherever its folder says they were stopped.
+"""All training runs of a demo, one after the other, from wherever its folder says they were stopped.
 
 The order of writing is what makes a kill at any moment harmless: first the metrics reach the disk, then the
 checkpoint that counts them replaces the one before. What was written after the last checkpoint is cut off and
@@ -67,14 +67,14 @@ class _Comparison:
     def run(self) -> list[Result]:
         with nullcontext() if self._metrics is None else closing(self._metrics):
             self._warm_up()
-            for training in self._settings.trainings()[len(self._results) :]:
+            for training in self._settings.runs()[len(self._results) :]:
                 self._results.append(self._train(training))
                 self._save(None)
         return self._results
 
     def _warm_up(self) -> None:
         """Take a small step in each precision, else the first training pays for loading torch's kernels."""
-        for training in self._settings.trainings():
+        for training in self._settings.runs():
             if training.library == CASTWISE:
                 self._trainer(replace(training, size=EMULATED)).step()
         # The first optimizer of a process is caught in a cycle of torch's lazy imports; later ones free themselves.
@@ -120,7 +120,7 @@ class _Comparison:
 def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]:
     """The trainings that a checkpoint has finished: the first ones of the run."""
     hints = get_type_hints(Result)
-    wanted = settings.trainings()[: len(loaded.results)]
+    wanted = settings.runs()[: len(loaded.results)]
     fits = len(wanted) == len(loaded.results) and all(
         record.keys() == hints.keys()
         and all(isinstance(record[name], hint) for name, hint in hints.items())

@@ -77,7 +77,7 @@ class Settings:
         """The fields by name."""
         return asdict(self)
 
-    def trainings(self) -> list[Training]:
+    def runs(self) -> list[Training]:
         """Every precision by both libraries, which take turns at going first: machines slow down as they heat up."""
         rows = []
         for index, precision in enumerate(PRECISIONS):
