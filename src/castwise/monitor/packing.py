@@ -1,4 +1,4 @@
-"""Records as they lie in a file, where they take a twenty-fifth of the bytes: samples packed, steps without what is usual.
+"""Records as they lie in a file, a twenty-fifth of the bytes: samples packed, steps without what is usual.
 
 A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of
 one object for each tensor; the names are in the last `names` record before it. A sample that has not all of them, as
