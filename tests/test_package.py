@@ -358,7 +358,8 @@ def names_of_torch_private() -> set[str]:
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            is_ours = str(node.module).startswith("castwise")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names if not is_ours)
         elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch.ops."):
             found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

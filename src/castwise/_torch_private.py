@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from castwise._warnings import warn
+
 __all__ = [
     "TO_COPY",
     "PlainFunctions",
@@ -146,6 +148,9 @@ def run_while_tracing(function: _Run) -> _Run:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark for torch
     return function
+
+
+run_while_tracing(warn)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from castwise._torch_private import run_while_tracing
 
-
-@run_while_tracing
 def warn(message: str, category: type[Warning], stacklevel: int) -> None:
-    """Warn as `warnings.warn` does, with `stacklevel` counted from the caller of this function."""
+    """Warn as `warnings.warn` does, with `stacklevel` counted from the caller of this function.
+
+    Dynamo runs it while it traces: `castwise._torch_private` marks it, so that this file needs no torch.
+    """
     warnings.warn(message, category, stacklevel=stacklevel + 1)

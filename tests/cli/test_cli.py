@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from tests.monitor import recorded
 
 import castwise
 from castwise import policies, schedules
@@ -69,6 +70,14 @@ def test_version_and_help_import_no_torch(arguments: str) -> None:
 def test_completion_imports_no_torch() -> None:
     loaded = modules_loaded_by(**typed("castwise trace --policy bf16_"))
     assert "castwise.cli" in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("form", ["", "--text", "--json"])
+def test_a_report_needs_no_torch(form: str, tmp_path: Path) -> None:
+    run = recorded.troubled(tmp_path / "run", steps=200, layers=1)
+    loaded = modules_loaded_by("report", str(run), *form.split())
+    assert "castwise.monitor.packing" in loaded
     assert "torch" not in loaded
 
 

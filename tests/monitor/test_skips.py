@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from castwise.monitor.ranks import Skip, agreed
+from castwise import Cause
+from castwise.monitor import causes
+from castwise.monitor.skips import Skip, agreed
 
 OVERFLOW, ELSEWHERE = Skip("overflow", ()), Skip("another rank", ())
 
@@ -25,8 +27,14 @@ def ranks_of(*ranks: Skip) -> dict[str, int | None]:
     return {each["module"]: each["rank"] for each in together(*ranks).diagnoses}
 
 
+def test_records_spell_causes_as_the_scaler_does() -> None:
+    assert {name: value for name, value in vars(causes).items() if name.isupper()} == {
+        cause.name: cause.value for cause in Cause
+    }
+
+
 @pytest.mark.parametrize(
-    ("causes", "agreed_on"),
+    ("named", "agreed_on"),
     [
         (["another rank", "overflow"], "overflow"),
         (["overflow", "non-finite loss"], "non-finite loss"),
@@ -37,8 +45,8 @@ def ranks_of(*ranks: Skip) -> dict[str, int | None]:
         (["overflow"], "overflow"),
     ],
 )
-def test_what_a_rank_knows_outweighs_what_others_suppose(causes: list[str], agreed_on: str) -> None:
-    for order in itertools.permutations(causes):
+def test_what_a_rank_knows_outweighs_what_others_suppose(named: list[str], agreed_on: str) -> None:
+    for order in itertools.permutations(named):
         assert together(*(Skip(cause, ()) for cause in order)).cause == agreed_on
 
 

@@ -11,10 +11,12 @@ import torch
 from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
+from castwise.amp.schedules import Schedule
 from castwise.monitor.exponents import count, tally
 from castwise.monitor.formats import FP16
 from castwise.monitor.run import Run
 from castwise.report.run_facts import Ranges, RunFacts
+from castwise.report.step_advice import STREAK_MATTERS
 from castwise.report.verdicts import Advice, Verdict, verdict
 
 # A gradient whose largest number is 2^-6.3: 22.3 bits below 65504.
@@ -523,3 +525,7 @@ def test_a_verdict_prints_its_evidence_with_units() -> None:
 def test_thresholds_are_those_of_fp16() -> None:
     assert FP16.largest == torch.finfo(torch.float16).max
     assert 2.0**FP16.smallest_subnormal_exponent == torch.finfo(torch.float16).smallest_normal * 2.0**-10
+
+
+def test_a_row_of_skips_matters_from_where_a_scaler_warns() -> None:
+    assert Schedule.patience == STREAK_MATTERS

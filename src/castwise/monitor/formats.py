@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class Format:
@@ -16,14 +14,12 @@ class Format:
 
     Args:
         name: As records and reports spell it.
-        dtype: torch's name for it.
         exponent_bits: Their number; the bias is `2**(exponent_bits - 1) - 1`.
         mantissa_bits: Their number, without the leading one that is not stored.
         has_infinity: Whether the largest exponent is kept for inf and NaN. Without, only the number of all ones is NaN.
     """
 
     name: str
-    dtype: torch.dtype
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool = True
@@ -61,15 +57,15 @@ class Format:
         return float(2.0**self.smallest_subnormal_exponent)
 
 
-FP32 = Format("fp32", torch.float32, exponent_bits=8, mantissa_bits=23)
+FP32 = Format("fp32", exponent_bits=8, mantissa_bits=23)
 """IEEE 754 binary32: the full precision of PyTorch."""
-FP16 = Format("fp16", torch.float16, exponent_bits=5, mantissa_bits=10)
+FP16 = Format("fp16", exponent_bits=5, mantissa_bits=10)
 """IEEE 754 binary16: 11 bits of precision, numbers from 6e-8 to 65,504."""
-BF16 = Format("bf16", torch.bfloat16, exponent_bits=8, mantissa_bits=7)
+BF16 = Format("bf16", exponent_bits=8, mantissa_bits=7)
 """bfloat16: the range of fp32, with 8 bits of precision."""
-E4M3 = Format("e4m3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_infinity=False)
+E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
 """8 bits of which 3 are stored mantissa: no infinities, the largest number is 448."""
-E5M2 = Format("e5m2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2)
+E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2)
 """8 bits of which 2 are stored mantissa: the range of fp16."""
 
 # Those whose fit a monitor judges, by their names in records.

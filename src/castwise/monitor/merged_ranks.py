@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from castwise.amp.outcomes import Cause
-from castwise.monitor.ranks import Skip, agreed
+from castwise.monitor import causes
 from castwise.monitor.run import Record, Run
+from castwise.monitor.skips import Skip, agreed
 
 
 def merge_ranks(runs: Iterable[Run]) -> list[Run]:
@@ -88,5 +88,5 @@ def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
         diagnoses.setdefault(each["step"], []).append(each)
     for step in run.steps:
         if step["skipped"]:
-            cause, named = step.get("cause") or Cause.UNKNOWN.value, step.get("parameters") or []
+            cause, named = step.get("cause") or causes.UNKNOWN, step.get("parameters") or []
             yield step["step"], Skip(cause, tuple(named), tuple(diagnoses.get(step["step"], ())))

@@ -22,13 +22,15 @@ from castwise.amp.observers import OBSERVERS, Observer
 from castwise.amp.outcomes import Cause, StepFacts
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
+from castwise.monitor import names
 from castwise.monitor.activations import Activations
 from castwise.monitor.iterations import Iteration, Iterations
-from castwise.monitor.ranks import Ranks, Skip, agreed
+from castwise.monitor.ranks import Ranks
 from castwise.monitor.run_header import run_record
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
+from castwise.monitor.skips import Skip, agreed
 from castwise.monitor.step_numbers import StepNumbers
 from castwise.monitor.steps_by_hand import StepsByHand
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
@@ -366,9 +368,11 @@ class Monitor:
             self._write(sample_record(first.number, first.scale, combined(ranks), is_clipped=is_clipped))
 
     def _skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
-        mine = Skip.of(facts, self._model, diagnosis)
-        if mine is None:
+        if facts.cause is None:
             return None
+        bad = set(facts.parameters)
+        named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
+        mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
         # Ranks that do not agree do not skip together: the others would not come.
         is_together = self._ranks.size > 1 and self._steps.agrees
         known = dict(enumerate(self._ranks.gather(mine))) if is_together else {self._ranks.rank: mine}

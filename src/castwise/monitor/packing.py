@@ -13,11 +13,10 @@ import json
 import lzma
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import torch
-
-from castwise.monitor.formats import LOW_PRECISION
+from castwise.monitor.formats import LOW_PRECISION, Format
 
 Record = dict[str, Any]
 
@@ -241,29 +240,24 @@ class _Table:
 
     def records(self, scale: float) -> dict[str, Record]:
         """Return what the record says of each; formats are judged on the numbers times a scale, a power of two."""
-        if not self.names:
-            return {}
         shift = round(math.log2(scale))
-        lowest = min(self.lowest)
-        highest = max(low + len(counts) for low, counts in zip(self.lowest, self.counts, strict=True))
-        padded = [
-            [0] * (low - lowest) + counts + [0] * (highest - low - len(counts))
-            for low, counts in zip(self.lowest, self.counts, strict=True)
-        ]
-        # Of each row, how many elements are below an exponent: formats cut where exponents begin.
-        below = torch.tensor(padded, dtype=torch.float64).reshape(len(padded), -1).cumsum(1)
-        below = torch.nn.functional.pad(below, (1, 0)) / torch.tensor(self.numel).clamp(min=1).unsqueeze(1)
+        # Of each row, how many elements are below each exponent: formats cut where exponents begin.
+        below = [list(accumulate(counts, initial=0)) for counts in self.counts]
+        elements = [max(numel, 1) for numel in self.numel]
         logs = [_log2(each) + shift for each in self.largest]
         of_formats = []
         for number_format in LOW_PRECISION.values():
-            cuts = [
-                min(max(round(math.log2(number)) - shift - lowest, 0), highest - lowest)
-                for number in (number_format.smallest_subnormal / 2, number_format.smallest_normal)
-            ]
-            flush, normal = below[:, cuts[0]], below[:, cuts[1]]
+            lost, normal = (
+                [
+                    sums[min(max(cut - low, 0), len(sums) - 1)] / numel
+                    for sums, low, numel in zip(below, self.lowest, elements, strict=True)
+                ]
+                for cut in _cuts(number_format, shift)
+            )
+            subnormal = [whole - flush for whole, flush in zip(normal, lost, strict=True)]
             top = math.log2(number_format.largest)
             headroom = [-math.inf if bad else top - log for log, bad in zip(logs, self.nonfinite, strict=True)]
-            of_formats.append(zip(flush.tolist(), (normal - flush).tolist(), headroom, strict=True))
+            of_formats.append(zip(lost, subnormal, headroom, strict=True))
         return {
             name: {
                 "numel": numel,
@@ -301,6 +295,14 @@ def _whole(numbers: Any, length: int | None, lowest: int) -> list[int]:
     if numbers and not lowest <= min(numbers) <= max(numbers) < 2**53:
         raise ValueError(f"a number is not in [{lowest}, 2**53)")
     return numbers
+
+
+def _cuts(number_format: Format, shift: int) -> tuple[int, int]:
+    """Return below which exponents a format flushes to zero and is subnormal, of numbers times 2^shift."""
+    return (
+        number_format.smallest_subnormal_exponent - 1 - shift,
+        number_format.smallest_normal_exponent - shift,
+    )
 
 
 def _log2(number: float) -> float:

@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from castwise._collector import paused
-from castwise.amp.simulation import GradientRange
 from castwise.monitor.formats import FP16
 from castwise.monitor.packing import in_full, unpack
 from castwise.monitor.record_shape import checked
 from castwise.monitor.sinks import file_in
+
+if TYPE_CHECKING:
+    from castwise.amp.simulation import GradientRange
 
 Record = dict[str, Any]
 
@@ -106,6 +108,8 @@ class Run:
 
 
 def _range_of(sample: Record, loss: float | None) -> GradientRange:
+    from castwise.amp.simulation import GradientRange  # needs torch, which reading a run does not
+
     exponents: Counter[int] = Counter()
     gradients = sample.get("gradients", {})
     for stats in gradients.values():

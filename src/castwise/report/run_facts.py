@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from castwise.amp.outcomes import Cause
+from castwise.monitor import causes
 from castwise.monitor.run import Run
 from castwise.report.diagnosed import Diagnosed, diagnosed
 from castwise.report.divergence import Growth, find_divergence
@@ -32,7 +32,7 @@ class Skips:
     """The skipped steps of one cause.
 
     Args:
-        cause: As recorded: a value of `Cause`, or what a later castwise has written.
+        cause: As recorded: one of `castwise.monitor.causes`, or what a later castwise has written.
         steps: Their numbers, ascending.
         parameters: Those whose gradients were not finite, with the number of such steps, most first.
         where: " on rank 1" if each of the steps is the fault of that rank alone; else "".
@@ -307,7 +307,7 @@ class RunFacts:
     def _blamed(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for skips in self.skips:
-            if skips.cause == Cause.OVERFLOW:
+            if skips.cause == causes.OVERFLOW:
                 for parameter, count in skips.parameters:
                     counts[parameter.rpartition(".")[0]] += count
         return counts
@@ -317,7 +317,7 @@ def _skips_of(records: Iterable[Record]) -> list[Skips]:
     by_cause: dict[str, list[Record]] = {}
     for record in records:
         if record["skipped"]:
-            by_cause.setdefault(record.get("cause") or Cause.UNKNOWN.value, []).append(record)
+            by_cause.setdefault(record.get("cause") or causes.UNKNOWN, []).append(record)
     found = []
     for cause, skipped in by_cause.items():
         named = Counter(name for record in skipped for name in record.get("parameters") or ())

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from castwise._number_text import percent, power_of_two, several
-from castwise.amp.outcomes import Cause
-from castwise.amp.schedules import Schedule
+from castwise.monitor import causes
 from castwise.report.advice import Advice, Measured, Severity
 from castwise.report.diagnosed import Diagnosed, first_and_last
 from castwise.report.range_advice import innermost
@@ -20,8 +19,9 @@ OVERFLOWS_MATTER = 0.01
 # A first scale of 2^16 that is 2^16 too high needs 16 halvings: that many skips at the very start are the search for
 # the scale, not its failure.
 WARM_UP_SKIPS = 16
-# As many skips in a row as a scaler waits by default before it warns: 20 halvings, a millionth of the scale.
-STREAK_MATTERS = Schedule.patience
+# As many skips in a row as a scaler waits by default before it warns (`Schedule.patience`): 20 halvings, a millionth
+# of the scale.
+STREAK_MATTERS = 20
 # Below 1 gradients are made smaller than they are: there is no overflow left that a scale could be to blame for.
 COLLAPSED_BELOW = 1.0
 NAMES_SHOWN = 3
@@ -55,19 +55,19 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
 
 def lost_weights(facts: RunFacts) -> Iterator[Advice]:
     """Say when the weights stopped being numbers."""
-    for skips in [skips for skips in facts.skips if skips.cause == Cause.NONFINITE_WEIGHTS]:
+    for skips in [skips for skips in facts.skips if skips.cause == causes.NONFINITE_WEIGHTS]:
         yield Advice(
             f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN{skips.where}. Go back to a "
             "checkpoint from before it, and look at what is said of the steps before.",
             _evidence(facts, skips),
             "critical",
-            _diagnosed(facts, Cause.NONFINITE_WEIGHTS),
+            _diagnosed(facts, causes.NONFINITE_WEIGHTS),
         )
 
 
 def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     """Say that steps were taken with gradients that were not finite: without a scaler nothing skips them."""
-    if not facts.poisoned or _of_cause(facts, Cause.NONFINITE_WEIGHTS):
+    if not facts.poisoned or _of_cause(facts, causes.NONFINITE_WEIGHTS):
         return
     first = facts.poisoned[0]
     later = [sample["step"] for sample in facts.run.samples if sample["step"] > first]
@@ -92,10 +92,10 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
 
 def bad_losses(facts: RunFacts) -> Iterator[Advice]:
     """Say that losses were not finite: they are not the scale's fault."""
-    for skips in _of_cause(facts, Cause.NONFINITE_LOSS):
+    for skips in _of_cause(facts, causes.NONFINITE_LOSS):
         if _told_by_collapse(facts).issuperset(skips.steps):
             continue
-        found = _diagnosed(facts, Cause.NONFINITE_LOSS)
+        found = _diagnosed(facts, causes.NONFINITE_LOSS)
         evidence = _evidence(facts, skips)
         bad = set(skips.steps)
         broken = innermost([each for each in facts.activations.values() if not bad.isdisjoint(each.nonfinite_steps)])
@@ -124,11 +124,11 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
 def overflows(facts: RunFacts) -> Iterator[Advice]:
     """Say how many steps the scale cost, and whether that is the usual price."""
     unfinished = {record["step"] for record in facts.skips_to_the_end}
-    for skips in _of_cause(facts, Cause.OVERFLOW):
+    for skips in _of_cause(facts, causes.OVERFLOW):
         counted = [step for step in skips.steps if step not in _told_by_collapse(facts)]
         if not counted:
             continue
-        found = _diagnosed(facts, Cause.OVERFLOW)
+        found = _diagnosed(facts, causes.OVERFLOW)
         share = sum(step > WARM_UP_SKIPS for step in counted) / len(facts.run.steps)
         skipped = f"{several(len(skips.steps), 'step')} skipped for overflow{skips.where}"
         severity: Severity = "note"
@@ -160,10 +160,10 @@ def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) ->
 
 def other_skips(facts: RunFacts) -> Iterator[Advice]:
     """Say what is left: skips of other ranks and of no known cause."""
-    told = {Cause.NONFINITE_WEIGHTS, Cause.NONFINITE_LOSS, Cause.OVERFLOW}
+    told = {causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW}
     for skips in facts.skips_before_divergence:
         if skips.cause not in told:
-            is_elsewhere = skips.cause == Cause.ANOTHER_RANK
+            is_elsewhere = skips.cause == causes.ANOTHER_RANK
             why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
             text = f"{several(len(skips.steps), 'step')} skipped{skips.where}: {why}."
             yield Advice(text, _evidence(facts, skips), "note", _diagnosed(facts, skips.cause))
@@ -177,22 +177,22 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
         yield from _long_rows(facts)
         return
     skips = facts.skips_to_the_end
-    causes = {record.get("cause") or Cause.UNKNOWN.value for record in skips}
-    if causes == {Cause.NONFINITE_WEIGHTS}:
+    met = {record.get("cause") or causes.UNKNOWN for record in skips}
+    if met == {causes.NONFINITE_WEIGHTS}:
         return  # `lost_weights` tells of them
-    found = _diagnosed(facts, *causes)
+    found = _diagnosed(facts, *met)
     scales = [number(record.get("scale")) for record in skips]
     lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
     first = facts.scales[0][1] if facts.scales else lowest
     begun, last = skips[0]["step"], skips[-1]["step"]
     no_scale = "No scale helps against what is not finite before it is scaled"
-    if causes == {Cause.NONFINITE_LOSS}:
+    if met == {causes.NONFINITE_LOSS}:
         no_scale += f": the loss was inf or NaN{on_ranks(skips)}, so the forward or the data is at fault."
     else:
         no_scale += "." if found else ": see the causes of the skips."
     if lowest < COLLAPSED_BELOW and lowest < first:
         text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}: below 1 it can only hurt. {no_scale}"
-    elif all(record.get("cause") == Cause.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
+    elif all(record.get("cause") == causes.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
         text = (
             f"{len(skips)} steps in a row were skipped for overflow from step {begun:,} on, down to a scale of "
             f"{power_of_two(lowest)}: start much lower. If steps are skipped below 1 as well, no scale helps."
@@ -226,7 +226,7 @@ def _is_endless(facts: RunFacts) -> bool:
 def _long_rows(facts: RunFacts) -> Iterator[Advice]:
     """Say that there was a long row of skips which ended; of overflows `overflows` tells."""
     streak, begun = facts.longest_streak
-    overflowed = {step for skips in _of_cause(facts, Cause.OVERFLOW) for step in skips.steps}
+    overflowed = {step for skips in _of_cause(facts, causes.OVERFLOW) for step in skips.steps}
     if streak >= STREAK_MATTERS and not overflowed.issuperset(range(begun, begun + streak)):
         yield Advice(
             f"{streak} steps in a row were skipped from step {begun:,} on: see the causes of the skips.",
@@ -235,7 +235,7 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
         )
     lowest_step, lowest = min(facts.scales, key=lambda pair: pair[1], default=(0, COLLAPSED_BELOW))
     if lowest < COLLAPSED_BELOW and lowest < facts.scales[0][1]:
-        is_overflow = facts.skips and facts.skips[0].cause == Cause.OVERFLOW
+        is_overflow = facts.skips and facts.skips[0].cause == causes.OVERFLOW
         yield Advice(
             f"The scale fell to {power_of_two(lowest)} at step {lowest_step:,}, and steps were taken after that: "
             + (
@@ -265,7 +265,7 @@ def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
     return first_and_last([each for each in facts.diagnosed_before_divergence if each.cause in causes])
 
 
-def _of_cause(facts: RunFacts, cause: Cause) -> list[Skips]:
+def _of_cause(facts: RunFacts, cause: str) -> list[Skips]:
     return [skips for skips in facts.skips_before_divergence if skips.cause == cause]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from castwise._number_text import several
-from castwise.amp.outcomes import Cause
+from castwise.monitor import causes
 from castwise.report.downsampling import Point, changes, extremes, in_buckets
 from castwise.report.figures import Figure, Trace, plain, power_label
 from castwise.report.record_numbers import number
@@ -16,10 +16,10 @@ from castwise.report.run_facts import RunFacts, Skips
 
 # Colour and shape of each cause: shapes are told apart where colours are not.
 MARKERS: dict[str, tuple[str, str]] = {
-    Cause.OVERFLOW: ("--cause-overflow", "triangle-up"),
-    Cause.NONFINITE_LOSS: ("--cause-loss", "x"),
-    Cause.NONFINITE_WEIGHTS: ("--cause-weights", "square"),
-    Cause.ANOTHER_RANK: ("--cause-rank", "diamond"),
+    causes.OVERFLOW: ("--cause-overflow", "triangle-up"),
+    causes.NONFINITE_LOSS: ("--cause-loss", "x"),
+    causes.NONFINITE_WEIGHTS: ("--cause-weights", "square"),
+    causes.ANOTHER_RANK: ("--cause-rank", "diamond"),
 }
 OTHER_MARKER = ("--cause-other", "circle")
 # With more skips than pixels, neighbours share a mark that counts them.
