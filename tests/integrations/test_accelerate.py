@@ -24,7 +24,8 @@ from tests.integrations.regions import region_of_forward
 from torch import nn
 
 import castwise
-from castwise.integrations.accelerate import prepare
+from castwise.integrations.accelerate import prepare, report
+from castwise.monitor.run import Run
 from castwise.schedules import Dynamic, Guard, Static
 
 STEPS = 6
@@ -648,6 +649,45 @@ def test_a_monitor_sees_every_step() -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_training_writes_the_report_and_says_what_happened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = batches(3)
+    rows[1] = torch.full_like(rows[1], math.nan)
+    training = Training(prepare(fp16()))
+    accelerator = training.accelerator
+    monitor = report(accelerator, tmp_path, every=2)
+    monitor.step = 11
+    training.run(rows)
+    assert not (tmp_path / "report.html").exists()
+    accelerator.end_training()
+    record = Run.read(tmp_path)
+    assert ([step["step"] for step in record.steps], record.ended) == ([11, 12, 13], True)
+    assert "non-finite loss" in (tmp_path / "report.html").read_text()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "castwise: 3 steps; skipped: 1 non-finite loss"
+    assert said[-1] == f"castwise: report: {tmp_path / 'report.html'}"
+    accelerator.end_training()  # of Accelerate alone
+    assert capsys.readouterr().err == ""
+
+
+def test_a_report_needs_what_is_prepared(tmp_path: Path) -> None:
+    accelerator = prepare(fp16())
+    with pytest.raises(RuntimeError, match="has prepared 0 models and 0 optimizers: call report after"):
+        report(accelerator, tmp_path)
+    accelerator.prepare(net(), net(), sgd(net().parameters()))
+    with pytest.raises(
+        RuntimeError, match=r"has prepared 2 models and 1 optimizers.*make a castwise\.Monitor for each"
+    ):
+        report(accelerator, tmp_path)
+
+
+def test_a_report_without_castwises_scaler_says_what_is_missing(tmp_path: Path) -> None:
+    training = Training(fp16())
+    with pytest.raises(TypeError, match=r"use castwise\.GradScaler"):
+        report(training.accelerator, tmp_path)
 
 
 def test_fp16_on_a_cpu_is_pointed_out() -> None:

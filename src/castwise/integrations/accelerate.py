@@ -1,6 +1,7 @@
 """castwise in Accelerate: `prepare(accelerator)` makes its scaler, its autocast and its clipping castwise's.
 
-Only the accelerator that is given is changed, and what it prepares afterwards.
+Only the accelerator that is given is changed, and what it prepares afterwards. `report(accelerator, folder)` records
+the training run, and writes its report in `accelerator.end_training()`.
 
 Accelerate ends an iteration of the scaler with every step of every optimizer. If the backwards of several come before
 the first of their steps, the scale may move, and all that was unscaled is forgotten, before the last of them: that one
@@ -13,9 +14,11 @@ Needs the extra `castwise[accelerate]`.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -24,6 +27,8 @@ from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.gradients import params_of
 from castwise.amp.schedules import Schedule
+from castwise.monitor.monitor import Monitor
+from castwise.report.summary import end_and_say
 
 try:
     import accelerate.accelerator as of_accelerate  # type: ignore[import-untyped]  # it has no types
@@ -39,10 +44,11 @@ except ImportError as error:
         "castwise.integrations.accelerate needs Accelerate: pip install 'castwise[accelerate]'"
     ) from error
 
-__all__ = ["prepare", "unwrapped"]
+__all__ = ["prepare", "report", "unwrapped"]
 
 _Parameters: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
+_PAGE = "report.html"
 _LEFT_ALONE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -124,6 +130,58 @@ def _scaler_for(accelerator: Accelerator, schedule: Schedule | None) -> GradScal
         scaler = _Scaler(device, schedule=schedule, process_group=group, **settings)
     scaler.prepared = lambda: [unwrapped(optimizer) for optimizer in accelerator._optimizers]
     return scaler
+
+
+def report(
+    accelerator: Accelerator,
+    folder: str | os.PathLike[str],
+    every: int = 100,
+    *,
+    on_skip: Literal["diagnose"] | None = None,
+) -> Monitor:
+    """Record what happens to the numbers of a training run, and write `report.html` when it ends.
+
+    Called once, on all processes, after `accelerator.prepare` has prepared the model and its optimizers. The run ends
+    with `accelerator.end_training()`, which also prints what the report comes down to. A script that fails before
+    leaves its record, for `castwise report folder`.
+
+    Args:
+        accelerator: Changed by `prepare`; without a scaler (bf16, fp32) also another.
+        folder: Where the records (`monitor.jsonl`) and the report go.
+        every: Steps from one sample to the next, >= 1.
+        on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
+
+    Returns:
+        The monitor, for example to set its `step`: Accelerate does not count steps.
+
+    Raises:
+        RuntimeError: The accelerator has not prepared one model and its optimizers.
+        TypeError: Its scaler is torch's.
+        ValueError: As of `Monitor`.
+
+    Example:
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+        >>> report(accelerator, "runs/x")  # doctest: +SKIP
+        >>> accelerator.end_training()  # doctest: +SKIP
+    """
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(models) != 1 or not optimizers:
+        raise RuntimeError(
+            f"this accelerator has prepared {len(models)} models and {len(optimizers)} optimizers: call report after "
+            "accelerator.prepare(model, optimizer), and with several models make a castwise.Monitor for each"
+        )
+    monitor = Monitor(models[0], optimizers, accelerator.scaler, every=every, sinks=[folder], on_skip=on_skip).attach()
+    theirs = accelerator.end_training
+
+    def end_training() -> None:
+        accelerator.end_training = theirs
+        monitor.detach()  # on all processes, while they can still reach each other
+        if accelerator.is_main_process:
+            end_and_say([folder], Path(folder) / _PAGE)
+        theirs()
+
+    accelerator.end_training = end_training
+    return monitor
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
