@@ -313,3 +313,37 @@ def test_what_is_compiled_is_the_same_as_without_a_watch(
     assert graphs == expected_graphs
     assert told == expected_told
     assert_same(seen, expected)
+
+
+def pre_hook(model: nn.Module) -> None:
+    model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+
+
+def hook(model: nn.Module) -> None:
+    model.register_forward_hook(lambda _module, _args, output: output * 2)
+
+
+def backward_hook(model: nn.Module) -> None:
+    model.register_full_backward_hook(lambda *_: None)
+
+
+def forward(model: nn.Module) -> None:
+    by_class = model.forward
+    model.forward = lambda x: by_class(x) * 2  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("how", ["sampled", "unsampled", "diagnosed"])
+@pytest.mark.parametrize("change", [pre_hook, hook, backward_hook, forward])
+def test_what_a_script_adds_to_a_model_is_compiled_once(
+    change: Callable[[nn.Module], None], how: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    by_itself = copy.deepcopy(model)
+    for each in (model, by_itself):
+        change(each)
+    graphs, _, seen = compiled_run(model, in_a_function, WATCHED[how], tmp_path)
+    expected_graphs, _, expected = compiled_run(by_itself, in_a_function, None, tmp_path)
+    assert graphs == expected_graphs
+    assert_same(seen, expected)

@@ -189,6 +189,9 @@ class Recording:
     def attach(self) -> None:
         """Begin to record; nothing if it has begun."""
         if self._hooks is None:
+            # Hooks, not a `forward` of the model's own or what `model.compile()` sets: the one sees what the hooks of
+            # others have made of the batch, and Dynamo compiles again what calls the model when either comes and goes.
+            # Both are bound to one module, and replicas of DataParallel share them.
             self._hooks = ModuleHooks()
             # First of all, before a policy's rule for the model itself sets another state.
             self._hooks.put_on(self._model, self._before, self._after, first=True)

@@ -3,7 +3,8 @@
 Torch looks at the hooks of modules in two places, and does something else when there are any. An
 `nn.TransformerEncoderLayer` in evaluation leaves its fused kernel, which under autocast returns other values in another
 dtype. And `torch.compile` puts hooks into its graphs, guards on them, and compiles forwards of torch.nn that it leaves
-alone otherwise. So hooks are taken off just before torch looks, and put back when it has looked.
+alone otherwise. So hooks are taken off just before torch looks, and put back when it has looked: not where a
+module has hooks of the user's, which torch.compile guards on.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class ModuleHooks:
         self._pairs: list[_Pair] = []
         self._in_the_way: list[_Pair] = []
         self._are_all_on = True
+        self._has_compiled = False
 
     def put_on(
         self, module: nn.Module, before: Before, after: After | None = None, *, first: bool = False, later: bool = False
@@ -78,7 +80,7 @@ class ModuleHooks:
         if later:
             self._are_all_on = False
         else:
-            pair.put_on(self._enter)
+            self._put_on(pair)
         self._pairs.append(pair)
         _watch_compiler(self)
 
@@ -87,7 +89,7 @@ class ModuleHooks:
         if not self._are_all_on:
             self._are_all_on = True
             for pair in self._pairs:
-                pair.put_on(self._enter)
+                self._put_on(pair)
         if self._pairs:
             _watch_compiler(self)  # torch.compiler.reset() forgets who wants to know
 
@@ -109,6 +111,7 @@ class ModuleHooks:
 
     def make_way(self) -> None:
         """Take off all but those of modules that are running, which have something to call when they end."""
+        self._has_compiled = True
         for pair in self._pairs:
             if pair.is_on and not pair.running:
                 pair.take_off()
@@ -117,7 +120,11 @@ class ModuleHooks:
     def come_back(self) -> None:
         """Undo `make_way`."""
         while self._in_the_way:
-            self._in_the_way.pop().put_on(self._enter)
+            self._put_on(self._in_the_way.pop())
+
+    def _put_on(self, pair: _Pair) -> None:
+        if not (self._has_compiled and pair.has_company):
+            pair.put_on(self._enter)
 
     def _enter(self, pair: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], under_dynamo: bool) -> None:
         module = pair.module()
@@ -150,6 +157,16 @@ class _Pair:
     @property
     def is_on(self) -> bool:
         return bool(self._handles)
+
+    @property
+    def has_company(self) -> bool:
+        """Whether the module has hooks of the user's.
+
+        Then Dynamo guards on how many there are, and would compile its caller again at each call if ours came back.
+        """
+        module = self.module()
+        hooks = [] if module is None else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        return any(not isinstance(hook, _Hook) for hook in hooks)
 
     def put_on(self, enter: Callable[[_Pair, tuple[Any, ...], dict[str, Any], bool], None]) -> None:
         module = self.module()
