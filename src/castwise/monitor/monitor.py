@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from castwise._guard import Guard
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise._wrapped_optimizers import unwrapped
-from castwise.amp.observers import OBSERVERS, Observer
 from castwise.amp.outcomes import Cause, StepFacts
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
@@ -28,13 +26,13 @@ from castwise.monitor.iterations import Iteration, Iterations
 from castwise.monitor.ranks import Ranks
 from castwise.monitor.run_header import run_record
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
+from castwise.monitor.scaler_steps import ScalerSteps
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
 from castwise.monitor.skips import Skip, agreed
 from castwise.monitor.step_numbers import StepNumbers
 from castwise.monitor.steps_by_hand import StepsByHand
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
-from castwise.monitor.unseen_steps import UnseenSteps
 
 if TYPE_CHECKING:
     from castwise.diagnosis.diagnosis import Diagnosis
@@ -68,11 +66,11 @@ class Monitor:
 
     It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
     (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them, and which of them are found only there).
-    For that parameters have hooks in the first iterations and in two of each 50 after, and the model itself has one.
-    Between samples there are no others, and nothing is read. Gradients stay plain tensors. Hooks of modules are off
-    wherever torch would do something else because of them: in a `nn.TransformerEncoderLayer` that runs as one kernel,
-    and for `torch.compile`. So of what is compiled no outputs are known, and a model that is compiled as a whole has to
-    be given as what `torch.compile` returns if its batches are to be replayed.
+    For that parameters have hooks in the first iterations and in two of each 50 after, and the model itself has one,
+    with `on_skip` three. Between samples there are no others, and nothing is read. Gradients stay plain tensors. Hooks
+    of modules are off wherever torch would do something else because of them: in a `nn.TransformerEncoderLayer` that
+    runs as one kernel, and for `torch.compile`. So of what is compiled no outputs are known, and a model that is
+    compiled as a whole has to be given as what `torch.compile` returns if its batches are to be replayed.
 
     In a sampled step every output is read once on its device and every gradient twice (three times on a CPU if the
     scale is no power of two), weights are copied once and compared; the host waits for no accelerator, and what was
@@ -195,7 +193,10 @@ class Monitor:
         self._iterations = Iterations(len(self._optimizers), self._begin)
         scaler: Any = self._scaler
         self._numbers.start(scaler._outcomes.steps if self._is_scaled else self._steps.iteration - 1)
-        self._scaler_steps, self._by_hand = _ScalerSteps(self), StepsByHand(len(self._optimizers))
+        self._by_hand = StepsByHand(len(self._optimizers))
+        self._scaler_steps = ScalerSteps(
+            self._sample_skipped, self._model, self._optimizers, scaler if self._is_scaled else None
+        )
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._handles = [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
@@ -208,7 +209,6 @@ class Monitor:
                 self._recording.attach()
         with self._guard:
             self._activations.watch()
-        self._unseen_steps = UnseenSteps(self, self._model, self._optimizers, scaler if self._is_scaled else None)
         WATCH.begin_telling(self._told_of_mistake)
         WATCH.model_found(self._model)
         return self
@@ -230,7 +230,6 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._unseen_steps.stop()
         WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
         self._iterations.clear()
@@ -283,7 +282,7 @@ class Monitor:
         is_power_of_two = number & (number - 1) == 0
         return number % self._every == 0 or (number < self._every and is_power_of_two)
 
-    def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, is_scaled: bool) -> None:
+    def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
         """Sample the gradients of a step that the host has just decided to skip, unless they are sampled anyway."""
         iteration, scale = self._iterations.current, scaler._get_scale_async()
         optimizer = unwrapped(optimizer)
@@ -402,39 +401,6 @@ class Monitor:
     @property
     def _is_scaled(self) -> bool:
         return not isinstance(self._steps, UnscaledSteps)
-
-
-class _ScalerSteps(Observer):
-    """Tells a monitor of skips; does not keep it alive, as the process would then keep every model that was trained.
-
-    It also knows whether a step of a scaler is running.
-
-    Args:
-        monitor: That is told.
-    """
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = weakref.ref(monitor, lambda _: self.remove())
-        self.is_stepping = False
-        OBSERVERS.append(self)
-
-    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step's beginning."""
-        self.is_stepping = True
-
-    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Note its end."""
-        self.is_stepping = False
-
-    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
-        """Tell of a skip."""
-        if (monitor := self._monitor()) is not None:
-            monitor._sample_skipped(scaler, optimizer, is_scaled)
-
-    def remove(self) -> None:
-        """Tell of no more."""
-        if self in OBSERVERS:
-            OBSERVERS.remove(self)
 
 
 def check_every(every: int) -> None:

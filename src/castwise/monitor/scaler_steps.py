@@ -1,8 +1,9 @@
-"""Training that goes on without the monitor's optimizer or scaler, of which the monitor would record nothing."""
+"""What a monitor hears of scalers: whether one is stepping, what it skips, and that none takes the monitor's steps."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,34 +18,40 @@ from castwise.amp.observers import OBSERVERS, Observer
 _UPDATES = 3
 
 
-class UnseenSteps(Observer):
-    """Warns once if the scale was updated three times after steps of the model, and none of them was the monitor's.
+class ScalerSteps(Observer):
+    """Knows whether a step of a scaler is running, tells a monitor of skips, and warns once if it sees no step.
 
-    It is among the observers until `stop`, or until the monitor is gone, and keeps nothing alive.
+    That is so if the scale was updated three times after steps of the model, and none of them was the monitor's. It is
+    among the observers until `remove`, or until the monitor is gone, and does not keep that alive, as the process would
+    then keep every model that was trained.
 
     Args:
-        monitor: Whose it is.
+        told_of_skip: A method of the monitor, called as `Observer.skipped` is.
         model: The monitored one.
         optimizers: Those that the monitor was given.
         scaler: The one that it was given; None if it listens to the optimizers alone.
     """
 
-    def __init__(self, monitor: object, model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any) -> None:
-        self._monitor = weakref.ref(monitor, self.stop)
+    def __init__(
+        self, told_of_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
+    ) -> None:
+        self._told_of_skip = weakref.WeakMethod(told_of_skip, self.remove)
         self._model, self._optimizers = weakref.ref(model), weakref.WeakSet(optimizers)
         self._scaler = None if scaler is None else weakref.ref(scaler)
+        self.is_stepping = False
         self._is_over = False
         self._unseen: str | None = None
         self._updates = 0
         OBSERVERS.append(self)
 
-    def stop(self, _: object = None) -> None:
+    def remove(self, _: object = None) -> None:
         """Look no more."""
         if self in OBSERVERS:
             OBSERVERS.remove(self)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step of the model, until the first that the monitor sees."""
+        """Note a step; whether it is one of the model, until the first that the monitor sees."""
+        self.is_stepping = True
         if self._is_over:
             return
         optimizer = unwrapped(optimizer)
@@ -53,8 +60,17 @@ class UnseenSteps(Observer):
         if not self._is_over and self._trains_model(optimizer):  # another model's may step more often
             self._unseen = _remedy(optimizer, self._optimizers) if is_ours else _OTHER_SCALER
 
+    def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+        """Tell of a skip."""
+        if (told := self._told_of_skip()) is not None:
+            told(scaler, optimizer, is_scaled=is_scaled)
+
+    def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Note the step's end."""
+        self.is_stepping = False
+
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """Count the updates that follow on such steps."""
+        """Count the updates that follow on steps of the model that the monitor has not seen."""
         if self._is_over or self._unseen is None:
             return
         self._updates += 1
