@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,15 +72,21 @@ def of_sample(record: Mapping[str, Any]) -> list[Spread]:
 
 def exponents(statistics: Iterable[Mapping[str, Any]]) -> Histogram | None:
     """Return how many numbers have which binary exponent, of several modules together; None if there are no numbers."""
-    found = [each["exponents"] for each in statistics if each["exponents"]["counts"]]
-    if not found:
+    lowest, counts = added_up((each["exponents"]["lowest"], each["exponents"]["counts"]) for each in statistics)
+    if not counts:
         return None
-    lowest = min(each["lowest"] for each in found)
-    counts = [0] * (max(each["lowest"] + len(each["counts"]) for each in found) - lowest)
-    for each in found:
-        for index, number in enumerate(each["counts"], each["lowest"] - lowest):
-            counts[index] += number
     return Histogram([float(lowest + index) for index in range(len(counts) + 1)], counts)
+
+
+def added_up(histograms: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[int]]:
+    """Return the sum of histograms, each the lowest exponent and how many numbers have it, the next, and so on."""
+    found = [(low, counts) for low, counts in histograms if counts]
+    lowest = min((low for low, _ in found), default=0)
+    total = [0] * (max((low + len(counts) for low, counts in found), default=0) - lowest)
+    for low, counts in found:
+        for place, count in enumerate(counts, low - lowest):
+            total[place] += count
+    return lowest, total
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float | None]]:

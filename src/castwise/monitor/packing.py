@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from castwise.monitor.curves import added_up
 from castwise.monitor.formats import LOW_PRECISION, Format
 
 Record = dict[str, Any]
@@ -228,12 +229,7 @@ class _Table:
         ]
         total.lowest, total.counts = [], []
         for own in rows:
-            spans = [(self.lowest[row], self.counts[row]) for row in own if self.counts[row]]
-            lowest = min((low for low, _ in spans), default=0)
-            counts = [0] * (max((low + len(each) for low, each in spans), default=0) - lowest)
-            for low, each in spans:
-                for at, count in enumerate(each, low - lowest):
-                    counts[at] += count
+            lowest, counts = added_up((self.lowest[row], self.counts[row]) for row in own)
             total.lowest.append(lowest)
             total.counts.append(counts)
         return total
