@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -85,6 +85,33 @@ def test_a_norm_that_is_unscaled_by_hand(training: Training) -> None:
     for _ in range(3):
         training.backward()
         norm(training.model) / training.scaler.get_scale()
+        training.finish()
+    assert WATCH.found == []
+
+
+def total_norm(grads: list[Tensor], scale: Tensor) -> Tensor:
+    return nn.utils.get_total_norm(grads) / scale
+
+
+def norm_of_quotients(grads: list[Tensor], scale: Tensor) -> Tensor:
+    return nn.utils.get_total_norm([grad.div(scale) for grad in grads])
+
+
+def norm_of_foreach(grads: list[Tensor], scale: Tensor) -> Tensor:
+    return torch.stack(torch._foreach_norm(torch._foreach_div(grads, scale))).norm()
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["kept", "read"])
+@pytest.mark.parametrize("unscaled", [total_norm, norm_of_quotients, norm_of_foreach])
+def test_a_norm_that_is_divided_by_the_scale_as_a_tensor(
+    unscaled: Callable[[list[Tensor], Tensor], Tensor], is_read: bool, training: Training
+) -> None:
+    kept: list[Any] = []
+    for _ in range(3):
+        training.backward()
+        scale = training.scaler._get_scale_async()
+        found = unscaled([p.grad for p in training.model.parameters() if p.grad is not None], scale)
+        kept.append(found.item() if is_read else found)
         training.finish()
     assert WATCH.found == []
 

@@ -30,7 +30,8 @@ _READS = frozenset(["item", "tolist", "numpy", "__array__", "__float__", "__repr
 _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__"])
 # What may be an unscaling by hand, of a gradient in place.
 _SCALINGS = frozenset(["mul_", "div_", "__imul__", "__itruediv__", "copy_", "_foreach_mul_", "_foreach_div_", "set_"])
-_QUOTIENTS = frozenset(["div", "true_divide", "divide", "__truediv__", "__rtruediv__", "cosine_similarity", "sign"])
+_DIVISIONS = frozenset(["div", "true_divide", "divide", "__truediv__", "__rtruediv__", "_foreach_div"])
+_QUOTIENTS = _DIVISIONS - {"_foreach_div"} | {"cosine_similarity", "sign"}
 
 
 class ScaledGradient(torch.Tensor):
@@ -65,10 +66,11 @@ class Window:
     Args:
         params: Those whose gradients the backward has brought.
         guard: Under which is looked at what they are given to.
+        scale: What they are multiplied by, the very tensor that the scaler gives to whoever asks.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, params: Iterable[torch.Tensor], guard: Guard, scale: torch.Tensor) -> None:
+        self._guard, self._scale = guard, scale
         self.clipped: Place | None = None
         self.measured: Place | None = None
         self.kept: Place | None = None
@@ -98,6 +100,8 @@ class Window:
             for leaf in tree_leaves(args):
                 _put_back(leaf)
             return
+        elif name in _DIVISIONS and any(leaf is self._scale for leaf in tree_leaves(args)):
+            return  # unscaled by hand
         elif name in _QUOTIENTS and sum(type(leaf) is ScaledGradient for leaf in tree_leaves(args)) != 1:
             return  # of two that are scaled: it does not depend on the scale
         for leaf in tree_leaves(result):
