@@ -245,7 +245,7 @@ class _Table:
         for number_format in LOW_PRECISION.values():
             lost, normal = (
                 [
-                    sums[min(max(cut - low, 0), len(sums) - 1)] / numel
+                    (0 if cut <= low else sums[cut - low] if cut - low < len(sums) else sums[-1]) / numel
                     for sums, low, numel in zip(below, self.lowest, elements, strict=True)
                 ]
                 for cut in _cuts(number_format, shift)
