@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "doctor": {"amp"},
     "policy": {"amp"},
     "weights": {"amp"},
+    "master_weights": {"amp", "policy"},
     "tracing": {"amp", "policy", "weights"},
     "mistakes": {"amp", "tracing"},
     "diagnosis": {"amp", "policy", "tracing", "mistakes"},
@@ -104,6 +105,7 @@ def test_the_face() -> None:
     assert castwise.__all__ == [
         "Cause",
         "GradScaler",
+        "MasterWeights",
         "MixedPrecisionMistake",
         "Monitor",
         "Policy",

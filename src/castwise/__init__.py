@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from castwise.diagnosis.diagnosis import diagnose
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from castwise.installation import install, installed, uninstall
+    from castwise.master_weights.master_weights import MasterWeights
     from castwise.mistakes.watch import MixedPrecisionMistake
     from castwise.monitor.monitor import Monitor
     from castwise.policy.policy import Policy
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cause",
     "GradScaler",
+    "MasterWeights",
     "MixedPrecisionMistake",
     "Monitor",
     "Policy",
@@ -54,6 +56,7 @@ __all__ = [
 _DEFINED_IN = {
     "Cause": "amp.outcomes",
     "GradScaler": "amp",
+    "MasterWeights": "master_weights.master_weights",
     "MixedPrecisionMistake": "mistakes.watch",
     "Monitor": "monitor.monitor",
     "Policy": "policy.policy",

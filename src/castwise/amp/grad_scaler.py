@@ -493,6 +493,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm, norm_type = measure.check_bound("max_norm", max_norm), measure.check_norm_type(norm_type)
         if not self._enabled:
+            if getattr(optimizer, "_steps_in_fp32", False):
+                clipping: Any = optimizer
+                norm_in_fp32: torch.Tensor = clipping.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+                return norm_in_fp32
             return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for observer in OBSERVERS:
@@ -513,7 +517,8 @@ class GradScaler(torch.amp.GradScaler):
         scaled_by = torch.ones_like(scale) if record.stage is OptState.UNSCALED else record.divisor
         if scaled_by is None:
             scaled_by = scale
-        scaled_norm, norms = measure.norm_of(grads.groups, norm_type, scaled_by, max_norm)
+        groups = grads.measured_in_fp32().groups if record.info.steps_in_fp32 and is_left_to_step else grads.groups
+        scaled_norm, norms = measure.norm_of(groups, norm_type, scaled_by, max_norm)
         found_before = list(record.found_inf_per_device.values())  # stays: it still skips the step
         if self._agreement is not None:
             if not record.is_reduced:
@@ -533,6 +538,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         if is_left_to_step:
             record.divisor = clip.divisor
+            if record.info.steps_in_fp32:
+                record.factor = clip.factor(found_inf, scaled_by)
         elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
             # Unscaling may make an fp16 gradient infinite, whatever its norm says.
             self._unscale(record, allow_fp16=True)
@@ -704,7 +711,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
         may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)
         unscales = record.stage is OptState.READY
-        with closures.given(optimizer, grad_scale=self._grad_scale(record), found_inf=found_inf):
+        facts = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
+        if unscales and record.factor is not None and getattr(optimizer, "grad_scale", None) is None:
+            facts["grad_factor"] = record.factor
+        with closures.given(optimizer, **facts):
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
                 with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
                     returned = optimizer.step(*args, **kwargs)

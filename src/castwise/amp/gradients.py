@@ -36,6 +36,8 @@ class Group(NamedTuple):
     is_complex: bool
     shares: list[float] | None
     """How much of each tensor is this rank's own to count: 1 / n if n ranks hold the same. None: all is."""
+    has_half: bool = False
+    """Whether 16-bit tensors are among the fp32 ones that `dtype` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,30 @@ class Gradients:
     def only(self, params: Container[torch.Tensor]) -> Gradients:
         """Return these gradients without those of other parameters."""
         return self.without({param for param in self.params if param not in params})
+
+    def measured_in_fp32(self) -> Gradients:
+        """Return these gradients with 16-bit and fp32 ones in common groups: the order in which norms are added up."""
+        merged: dict[tuple[torch.device, torch.dtype, type], Group] = {}
+        place = {id(param): index for index, param in enumerate(self.params)}
+        for group in self.groups:
+            dtype = torch.float32 if group.dtype.itemsize < 4 else group.dtype
+            key = (group.device, dtype, type(group.tensors[0]))
+            before = merged.get(key, Group(group.device, dtype, [], [], group.is_complex, group.shares and []))
+            shares = [1.0] * len(group.params) if group.shares is None else group.shares
+            shares_before = [1.0] * len(before.params) if before.shares is None else before.shares
+            entries = [
+                *zip(before.params, before.tensors, shares_before, strict=True),
+                *zip(group.params, group.tensors, shares, strict=True),
+            ]
+            entries.sort(key=lambda entry: place[id(entry[0])])
+            params, tensors, all_shares = (list(column) for column in zip(*entries, strict=True))
+            has_half = before.has_half or group.dtype.itemsize < 4
+            merged[key] = Group(
+                *(group.device, dtype, params, tensors, group.is_complex),
+                shares=None if group.shares is None else all_shares,
+                has_half=has_half,
+            )
+        return Gradients(self.params, list(merged.values()), self.repeat, self.share)
 
     def is_double(self) -> bool:
         """Return True if a gradient is in fp64."""

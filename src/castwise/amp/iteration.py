@@ -38,6 +38,8 @@ class OptimizerInfo:
         self.last_step: LastStep | None = None
         # Before `grad_scale`, optimizers asked for the scaler itself, as an argument of `step`.
         self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        # `MasterWeights` converts 16-bit gradients to fp32 before it unscales them, by multiplying if asked to.
+        self.steps_in_fp32 = bool(getattr(optimizer, "_steps_in_fp32", False))
 
 
 class KnownOptimizers:
@@ -106,6 +108,8 @@ class OptimizerRecord:
     """Whether the gradients hooks were called."""
     divisor: torch.Tensor | None = None
     """By what a fused step divides to unscale and clip at once, if clipping left that to it: fp32, shape ()."""
+    factor: torch.Tensor | None = None
+    """Beside `divisor`, what an optimizer multiplies by that is not fused inside: fp32, shape ()."""
     clipped: Snapshot | None = None
     """The gradients that clipping left behind, or those before a later backward."""
     has_later_loss: bool = False

@@ -236,6 +236,8 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
     if dtype is None and (on_accelerator or group.dtype is torch.float16):
         # The largest value fits into fp32 as it is; sums may need more.
         dtype = _at_least_fp32(group.dtype) if norm_type == math.inf or not on_accelerator else wide(group.device)
+    elif dtype is None and group.has_half:
+        dtype = torch.float32
     if group.is_complex and norm_type != 2.0:
         tensors = [torch.linalg.vector_norm(tensor, dim=-1, dtype=wide(group.device)) for tensor in tensors]
     if norm_type == math.inf and not all(map(torch.Tensor.numel, tensors)):

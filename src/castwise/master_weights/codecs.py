@@ -1,0 +1,397 @@
+"""How fp32 weights are held in 16-bit ones and what is kept beside them; flat tensors in, flat tensors out.
+
+A bfloat16 weight is the upper half of an fp32 number, rounded. What rounding took away is the lower half, read as a
+signed 16-bit number: the residue. Both together are the fp32 number.
+
+One case is left. A bfloat16 number with an even last bit has 65,537 fp32 numbers that round to it, a tie on either
+side included, and 16 bits tell 65,536 apart. `nearest_even` therefore also notes which ties were rounded down.
+`nearest_away` rounds no tie down, and so needs no note; its weights differ from torch's cast at one number in 2**17.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ROW = 1024  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
+_TIE = -(1 << 15)
+_LARGEST_HALF = 65504.0
+# From here on, fp32 numbers that round to one fp16 number are told apart by 16 bits; below, fixed point takes over.
+_FLOATING_FROM, _FIXED_POINT = 2.0**-16, 2.0**40
+
+# Multipliers and masks that move one bit of a byte into each of 8 bytes, and back.
+_EACH_BYTE = 0x0101010101010101
+_BIT_OF_EACH_BYTE = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as a signed number
+_GATHER_BITS = 0x0102040810204080
+_LOW_BITS = 0x7F7F7F7F7F7F7F7F
+
+
+def _decode(weights: torch.Tensor, residue: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(weights)
+    out.view(torch.int32).add_(residue)
+
+
+def _encode(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
+    weights.copy_(values)
+    residue.copy_(values.view(torch.int32))  # keeps the lower 16 bits
+
+
+def _encode_away(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
+    bits = values.view(torch.int32)
+    # A tie is 0x8000 in the lower half. One more is no tie, and rounds up; inf has 0 there, and stays.
+    weights.copy_((bits >> 15).bitwise_and_(1).bitwise_or_(bits).view(torch.float32))
+    residue.copy_(bits)
+
+
+class Codec(ABC):
+    """Holds what a stretch of 16-bit weights lacks of the fp32 weights.
+
+    All tensors are flat and of the same length: `weights` in 16 bits, `values` and `out` in fp32.
+
+    Args:
+        **kept: What is held of each weight, by the name that a checkpoint has for it.
+    """
+
+    def __init__(self, **kept: torch.Tensor) -> None:
+        self._kept = kept
+
+    @abstractmethod
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 weights, in `out` or in memory of the codec's own, where they may be changed."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        """Take over fp32 weights, and write `weights`."""
+
+    def entries(self) -> dict[str, torch.dtype]:
+        """Return what a checkpoint has of each weight: names and dtypes."""
+        return {name: tensor.dtype for name, tensor in self._kept.items()}
+
+    def saved(self, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Return the entries of a checkpoint for weights `begin` to `end`; they may share memory with the codec."""
+        return {name: tensor[begin:end] for name, tensor in self._kept.items()}
+
+    def load(self, begin: int, end: int, saved: dict[str, torch.Tensor]) -> None:
+        """Take over the entries of a checkpoint."""
+        for name, tensor in self._kept.items():
+            tensor[begin:end].copy_(saved[name])
+
+    def bytes(self) -> int:
+        """Return how many bytes the codec holds."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+
+def codec_of(
+    method: str,
+    rounding: str,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    chance: Chance,
+    stream: str,
+) -> Codec:
+    """Return the codec of a method.
+
+    Args:
+        method: "split", "fp32", "kahan" or "stochastic".
+        rounding: "nearest_even" or "nearest_away", for "split" with bfloat16.
+        dtype: Of the weights.
+        length: How many weights.
+        device: Where.
+        compiled: Whether encoding and decoding go through `torch.compile`, for "split" with bfloat16.
+        chance: Where random bits come from, for "stochastic".
+        stream: Which of its streams; another one for each codec.
+    """
+    if method == "fp32":
+        return _FullCopy(length, device)
+    if method == "kahan":
+        return _Kahan(length, device, dtype)
+    if method == "stochastic":
+        return _Stochastic(chance, stream)
+    return _SplitHalf(length, device) if dtype is torch.float16 else _Split(length, device, rounding, compiled=compiled)
+
+
+class _Split(Codec):
+    """bfloat16 weights and 16-bit residues: every fp32 number comes back bit for bit, but for the payload of NaNs."""
+
+    def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
+        self._residue = torch.zeros(length, dtype=torch.int16, device=device)
+        super().__init__(residue=self._residue)
+        self._compiled = compiled
+        self._ties: _ListedTies | _PackedTies | None = None
+        if rounding == "nearest_even":
+            self._ties = _ListedTies(length) if device.type == "cpu" else _PackedTies(length, device)
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        _compile(_decode, self._compiled)(weights, self._residue, out)
+        if self._ties is not None:
+            self._ties.add_to(out.view(torch.int32))
+        return out
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        encode = _encode_away if self._ties is None else _encode
+        _compile(encode, self._compiled)(values, weights, self._residue)
+        if self._ties is not None:
+            self._ties.find(values.view(torch.int32), self._residue)
+
+    def entries(self) -> dict[str, torch.dtype]:
+        ties = {} if self._ties is None else {"ties": torch.bool}
+        return {**super().entries(), **ties}
+
+    def saved(self, begin: int, end: int) -> dict[str, torch.Tensor]:
+        ties = {} if self._ties is None else {"ties": self._ties.mask(begin, end)}
+        return {**super().saved(begin, end), **ties}
+
+    def load(self, begin: int, end: int, saved: dict[str, torch.Tensor]) -> None:
+        super().load(begin, end, saved)
+        if self._ties is not None:
+            self._ties.load(begin, saved["ties"])
+
+    def bytes(self) -> int:
+        return super().bytes() + (0 if self._ties is None else self._ties.bytes())
+
+
+class _ListedTies:
+    """Which ties were rounded down, as a list of positions: on a CPU, where the host may ask how many there are."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._positions = torch.zeros(0, dtype=torch.int64)
+
+    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
+        rows = residue[: self._length // _ROW * _ROW].view(-1, _ROW)
+        found = (rows.amin(1) == _TIE).nonzero().view(-1) if len(rows) else self._positions[:0]
+        row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
+        rest = (residue[len(rows) * _ROW :] == _TIE).nonzero().view(-1) + len(rows) * _ROW
+        ties = torch.cat([found[row] * _ROW + column, rest])
+        self._positions = ties[bits[ties].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
+
+    def add_to(self, bits: torch.Tensor) -> None:
+        if len(self._positions):
+            bits[self._positions] += 1 << 16
+
+    def mask(self, begin: int, end: int) -> torch.Tensor:
+        mask = torch.zeros(self._length, dtype=torch.bool)
+        mask[self._positions] = True
+        return mask[begin:end].clone()
+
+    def load(self, begin: int, mask: torch.Tensor) -> None:
+        is_other = (self._positions < begin) | (self._positions >= begin + len(mask))
+        self._positions = torch.cat([self._positions[is_other], mask.nonzero().view(-1) + begin])
+
+    def bytes(self) -> int:
+        return self._positions.nbytes
+
+
+class _PackedTies:
+    """Which ties were rounded down, a bit for each weight: on accelerators, where the host must not wait."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._length = length
+        self._bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
+
+    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
+        self._pack((bits.bitwise_and(0x1FFFF)).eq_(1 << 15).to(torch.uint8))
+
+    def add_to(self, bits: torch.Tensor) -> None:
+        bits.add_(self._unpacked(), alpha=1 << 16)
+
+    def mask(self, begin: int, end: int) -> torch.Tensor:
+        return self._unpacked()[begin:end].bool()
+
+    def load(self, begin: int, mask: torch.Tensor) -> None:
+        whole = self._unpacked()
+        whole[begin : begin + len(mask)] = mask
+        self._pack(whole)
+
+    def _pack(self, mask: torch.Tensor) -> None:
+        padded = torch.nn.functional.pad(mask, (0, -self._length % 8))
+        self._bits.copy_((padded.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56))
+
+    def _unpacked(self) -> torch.Tensor:
+        of_byte = (self._bits.to(torch.int64) * _EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
+        is_set = of_byte.add_(_LOW_BITS).bitwise_right_shift_(7).bitwise_and_(_EACH_BYTE)
+        return is_set.view(torch.uint8)[: self._length]
+
+    def bytes(self) -> int:
+        return self._bits.nbytes
+
+
+class _SplitHalf(Codec):
+    """float16 weights and 16-bit residues: fp32 numbers come back bit for bit from 2**-16 to 65504.
+
+    Smaller ones come back rounded to a multiple of 2**-40. Larger ones are held at 65504 and a residue of at most 128,
+    but inf stays inf.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._residue = torch.zeros(length, dtype=torch.int16, device=device)
+        super().__init__(half_residue=self._residue)
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(weights)
+        is_small = out.abs() < _FLOATING_FROM
+        small = out + self._residue.float().div_(_FIXED_POINT)
+        out.view(torch.int32).add_(self._residue)
+        return out.copy_(torch.where(is_small, small, out))
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        weights.copy_(torch.where(values.isinf(), values, values.clamp(-_LARGEST_HALF, _LARGEST_HALF)))
+        rounded = weights.float()
+        floating = values.view(torch.int32) - rounded.view(torch.int32)
+        fixed = (values - rounded).mul_(_FIXED_POINT).round_().nan_to_num_().to(torch.int32)
+        residue = torch.where(rounded.abs() < _FLOATING_FROM, fixed, floating)
+        self._residue.copy_(residue.clamp_(-(1 << 15), (1 << 15) - 1))
+
+
+class _FullCopy(Codec):
+    """The fp32 weights themselves, 4 bytes each: what the other codecs are compared with."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._values = torch.zeros(length, dtype=torch.float32, device=device)
+        super().__init__(master=self._values)
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self._values
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        if values is not self._values:
+            self._values.copy_(values)
+        weights.copy_(values)
+
+
+class _Kahan(Codec):
+    """What rounding took away, rounded to the dtype of the weights: about 8 more bits for bfloat16, 11 for float16.
+
+    Source: compensated summation, W. Kahan, "Further remarks on reducing truncation errors", 1965.
+    """
+
+    def __init__(self, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._compensation = torch.zeros(length, dtype=dtype, device=device)
+        super().__init__(compensation=self._compensation)
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(weights).add_(self._compensation)
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        weights.copy_(values)
+        lost = values - weights
+        self._compensation.copy_(lost.masked_fill_(lost.isfinite().logical_not_(), 0.0))  # inf - inf is NaN
+        # What is rounded up to a tie would round to another weight next time: it becomes the number before.
+        is_other = (self._compensation.float().add_(weights)).to(weights.dtype) != weights
+        self._compensation.view(torch.int16).add_(is_other.logical_and_(weights.isfinite()), alpha=-1)
+
+
+class _Stochastic(Codec):
+    """Nothing is kept: a weight is rounded up or down by chance, so that it is right on average."""
+
+    def __init__(self, chance: Chance, stream: str) -> None:
+        super().__init__()
+        self._chance, self._stream = chance, stream
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(weights)
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        weights.copy_(self._chance.round(values, weights.dtype, self._stream))
+
+
+class Chance:
+    """Random bits that depend on a seed, a stream, and the number of steps taken, and on nothing else.
+
+    Args:
+        seed: Any whole number.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.taken = seed, 0
+        self._taken_on: dict[torch.device, torch.Tensor] = {}  # where the host does not know: beyond `taken`
+
+    def count(self, found_inf: torch.Tensor | None = None) -> None:
+        """Count a step; one whose `found_inf` is not 0 is not taken. Does not sync."""
+        if found_inf is None or found_inf.is_cpu:
+            self.taken += 1 if found_inf is None else int(found_inf.item() == 0)
+            return
+        before = self._taken_on.get(found_inf.device, torch.zeros((), dtype=torch.int32, device=found_inf.device))
+        self._taken_on[found_inf.device] = before + (found_inf.reshape(()) == 0)
+
+    def steps(self) -> int:
+        """Return the number of steps taken. Syncs where that was decided on a device."""
+        return self.taken + max((int(taken.item()) for taken in self._taken_on.values()), default=0)
+
+    def set(self, seed: int, taken: int) -> None:
+        """Go on from a checkpoint."""
+        self.seed, self.taken, self._taken_on = seed, taken, {}
+
+    def round(self, values: torch.Tensor, dtype: torch.dtype, stream: str) -> torch.Tensor:
+        """Round by chance, as `round_by_chance` does."""
+        start = zlib.crc32(f"{self.seed} {stream}".encode()) + self.taken * 0x9E3779B1
+        key = torch.full((), _signed(start), dtype=torch.int32, device=values.device)
+        if values.device in self._taken_on:
+            key = key + self._taken_on[values.device] * _signed(0x9E3779B1)
+        return round_by_chance(values, random_bits(values, key).view(values.shape), dtype)
+
+
+def _signed(number: int) -> int:
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round each number up or down to a neighbour in `dtype`, with probabilities that make it right on average.
+
+    A number that `dtype` holds stays as it is, whatever the random bits; so do inf and NaN. For float16, numbers beyond
+    65504 become 65504.
+
+    Args:
+        values: fp32.
+        random: int32 of the same shape: 16 random bits each.
+        dtype: bfloat16 or float16.
+
+    Returns:
+        fp32 numbers that `dtype` holds.
+    """
+    dropped = 16 if dtype is torch.bfloat16 else 13
+    bits = random.bitwise_and((1 << dropped) - 1).add_(values.view(torch.int32))
+    rounded = bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
+    if dtype is torch.float16:
+        chance = random.bitwise_and(0x1FFF) / 2.0**13  # of 13 bits: fp32 has no more beside numbers up to 2**10
+        steps = values.abs() * 2.0**24 + chance  # below 2**-14 all steps are as long
+        rounded = torch.where(values.abs() < 2.0**-14, steps.floor_().mul_(2.0**-24).copysign_(values), rounded)
+        rounded.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
+    return torch.where(values.isfinite(), rounded, values)
+
+
+def random_bits(like: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each element, a function of the key and the element's position alone.
+
+    Source: the finalizer of MurmurHash3, with the multipliers of xxHash.
+
+    Args:
+        like: For its number of elements and its device.
+        key: int32, shape (), on the same device.
+
+    Returns:
+        int32, within [0, 65536); flat.
+    """
+    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
+    x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
+    x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
+    return x.bitwise_xor_(x >> 16).bitwise_and_(0xFFFF)
+
+
+_compiled: dict[Callable[..., None], Any] = {}
+
+
+def _compile(function: Callable[..., None], is_wanted: bool) -> Callable[..., None]:
+    if not is_wanted:
+        return function
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, dynamic=True)
+    compiled: Callable[..., None] = _compiled[function]
+    return compiled

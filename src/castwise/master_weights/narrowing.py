@@ -1,0 +1,132 @@
+"""Which parameters become 16-bit, and how a model gets them.
+
+By default they are those that autocast would cast anyway: of linear and convolution layers, and of no other module as
+well. Then a run under autocast computes what it computes with fp32 weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from castwise._torch_private import is_fsdp_flattened
+from castwise._warnings import warn
+from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.module_rules import decide
+
+_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """Return the parameters that are to be 16-bit, of those that an optimizer has.
+
+    Args:
+        model: Whose modules are looked at.
+        narrow: None, "all", or a bound policy.
+        dtype: bfloat16 or float16.
+        params: Of the optimizer.
+
+    Raises:
+        TypeError: `narrow` is none of these.
+
+    Warns:
+        UserWarning: "all" meets parameters that no 16-bit number can stand for: complex or fp64 ones.
+    """
+    of_optimizer = set(params)
+    if narrow == "all":
+        strange = [param for param in of_optimizer if param.dtype not in (torch.float32, torch.float16, torch.bfloat16)]
+        if strange:
+            names = names_of(model)
+            listed = ", ".join(sorted({f"{names.get(param, 'a parameter')} ({param.dtype})" for param in strange}))
+            warn(f"MasterWeights leaves these parameters as they are: {listed}", UserWarning, 4)
+        return of_optimizer.difference(strange)
+    if isinstance(narrow, BoundPolicy):
+        wanted = str(dtype).removeprefix("torch.")
+        computes = {decision.module: decision.compute == wanted for decision in decide(narrow.policy, model)}
+    elif narrow is None:
+        computes = dict.fromkeys(model.modules(), True)
+    else:
+        raise TypeError(f'narrow must be None, "all" or a bound policy (Policy.bind(model)), got {narrow!r}')
+    chosen: set[torch.Tensor] = set()
+    others: set[torch.Tensor] = set()
+    for module in model.modules():
+        is_cast = computes.get(module, False) and isinstance(module, _CAST_BY_AUTOCAST + _TRANSPOSED)
+        (chosen if is_cast else others).update(param for _, param in module.named_parameters(recurse=False))
+    is_fp32 = {param for param in chosen if param.dtype is torch.float32}
+    return (is_fp32 - others) & of_optimizer
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter of a model."""
+    return {param: name for name, param in model.named_parameters()}
+
+
+def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:
+    """Make parameters 16-bit in place, in the way `nn.Module.to` does it: they stay the same objects.
+
+    FSDP2 takes notice, since it overrides `_apply`.
+    """
+    chosen = {param for param in chosen if param.dtype is not dtype}
+    if not chosen:
+        return
+    grads = {id(param.grad) for param in chosen if param.grad is not None}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor in chosen or id(tensor) in grads else tensor
+
+    model._apply(convert)  # type: ignore[no-untyped-call]  # torch's
+    for param in chosen:  # those of no module, such as a loss function's
+        if param.dtype is not dtype:
+            param.data = param.data.to(dtype)
+
+
+def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise a ValueError if parameters cannot become 16-bit where they are.
+
+    Args:
+        model: The model, wrapped or not.
+        chosen: The parameters that are to become 16-bit, also those that are.
+        dtype: Of 16 bits.
+    """
+    names = names_of(model)
+    new = {param for param in chosen if param.dtype is not dtype}
+    for name, module in model.named_modules():
+        if new and isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the model'!r} is in DistributedDataParallel, which has made its buckets for fp32 "
+                "gradients: make MasterWeights before it"
+            )
+    for param in new:
+        if is_fsdp_flattened(param):
+            raise ValueError(
+                f"{names.get(param)!r} is flattened by FSDP1 in {param.dtype}: make the model {dtype} before wrapping "
+                "it, or use FSDP2 (fully_shard)"
+            )
+    if not new:
+        return
+    for unit, params in _fsdp_units(model).items():
+        dtypes = {param: dtype if param in chosen else param.dtype for param in params}
+        if len(set(dtypes.values())) > 1:
+            kept = ", ".join(repr(names[param]) for param, its in dtypes.items() if its is not dtype)
+            raise ValueError(
+                f"FSDP2 gathers the weights of {unit or 'the model'!r} in one dtype, and {kept} would stay in fp32 "
+                f'beside {dtype} ones: give these a unit of their own (fully_shard), or use narrow="all"'
+            )
+
+
+def _fsdp_units(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the parameters that each unit of FSDP2 gathers, by its name."""
+    if not torch.distributed.is_available():
+        return {}
+    from torch.distributed.fsdp import FSDPModule
+
+    units: dict[str, list[torch.Tensor]] = {}
+    unit_of = {"": ""}
+    for name, module in model.named_modules():
+        unit_of[name] = name if isinstance(module, FSDPModule) else unit_of[name.rpartition(".")[0]]
+        if isinstance(model.get_submodule(unit_of[name]), FSDPModule):
+            units.setdefault(unit_of[name], []).extend(param for _, param in module.named_parameters(recurse=False))
+    return units
