@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from drawing import BLUE, GREEN, GREY, ORANGE, Picture, power_of_two
 
 from castwise.monitor.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 SHOWN = (FP32, BF16, FP16, E5M2, E4M3)
 # Of the OCP Microscaling specification; 6 is its largest number, as it has neither inf nor NaN.
-E2M1 = Format("e2m1", torch.float4_e2m1fn_x2, exponent_bits=2, mantissa_bits=1, has_infinity=False)
+E2M1 = Format("e2m1", exponent_bits=2, mantissa_bits=1, has_infinity=False)
 
 
 def bits(formats: tuple[Format, ...] = (*SHOWN, E2M1)) -> Picture:

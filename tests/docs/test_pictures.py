@@ -91,9 +91,9 @@ def test_hops_are_those_of_a_tree_and_a_ring(script: Any) -> None:
 
 def test_a_format_has_the_numbers_that_torch_has(script: Any) -> None:
     drawing = script(PICTURES / "number_formats.py")
-    for each in (drawing["E4M3"], drawing["E5M2"]):
-        of_torch = torch.arange(128, dtype=torch.uint8).view(each.dtype).double()
-        assert drawing["positive"](each, 6.0) == of_torch[of_torch <= 6].tolist()
+    for name, dtype in {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}.items():
+        of_torch = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+        assert drawing["positive"](drawing[name], 6.0) == of_torch[of_torch <= 6].tolist()
     assert drawing["positive"](drawing["E2M1"], 6.0) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 

@@ -254,15 +254,15 @@ class _FullCopy(Codec):
     """The fp32 weights themselves, 4 bytes each: what the other codecs are compared with."""
 
     def __init__(self, length: int, device: torch.device) -> None:
-        self._values = torch.zeros(length, dtype=torch.float32, device=device)
-        super().__init__(master=self._values)
+        self._master = torch.zeros(length, dtype=torch.float32, device=device)
+        super().__init__(master=self._master)
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self._values
+        return self._master
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        if values is not self._values:
-            self._values.copy_(values)
+        if values is not self._master:
+            self._master.copy_(values)
         weights.copy_(values)
 
 

@@ -239,8 +239,12 @@ class MasterWeights(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; its parameters become 16-bit as those before.
 
+        Args:
+            param_group: "params", tensors or pairs of name and tensor; and options for them.
+
         Raises:
-            As the constructor, and as the inner optimizer does. Nothing has been changed then.
+            RuntimeError: The model is gone.
+            ValueError: As in the constructor, or as the inner optimizer does. Nothing has been changed then.
         """
         model = None if self._model is None else self._model()
         if model is None:
@@ -537,6 +541,9 @@ class MasterWeights(torch.optim.Optimizer):
         The groups stay the same objects. The model may be loaded before or after. Without entries of `MasterWeights`,
         as after training in plain fp32 or bfloat16, the fp32 weights stay as they are.
 
+        Args:
+            state_dict: "state" and "param_groups".
+
         Raises:
             ValueError: Groups or shapes are others, or the entries are those of another method, rounding or dtype.
                 Nothing has been changed then.
@@ -653,7 +660,7 @@ class MasterWeights(torch.optim.Optimizer):
         for name, weight in self._named(model).items():
             if name not in saved:
                 raise RuntimeError(f"{name!r} is not in the model's state_dict(), which therefore cannot be in fp32")
-            saved[name] = self._values(weight)
+            saved[name] = self._fp32_of(weight)
         return saved
 
     def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -688,7 +695,7 @@ class MasterWeights(torch.optim.Optimizer):
         named = model.named_parameters(remove_duplicate=False)
         return {name: of_param[param] for name, param in named if param in of_param}
 
-    def _values(self, weight: Weight) -> torch.Tensor:
+    def _fp32_of(self, weight: Weight) -> torch.Tensor:
         """Return the fp32 weight, in a tensor of its own."""
         values = torch.empty_like(local(weight.param), dtype=torch.float32)
         with torch.no_grad():
