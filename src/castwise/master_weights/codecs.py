@@ -281,11 +281,12 @@ class _Kahan(Codec):
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
         weights.copy_(values)
-        lost = values - weights
-        self._compensation.copy_(lost.masked_fill_(lost.isfinite().logical_not_(), 0.0))  # inf - inf is NaN
+        lost = self._compensation.copy_(values - weights)
+        lost.masked_fill_(lost.isfinite().logical_not_(), 0.0)  # inf - inf is NaN
         # What is rounded up to a tie would round to another weight next time: it becomes the number before.
-        is_other = (self._compensation.float().add_(weights)).to(weights.dtype) != weights
-        self._compensation.view(torch.int16).add_(is_other.logical_and_(weights.isfinite()), alpha=-1)
+        is_other = lost.float().add_(weights).to(weights.dtype) != weights
+        lost.view(torch.int16).add_(is_other.logical_and_(weights.isfinite()), alpha=-1)
+        lost.masked_fill_(lost == 0, -0.0)  # w + -0.0 is w, -0.0 too
 
 
 class _Stochastic(Codec):

@@ -63,8 +63,8 @@ def step_without_hooks(optimizer: optim.Optimizer) -> object:
 
 def note_stepped(optimizer: optim.Optimizer) -> None:
     """Tell learning-rate schedulers made for an optimizer before it was wrapped that it was stepped."""
-    if hasattr(optimizer, "_opt_called"):
-        optimizer._opt_called = True
+    if "step" in vars(optimizer):  # they have put their own around it, which is not called
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # theirs
 
 
 def state_names(optimizer: optim.Optimizer) -> set[str]:

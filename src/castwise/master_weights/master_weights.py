@@ -111,6 +111,8 @@ class MasterWeights(torch.optim.Optimizer):
         compile: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
+        if isinstance(optimizer, MasterWeights):
+            raise TypeError("MasterWeights cannot wrap a MasterWeights: give it the optimizer that is inside")
         check(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

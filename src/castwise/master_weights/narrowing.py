@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened
 from castwise._warnings import warn
-from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.bound_policy import BoundPolicy, note_dtypes
 from castwise.policy.module_rules import decide
 
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -78,6 +78,7 @@ def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> 
         return tensor.to(dtype) if tensor in chosen or id(tensor) in grads else tensor
 
     model._apply(convert)  # type: ignore[no-untyped-call]  # torch's
+    note_dtypes(model)
     for param in chosen:  # those of no module, such as a loss function's
         if param.dtype is not dtype:
             param.data = param.data.to(dtype)

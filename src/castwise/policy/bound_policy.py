@@ -126,6 +126,7 @@ class BoundPolicy:
                 if not isinstance(forward, _RuledForward):
                     forward = vars(decision.module)["forward"] = _RuledForward(decision.module, forward)
                 forward.rules[self.key] = rule
+                forward.note_dtypes()
                 self._ruled.append(forward)
             elif rule.precision or rule.output:
                 self.unbind()
@@ -358,6 +359,22 @@ class _Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Fp32Weights(TorchFunctionMode):
+    """Casts 16-bit parameters to fp32 where functions are given them: autocast leaves alone what it has not cast."""
+
+    @only_inlined
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "__get__":  # of an attribute
+            args = [_widened(arg) for arg in args]
+            kwargs = {name: _widened(arg) for name, arg in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+@only_inlined
+def _widened(arg: Any) -> Any:
+    return arg.float() if isinstance(arg, nn.Parameter) and arg.dtype in _LOW_PRECISION.values() else arg
+
+
 class _RuledForward:
     """The `forward` of a module that policies have rules for.
 
@@ -369,6 +386,12 @@ class _RuledForward:
     def __init__(self, module: Any, before: Any) -> None:
         self._module, self.before = weakref.ref(module), before
         self.rules: dict[str, _Rule] = {}
+        self.has_low_weights = False
+
+    def note_dtypes(self) -> None:
+        """Note whether the module has 16-bit weights, which a rule "float32" must cast."""
+        module: Any = self._module()
+        self.has_low_weights = any(param.dtype in _LOW_PRECISION.values() for param in module.parameters())
 
     @property
     def __wrapped__(self) -> Any:
@@ -389,6 +412,7 @@ class _RuledForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _RuledForward:
         module = self._module()
         twin = _RuledForward(memo.get(id(module), module), copy.deepcopy(self.before, memo))
+        twin.has_low_weights = self.has_low_weights
         twin.rules.update(self.rules)  # a copy of the model follows the policies as well
         return twin
 
@@ -421,7 +445,7 @@ class _RuledForward:
             casts = Casts(outer.device, torch.float32)
             args = tuple([casts.cast(arg) for arg in args])
             kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
-        cuda = hidden = None
+        cuda = hidden = widening = None
         if rule.fast_path is False and compiling and outer.device != "cuda":
             # Dynamo overlooks modes where torch asks for them, but not autocast of CUDA, for which torch asks anywhere.
             cuda = native_state_of("cuda")
@@ -432,6 +456,9 @@ class _RuledForward:
         THREAD.state = state
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        if rule.precision == "float32" and self.has_low_weights:
+            widening = _Fp32Weights()
+            widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
         if rule.precision is not None:
             # Torch keeps one cast of a weight, whatever its dtype: only those of the region's dtype are to be kept.
             cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
@@ -446,6 +473,8 @@ class _RuledForward:
             if rule.precision is not None:
                 restore_native_state(outer.device, *native)
                 outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
+            if widening is not None:
+                widening.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
             if mode is not None:
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
             if hidden is not None:
@@ -457,6 +486,14 @@ class _RuledForward:
         if output is None and not outer.enabled and rule.precision in _LOW_PRECISION:
             output = torch.float32  # what runs without autocast could not use anything else
         return result if output is None else cast_floats(result, outer.device, output)
+
+
+def note_dtypes(model: nn.Module) -> None:
+    """Have rules take notice that parameters of a model have other dtypes now."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, _RuledForward):
+            forward.note_dtypes()
 
 
 # By model and policy; with each what there was by name, wrapped modules and their types included.

@@ -40,6 +40,7 @@ from castwise._torch_private import (
     without_dispatch_modes,
     writes_to,
 )
+from castwise._warnings import warn
 from castwise.weights.weight_copies import Copies, Copy, why_not
 
 # The layers whose weights are cached, with torch's forward of each.
@@ -326,6 +327,9 @@ class WeightCache:
         TypeError: `model` is not a module.
         ValueError: `verify` is none of these.
 
+    Warns:
+        UserWarning: The weights of all layers are 16-bit, so that there is nothing to keep.
+
     Example:
         >>> import castwise
         >>> model = torch.nn.Linear(4, 4)
@@ -342,6 +346,15 @@ class WeightCache:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(verify, bool) and verify != "rolling":
             raise ValueError(f"verify must be 'rolling', True or False, got {verify!r}")
+        of_layers = [module for module in model.modules() if isinstance(module, tuple(_FORWARDS))]
+        dtypes = {param.dtype for module in of_layers for param in module.parameters(recurse=False)}
+        if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+            warn(
+                "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache has nothing "
+                "to keep: leave it out",
+                UserWarning,
+                2,
+            )
         self._start(weakref.ref(model), verify)
 
     def _start(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:

@@ -1,0 +1,189 @@
+"""What 16-bit weights and the bits beside them hold of fp32 numbers, bit by bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from castwise.master_weights import codecs
+from castwise.master_weights.codecs import Chance, Codec, codec_of, random_bits, round_by_chance
+
+CPU = torch.device("cpu")
+
+
+def codec(length: int, method: str = "split", rounding: str = "nearest_even", dtype: Any = torch.bfloat16) -> Codec:
+    return codec_of(method, rounding, dtype, length, CPU, compiled=False, chance=Chance(0), stream="weights")
+
+
+def round_trip(of: Codec, values: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    weights = torch.empty(len(values), dtype=dtype)
+    of.encode(values.clone(), weights)
+    return weights, of.decode(weights, torch.empty_like(values)).clone()
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
+
+
+@pytest.fixture(scope="module")
+def numbers() -> torch.Tensor:
+    """All upper halves with lower halves at the boundaries: 65,536 x 12 numbers, NaN and inf among them."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    lower = [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD]
+    every = torch.cat([upper | each for each in lower])
+    return torch.where(every >= 1 << 31, every - (1 << 32), every).to(torch.int32).view(torch.float32)
+
+
+@pytest.fixture(params=["listed ties", "packed ties"])
+def split(request: pytest.FixtureRequest, numbers: torch.Tensor) -> Any:
+    """The codec of "nearest_even", as it is on a CPU and as on an accelerator."""
+    even: Any = codec(len(numbers))
+    if request.param == "packed ties":
+        even._ties = codecs._PackedTies(len(numbers), CPU)
+    return even
+
+
+def test_split_gives_back_every_number_and_rounds_as_torch_does(split: Any, numbers: torch.Tensor) -> None:
+    weights, decoded = round_trip(split, numbers)
+    is_number = ~numbers.isnan()
+    assert torch.equal(bits(decoded)[is_number], bits(numbers)[is_number])
+    assert torch.equal(bits(weights)[is_number], bits(numbers.bfloat16())[is_number])
+    assert decoded[~is_number].isnan().all()
+    assert weights[~is_number].isnan().all()
+
+
+def test_ties_away_from_zero_need_no_note(numbers: torch.Tensor) -> None:
+    away = codec(len(numbers), rounding="nearest_away")
+    weights, decoded = round_trip(away, numbers)
+    is_number = ~numbers.isnan()
+    assert torch.equal(bits(decoded)[is_number], bits(numbers)[is_number])
+    assert decoded[~is_number].isnan().all()
+    assert weights[~is_number].isnan().all()
+    other = is_number & (weights != numbers.bfloat16())
+    assert (bits(numbers)[other] & 0x1FFFF == 0x8000).all()  # ties that torch rounds down, to an even number
+    assert other.any()
+    assert list(away.entries()) == ["residue"]
+
+
+def test_a_tie_is_lost_without_its_note(split: Any, numbers: torch.Tensor) -> None:
+    weights, _ = round_trip(split, numbers)
+    split._ties = None
+    decoded = split.decode(weights, torch.empty_like(numbers))
+    wrong = bits(decoded) != bits(numbers)
+    assert (bits(numbers)[wrong & ~numbers.isnan()] & 0x1FFFF == 0x8000).all()
+    assert wrong.sum() >= 1 << 14
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 1023, 1024, 1025, 5000])
+def test_parts_are_saved_and_loaded_at_any_length(length: int) -> None:
+    values = torch.full((length,), 1.00390625)  # a tie that is rounded down
+    values[::3] = 0.1
+    for packed in (False, True):
+        one: Any = codec(length)
+        other: Any = codec(length)
+        if packed:
+            one._ties, other._ties = (codecs._PackedTies(length, CPU) for _ in range(2))
+        weights, _ = round_trip(one, values)
+        middle = length // 2
+        for begin, end in ((middle, length), (0, middle)):
+            other.load(begin, end, one.saved(begin, end))
+        assert torch.equal(other.decode(weights, torch.empty(length)), values)
+        assert one.saved(0, length)["ties"].dtype is torch.bool
+
+
+def test_packed_ties_take_a_bit_a_weight_and_listed_ones_what_there_is() -> None:
+    assert codecs._PackedTies(8000, CPU).bytes() == 1000
+    listed = codec(1 << 16)
+    listed.encode(torch.randn(1 << 16), torch.empty(1 << 16, dtype=torch.bfloat16))
+    assert listed.bytes() <= 2 * (1 << 16) + 8 * 16
+
+
+def test_half_is_exact_from_two_to_the_minus_16_to_65504(numbers: torch.Tensor) -> None:
+    weights, decoded = round_trip(codec(len(numbers), dtype=torch.float16), numbers, torch.float16)
+    magnitude = numbers.abs()
+    exact = (magnitude >= 2.0**-16) & (magnitude <= 65504)
+    assert torch.equal(bits(decoded)[exact], bits(numbers)[exact])
+    assert torch.equal(weights[exact], numbers[exact].half())
+    small = magnitude < 2.0**-16
+    assert (decoded - numbers)[small].abs().amax() <= 2.0**-40
+    assert torch.equal(decoded[numbers.isinf()], numbers[numbers.isinf()])
+    assert decoded[numbers.isnan()].isnan().all()
+    large = (magnitude > 65504) & numbers.isfinite()
+    assert weights[large].abs().eq(65504).all()
+    assert torch.equal(decoded[large].sign(), numbers[large].sign())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kahan_holds_more_bits_and_a_step_that_changes_nothing_changes_nothing(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.randn(1 << 16), torch.tensor([math.inf, -math.inf, 0.0, -0.0])])
+    kahan: Any = codec(len(values), "kahan", dtype=dtype)
+    weights, decoded = round_trip(kahan, values, dtype)
+    assert torch.equal(weights, values.to(dtype))
+    subnormal = 0.0 if dtype is torch.bfloat16 else 2.0**-24  # the smallest number of float16
+    lost = (decoded - values)[:-4].abs() - subnormal
+    assert (lost / values[:-4].abs()).amax() < torch.finfo(dtype).eps ** 2
+    kept = kahan.saved(0, len(values))["compensation"].clone()
+    again = weights.clone()
+    kahan.encode(decoded, again)
+    assert torch.equal(bits(again), bits(weights))
+    assert torch.equal(bits(kept), bits(kahan.saved(0, len(values))["compensation"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chance_is_right_on_average_and_leaves_what_the_format_holds(dtype: torch.dtype) -> None:
+    key = torch.tensor(5, dtype=torch.int32)
+    for value in (0.3, -3.3e-6, 1000.1, 65000.0):
+        values = torch.full((1 << 20,), value)
+        rounded = round_by_chance(values, random_bits(values, key), dtype)
+        assert torch.equal(rounded, rounded.to(dtype).float())
+        assert len(rounded.unique()) == 2
+        # Of n draws the mean is off by a step / (2 sqrt(n)), or less.
+        step = float(rounded.amax() - rounded.amin())
+        assert abs(rounded.double().mean().item() - values[0].item()) < 5 * step / (2 * 2**10)
+    held = torch.cat([torch.randn(1 << 16).to(dtype).float(), torch.tensor([math.inf, -math.inf, 0.0])])
+    assert torch.equal(round_by_chance(held, random_bits(held, key), dtype), held)
+    nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert round_by_chance(nan, torch.full((3,), 0xFFFF, dtype=torch.int32), dtype).isnan().all()
+
+
+def test_random_bits_are_even_and_depend_on_the_key() -> None:
+    like = torch.empty(1 << 18)
+    one, other = (random_bits(like, torch.tensor(key, dtype=torch.int32)) for key in (1, 2))
+    assert torch.equal(one, random_bits(like, torch.tensor(1, dtype=torch.int32)))
+    assert (one == other).float().mean() < 1e-4
+    assert one.amin() >= 0
+    for bit in range(16):
+        assert abs((one >> bit & 1).float().mean().item() - 0.5) < 0.01
+    cells = torch.bincount(one >> 8, minlength=256).double()
+    assert cells.std() < 3 * math.sqrt(len(like) / 256)
+
+
+def test_chance_moves_on_with_steps_that_are_taken() -> None:
+    values = torch.full((1000,), 0.3)
+    chance = Chance(3)
+    first = chance.round(values, torch.bfloat16, "a")
+    assert not torch.equal(first, chance.round(values, torch.bfloat16, "b"))
+    chance.count(torch.ones(()))  # skipped
+    assert torch.equal(first, chance.round(values, torch.bfloat16, "a"))
+    chance.count()
+    second = chance.round(values, torch.bfloat16, "a")
+    assert not torch.equal(first, second)
+    assert chance.steps() == 1
+    again = Chance(0)
+    again.set(3, 1)
+    assert torch.equal(second, again.round(values, torch.bfloat16, "a"))
+
+
+def test_compiled_codecs_have_the_same_bits() -> None:
+    values = torch.randn(5000)
+    for rounding in ("nearest_even", "nearest_away"):
+        results = []
+        for compiled in (False, True):
+            made = codec_of(
+                "split", rounding, torch.bfloat16, 5000, CPU, compiled=compiled, chance=Chance(0), stream=""
+            )
+            results.append((*round_trip(made, values), made.saved(0, 5000)["residue"]))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results, strict=True))

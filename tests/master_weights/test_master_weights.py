@@ -1,0 +1,680 @@
+"""`MasterWeights` against fp32 weights under autocast, on the same numbers and bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.master_weights.training import SMALL_BUCKETS, Net, batches, net, same_bits, train, wrapped
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import castwise
+from castwise import GradScaler, MasterWeights, Policy
+
+ADAMW: Callable[..., optim.Optimizer] = lambda params: optim.AdamW(params, lr=1e-2, fused=True)  # noqa: E731
+
+
+def _optimizers() -> dict[str, Callable[..., optim.Optimizer]]:
+    found: dict[str, Callable[..., optim.Optimizer]] = {}
+
+    def add(name: str, cls: Any, **options: Any) -> None:
+        found[f"{cls.__name__}, {name}"] = lambda params: cls(params, lr=1e-2, **options)
+
+    classes: list[Any] = [optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD]
+    classes += [optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD]
+    for cls in classes:
+        add("loop", cls, foreach=False)
+        add("foreach", cls, foreach=True)
+        if cls in (optim.Adagrad, optim.Adam, optim.AdamW, optim.SGD):
+            add("fused", cls, fused=True)
+    add("amsgrad", optim.Adam, amsgrad=True, fused=True)
+    add("momentum", optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)
+    add("centered", optim.RMSprop, centered=True, momentum=0.9)
+    add("maximize", optim.AdamW, maximize=True)
+    add("decoupled", optim.NAdam, decoupled_weight_decay=True, weight_decay=0.1)
+    add("by parameter", optim.Adafactor)
+
+    class Unknown(optim.AdamW):
+        """Nothing is known of a subclass: it is called once a step, with everything."""
+
+    add("subclass", Unknown, fused=True)
+    return found
+
+
+OPTIMIZERS = _optimizers()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("method", ["split", "fp32"])
+def test_any_optimizer_trains_as_with_fp32_weights(name: str, method: str) -> None:
+    make, steps = OPTIMIZERS[name], 300 if method == "split" and name in ("AdamW, fused", "SGD, foreach") else 12
+    plain = net()
+    expected = train(plain, make(plain.parameters()), steps)
+    model, optimizer = wrapped(make, method=method)
+    assert train(model, optimizer, steps) == expected
+    assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
+    assert model.up.weight.dtype is torch.bfloat16
+    for param, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, of_plain.to(param.dtype))
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has no Muon")
+@pytest.mark.parametrize("method", ["split", "fp32"])
+def test_muon_sees_whole_matrices(method: str) -> None:
+    def step(params: Any) -> optim.Optimizer:
+        return optim.Muon([param for param in params if param.dim() == 2], lr=1e-2)
+
+    plain = net()
+    expected = train(plain, step(plain.parameters()), 8)
+    model, optimizer = wrapped(step, method=method)
+    assert train(model, optimizer, 8) == expected
+    assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
+
+
+def test_capturable_counts_of_steps_are_kept() -> None:
+    plain = net()
+    expected = optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    train(plain, expected, 5)
+    model, optimizer = wrapped(ADAMW)
+    train(model, optimizer, 5)
+    assert [each["step"] for each in optimizer.state.values()] == [torch.tensor(5.0)] * len(optimizer.state)
+    for param, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
+        for name, value in expected.state[of_plain].items():
+            assert torch.equal(optimizer.state[param][name], value)
+
+
+class KeepsStateInItsGroup(optim.Optimizer):
+    """As schedule-free optimizers do: a second call in one step would change what the first one has done."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0, "norm": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            group["norm"] = torch.stack([grad.norm() for grad in grads]).norm().item()
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / (group["norm"] * group["calls"]))
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.999)
+
+
+def test_an_optimizer_nobody_knows_sees_everything_at_once() -> None:
+    plain = net()
+    other = KeepsStateInItsGroup(plain.parameters())
+    expected = train(plain, other, 10)
+    model, optimizer = wrapped(KeepsStateInItsGroup)
+    assert train(model, optimizer, 10) == expected
+    assert optimizer.param_groups[0]["calls"] == other.param_groups[0]["calls"] == 10
+    other.eval()
+    optimizer.eval()
+    assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
+    assert not hasattr(optimizer, "train")
+    assert not hasattr(wrapped(ADAMW)[1], "eval")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scaling_clipping_and_skipping_have_the_same_bits(fused: bool, clip: float | None, enabled: bool) -> None:
+    results = []
+    for with_master in (False, True):
+        make: Callable[..., optim.Optimizer] = lambda params: optim.AdamW(params, lr=1e-2, fused=fused)  # noqa: E731
+        if with_master:
+            model, optimizer = wrapped(make)
+        else:
+            model = net()
+            optimizer = make(model.parameters())  # type: ignore[assignment]
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=5, enabled=enabled)
+        bad = (lambda step: step % 7 == 3) if enabled else (lambda step: False)
+        numbers = train(model, optimizer, 20, scaler=scaler, clip=clip, bad=bad)
+        weights = optimizer.fp32_state_dict(model) if with_master else model.state_dict()
+        results.append((str(numbers), scaler.get_scale(), {name: weights[name].tolist() for name in weights}))
+    assert results[0] == results[1]
+
+
+def test_torchs_own_scaler_finds_an_optimizer_that_unscales_by_itself() -> None:
+    results = []
+    for scaler in (GradScaler("cpu", init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)):
+        model, optimizer = wrapped(ADAMW)
+        numbers = train(model, optimizer, 10, scaler=scaler, bad=lambda step: step == 4)  # type: ignore[arg-type]
+        results.append((numbers, optimizer.fp32_state_dict(model)))
+    assert results[0][0] == results[1][0]
+    assert same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("method", ["split", "fp32", "kahan", "stochastic"])
+@pytest.mark.parametrize("state_dtype", [None, {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}])
+def test_a_skipped_step_changes_no_bit(method: str, state_dtype: Any) -> None:
+    model, optimizer = wrapped(ADAMW, method=method, state_dtype=state_dtype)
+    train(model, optimizer, 3)
+    before = copy.deepcopy(optimizer.state_dict())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    scaler = GradScaler("cpu")
+    train(model, optimizer, 1, scaler=scaler, bad=lambda step: True)
+    assert scaler.step_skipped
+    assert same_bits(model.state_dict(), weights)
+    after = optimizer.state_dict()
+    assert all(same_bits(before["state"][number], after["state"][number]) for number in before["state"])
+
+
+@pytest.mark.parametrize("method", ["split", "fp32", "kahan", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_a_device_did_not_step_change_no_bit(method: str, dtype: torch.dtype) -> None:
+    """Where the host does not know of a skip, weights are decoded and encoded all the same."""
+    model, optimizer = wrapped(lambda params: optim.AdamW(params, lr=1e-2), method=method, dtype=dtype)
+    train(model, optimizer, 3, dtype=dtype)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    with torch.no_grad():
+        for bucket in optimizer._buckets:
+            workspace = optimizer._workspace
+            bucket.encode(bucket.decode(workspace), bucket.stretches, workspace)
+    for weight in optimizer._weights:
+        weight.note_written()
+    assert same_bits(model.state_dict(), before[0])
+    after = optimizer.state_dict()["state"]
+    assert all(same_bits(after[number], before[1][number]) for number in after)
+
+
+def test_half_precision_unscales_in_fp32() -> None:
+    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.5), dtype=torch.float16)
+    assert model.up.weight.dtype is torch.float16
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    plain = net()
+    reference = optim.SGD(plain.parameters(), lr=0.5)
+    numbers = train(model, optimizer, 8, scaler=scaler, dtype=torch.float16)
+    expected = train(plain, reference, 8, scaler=GradScaler("cpu", init_scale=2.0**16), dtype=torch.float16)
+    assert numbers == expected
+    weights = optimizer.fp32_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert (weights[name] - value).abs().amax() <= 2.0**-39  # small weights are held in fixed point
+
+
+def test_gradients_are_unscaled_after_a_scaled_step() -> None:
+    for fused in (True, False):
+        model, optimizer = wrapped(lambda params: optim.AdamW(params, fused=fused))  # noqa: B023
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        batch = next(batches(1))
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        scaler.scale(loss).backward()
+        scaled = [param.grad.clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        for param, grad in zip(model.parameters(), scaled, strict=True):
+            assert torch.equal(param.grad, grad / 1024)
+
+
+def test_clipping_by_torch_rounds_and_ours_does_not() -> None:
+    def norm_of(how: str) -> tuple[float, dict[str, Any]]:
+        model, optimizer = wrapped(ADAMW) if how != "fp32" else (net(), None)
+        optimizer = optimizer or ADAMW(model.parameters())
+        for batch in batches(3):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch).float().square().mean()
+            loss.backward()
+            if how == "ours":
+                norm = optimizer.clip_grad_norm_(0.1)
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm.item(), optimizer.fp32_state_dict(model) if how != "fp32" else model.state_dict()
+
+    (norm, weights), (ours, same), (rounded, other) = map(norm_of, ("fp32", "ours", "torch"))
+    assert ours == norm != rounded
+    assert same_bits(same, weights)
+    assert not same_bits(other, weights)
+
+
+def test_clipping_is_for_the_gradients_there_were() -> None:
+    model, optimizer = wrapped(ADAMW)
+
+    def backward() -> None:
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(next(batches(1))).float().square().mean().backward()
+
+    backward()
+    optimizer.clip_grad_norm_(0.1)
+    backward()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"^a backward has added to gradients after clip_grad_norm_\(\)"):
+        optimizer.step()
+    assert same_bits(model.state_dict(), weights)
+    backward()
+    optimizer.clip_grad_norm_(1e-30)
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()  # not clipped: these are others
+    assert not same_bits(model.state_dict(), weights)
+    with pytest.raises(ValueError, match=r"^max_norm must be a number >= 0, got -1"):
+        optimizer.clip_grad_norm_(-1)
+    model.up.weight.grad.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match=r"^the norm of order 2.0 of the gradients is inf"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_accumulation_in_fp32_is_exact() -> None:
+    def accumulate(model: Net, optimizer: Any) -> dict[str, Any]:
+        for step in range(4):
+            for batch in batches(3, 3 * step):
+                with castwise.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(batch).float().square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.fp32_state_dict(model) if isinstance(optimizer, MasterWeights) else model.state_dict()
+
+    plain = net()
+    expected = accumulate(plain, ADAMW(plain.parameters()))
+    assert not same_bits(accumulate(*wrapped(ADAMW)), expected)
+    if hasattr(torch.Tensor, "grad_dtype"):
+        model, optimizer = wrapped(ADAMW, grad_dtype=torch.float32)
+        assert same_bits(accumulate(model, optimizer), expected)
+        assert optimizer.memory()["gradients"] == 0
+    else:
+        with pytest.raises(ValueError, match=r"^grad_dtype=torch.float32 needs torch >= 2.13"):
+            wrapped(ADAMW, grad_dtype=torch.float32)
+
+
+# -- which parameters --------------------------------------------------------------------------------------------------
+
+
+def test_what_autocast_does_not_cast_stays_fp32() -> None:
+    model, optimizer = wrapped(ADAMW)
+    low = {name for name, param in model.named_parameters() if param.dtype is torch.bfloat16}
+    assert low == {"conv.weight", "conv.bias", "up.weight", "up.bias", "down.weight", "down.bias"}
+    assert optimizer.memory()["parameters"] == sum(dict(model.named_parameters())[name].numel() for name in low)
+
+
+def test_all_narrows_everything_and_leaves_what_it_cannot() -> None:
+    model = net()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.exact = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with pytest.warns(
+        UserWarning, match=r"^MasterWeights leaves these parameters as they are: exact \(torch.float64\)"
+    ):
+        optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.1), model, narrow="all")
+    kept = {name for name, param in model.named_parameters() if param.dtype is not torch.bfloat16}
+    assert kept == {"phase", "exact"}
+    train(model, optimizer, 2)
+
+
+def test_a_policy_says_which() -> None:
+    model = net()
+    bound = Policy(compute="bfloat16", modules={"up": "float32"}).bind(model)
+    MasterWeights(ADAMW(model.parameters()), model, narrow=bound)
+    assert model.up.weight.dtype is torch.float32
+    assert model.down.weight.dtype is torch.bfloat16
+    half = net()
+    MasterWeights(ADAMW(half.parameters()), half, narrow=Policy(compute="bfloat16").bind(half), dtype=torch.float16)
+    assert {param.dtype for param in half.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("first", ["policy", "weights"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_of_a_module_that_a_rule_has_in_fp32_compute_in_fp32(first: str, compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    policy = Policy(compute="bfloat16", modules={"1": "float32"})
+    bound = policy.bind(model) if first == "policy" else None
+    optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.1), model, narrow="all")
+    bound = bound or policy.bind(model)
+    x = torch.randn(3, 8)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with castwise.autocast("cpu", policy=bound):
+        inner = model[0](x)
+        out = run(x)
+    assert inner.dtype is torch.bfloat16
+    assert out.dtype is torch.float32
+    expected = nn.functional.linear(inner.float(), model[1].weight.float(), model[1].bias.float())
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("module", [nn.MultiheadAttention(4, 2), nn.Embedding(4, 4), nn.LayerNorm(4)])
+def test_all_kinds_of_16_bit_weights_compute_in_fp32_where_a_rule_says_so(module: nn.Module) -> None:
+    model = nn.ModuleDict({"it": module})
+    x = torch.arange(4) if isinstance(module, nn.Embedding) else torch.ones(2, 3, 4)
+    args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+    bound = Policy(compute="bfloat16", modules={"it": "float32"}).bind(model.bfloat16())
+    with castwise.autocast("cpu", policy=bound):
+        out = module(*args)
+    plain = copy.deepcopy(module).float()
+    vars(plain).pop("forward")
+    expected = plain(*args)
+    got, wanted = (each[0] if isinstance(each, tuple) else each for each in (out, expected))
+    assert got.dtype is torch.float32
+    assert torch.equal(got, wanted)
+
+
+def test_a_weight_cache_with_nothing_to_do_says_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    MasterWeights(optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.warns(UserWarning, match=r"^the weights of all layers are 16-bit already, so autocast casts none"):
+        cache = castwise.WeightCache(model)
+    assert cache.report().refused["0.weight"] == "torch.bfloat16 and not torch.float32"
+
+
+def test_a_model_that_is_16_bit_already_learns_as_fp32_from_there() -> None:
+    model = net().bfloat16()
+    optimizer = MasterWeights(ADAMW(model.parameters()), model, bucket_bytes=SMALL_BUCKETS)
+    plain = net().bfloat16().float()
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert same_bits(optimizer.fp32_state_dict(model), start)
+    train(model, optimizer, 20)
+    assert optimizer.memory()["parameters"] == sum(param.numel() for param in model.parameters())
+    lost = optim.AdamW((pure := net().bfloat16()).parameters(), lr=1e-6)
+    train(pure, lost, 5)
+    assert torch.equal(pure.norm.weight, net().bfloat16().norm.weight)  # 1 + 1e-6 is 1 in bfloat16
+    small = net().bfloat16()
+    keeps = MasterWeights(optim.AdamW(small.parameters(), lr=1e-6), small)
+    train(small, keeps, 5)
+    assert not torch.equal(keeps.fp32_state_dict(small)["norm.weight"], torch.ones(101))
+
+
+def test_channels_last_and_other_dense_layouts() -> None:
+    results = []
+    for with_master in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Conv2d(4, 40, 3), nn.Conv2d(40, 8, 3)).to(memory_format=torch.channels_last)
+        optimizer: Any = ADAMW(model.parameters())
+        if with_master:
+            optimizer = MasterWeights(optimizer, model, bucket_bytes=SMALL_BUCKETS)
+        for _ in range(4):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(2, 4, 8, 8)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer.fp32_state_dict(model) if with_master else model.state_dict())
+    assert same_bits(*results)
+
+
+# -- around it ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_state_are_those_of_the_inner_optimizer() -> None:
+    model, optimizer = wrapped(ADAMW)
+    assert optimizer.param_groups is optimizer.inner.param_groups
+    assert optimizer.state is optimizer.inner.state
+    assert isinstance(optimizer, optim.Optimizer)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    assert twin.param_groups is twin.inner.param_groups
+    assert twin.param_groups[0]["params"][0] is next(twin_model.parameters())
+    assert train(twin_model, twin, 3) == train(model, optimizer, 3)
+
+
+def test_hooks_run_once_a_step() -> None:
+    model, optimizer = wrapped(ADAMW)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.inner.register_step_post_hook(lambda *_: calls.append("inner"))
+    handle = register_optimizer_step_post_hook(lambda of, *_: calls.append(type(of).__name__))
+    train(model, optimizer, 1)
+    handle.remove()
+    assert calls == ["before", "after", "inner", "MasterWeights"]
+
+
+def test_schedulers_work_made_before_or_after() -> None:
+    results = []
+    for when in ("plain", "before", "after"):
+        model = net()
+        optimizer: Any = ADAMW(model.parameters())
+        scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if when != "after" else None
+        if when != "plain":
+            optimizer = MasterWeights(optimizer, model, bucket_bytes=SMALL_BUCKETS)
+        scheduler = scheduler or optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            numbers = train(model, optimizer, 10, after=scheduler.step)
+        results.append((numbers, optimizer.param_groups[0]["lr"]))
+    assert results[0] == results[1] == results[2]
+
+
+def test_step_scheduler_follows_taken_steps() -> None:
+    model, optimizer = wrapped(ADAMW)
+    scheduler, scaler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5), GradScaler("cpu")
+    bad = {2, 3}
+    train(
+        *(model, optimizer, 6),
+        scaler=scaler,
+        bad=bad.__contains__,
+        after=lambda: scaler.step_scheduler(scheduler),
+    )
+    assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**4
+
+
+def test_groups_are_added() -> None:
+    results = []
+    for with_master in (False, True):
+        model = net()
+        first = [param for name, param in model.named_parameters() if "up" not in name]
+        optimizer: Any = ADAMW(first)
+        if with_master:
+            optimizer = MasterWeights(optimizer, model, bucket_bytes=SMALL_BUCKETS)
+        numbers = train(model, optimizer, 2)
+        model.zero_grad()
+        optimizer.add_param_group({"params": model.up.parameters(), "lr": 1e-3})
+        results.append(numbers + train(model, optimizer, 4))
+    assert results[0] == results[1]
+    assert model.up.weight.dtype is torch.bfloat16
+
+
+def test_parameters_without_gradients_stay_as_they_are() -> None:
+    results = []
+    for with_master in (False, True):
+        model = net()
+        optimizer: Any = ADAMW(model.parameters())
+        if with_master:
+            optimizer = MasterWeights(optimizer, model)
+        train(model, optimizer, 2)
+        for step in range(3):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                x = model.token(torch.arange(9)[None])
+                loss = (model.up(x) if step % 2 else model.down(model.up(x))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer.fp32_state_dict(model) if with_master else model.state_dict())
+    assert same_bits(*results)
+
+
+def test_the_compiled_model_sees_plain_tensors() -> None:
+    model, optimizer = wrapped(ADAMW)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = train(*wrapped(ADAMW), 3)
+    assert train(compiled, optimizer, 3) == pytest.approx(expected, rel=1e-2)
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
+def test_averaged_models_average_the_weights_there_are() -> None:
+    model, optimizer = wrapped(ADAMW)
+    average = optim.swa_utils.AveragedModel(model)
+    train(model, optimizer, 3, after=lambda: average.update_parameters(model))
+    assert average.module.up.weight.dtype is torch.bfloat16
+    train(model, optimizer, 1)
+
+
+def test_low_state_is_stored_low_and_computed_in_fp32() -> None:
+    low = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    model, optimizer = wrapped(ADAMW, state_dtype=low)
+    losses = train(model, optimizer, 60)
+    state = optimizer.state[model.up.weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype, state["step"].dtype) == (*low.values(), torch.float32)
+    assert optimizer.state[model.norm.weight]["exp_avg"].dtype is torch.float32
+    plain = net()
+    expected = train(plain, ADAMW(plain.parameters()), 60)
+    assert sum(losses[-10:]) == pytest.approx(sum(expected[-10:]), rel=0.02)
+    memory = optimizer.memory()
+    assert memory["state"] < 4.01 * memory["parameters"]
+    again = train(*wrapped(ADAMW, state_dtype=low), 60)
+    other = train(*wrapped(ADAMW, state_dtype=low, generator=torch.Generator().manual_seed(7)), 60)
+    assert losses == again != other
+
+
+def test_the_bytes_of_each_setting() -> None:
+    low = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    limits = {("split", None): 14.2, ("split", "low"): 10.2, ("stochastic", "low"): 8.1, ("fp32", None): 16.1}
+    for (method, state), limit in limits.items():
+        model, optimizer = wrapped(ADAMW, method=method, state_dtype=low if state else None)
+        train(model, optimizer, 2)
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(next(batches(1))).float().sum().backward()
+        memory = optimizer.memory()
+        assert sum(memory.values()) - memory["parameters"] <= limit * memory["parameters"]
+
+
+def test_methods_that_keep_less_learn_nearly_as_well() -> None:
+    plain = net()
+    expected = train(plain, optim.AdamW(plain.parameters(), lr=1e-3), 80)
+    for method in ("kahan", "stochastic"):
+        losses = train(*wrapped(lambda params: optim.AdamW(params, lr=1e-3), method=method), 80)
+        assert sum(losses[-10:]) == pytest.approx(sum(expected[-10:]), rel=0.02)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def refused(error: type[Exception], text: str, make: Callable[[Net], object]) -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=text):
+        make(model)
+    assert same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        (
+            {"dtype": torch.float32},
+            ValueError,
+            r"^dtype must be one of torch.bfloat16, torch.float16, got torch.float32",
+        ),
+        ({"method": "splt"}, ValueError, r"^method must be one of .* got 'splt'; did you mean 'split'\?"),
+        ({"rounding": "up"}, ValueError, r"^rounding must be one of 'nearest_even', 'nearest_away', got 'up'"),
+        ({"narrow": "norms"}, TypeError, r'^narrow must be None, "all" or a bound policy'),
+        ({"narrow": Policy(compute="bfloat16")}, TypeError, r"^narrow must be .* \(Policy.bind\(model\)\), got Policy"),
+        ({"grad_dtype": torch.float16}, ValueError, r"^grad_dtype must be one of 'param', torch.float32"),
+        ({"bucket_bytes": 12}, ValueError, r"^bucket_bytes must be a whole number >= 4096, got 12"),
+        (
+            {"state_dtype": {"exp": torch.bfloat16}},
+            ValueError,
+            r"^AdamW keeps no state 'exp' .* 'exp_avg', 'exp_avg_sq'",
+        ),
+        ({"state_dtype": {"exp_avg": torch.int8}}, ValueError, r"^state_dtype\['exp_avg'\] must be one of"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    refused(error, text, lambda model: MasterWeights(ADAMW(model.parameters()), model, **settings))
+
+
+def test_optimizers_that_cannot_be_wrapped() -> None:
+    refused(TypeError, r"^MasterWeights wraps a torch.optim.Optimizer, got Linear", lambda m: MasterWeights(m.up, m))  # type: ignore[arg-type]
+    refused(TypeError, r"cannot wrap LBFGS", lambda m: MasterWeights(optim.LBFGS(m.parameters()), m))
+    refused(TypeError, r"cannot wrap SparseAdam", lambda m: MasterWeights(optim.SparseAdam(m.parameters()), m))
+    refused(
+        *(ValueError, r"cannot wrap a differentiable optimizer"),
+        lambda m: MasterWeights(optim.SGD(m.parameters(), differentiable=True), m),
+    )
+    refused(
+        TypeError, r"^model must be a torch.nn.Module, got list", lambda m: MasterWeights(ADAMW(m.parameters()), [])
+    )  # type: ignore[arg-type]
+
+
+def test_a_parameter_is_in_one_wrapper() -> None:
+    model, optimizer = wrapped(ADAMW)
+    with pytest.raises(ValueError, match=r"^'conv.weight' is in another MasterWeights already"):
+        MasterWeights(ADAMW(model.parameters()), model)
+    with pytest.raises(TypeError, match=r"^MasterWeights cannot wrap a MasterWeights"):
+        MasterWeights(optimizer, model)
+
+
+def test_a_wrapper_that_is_gone_leaves_its_parameters() -> None:
+    model, optimizer = wrapped(ADAMW)
+    del optimizer
+    MasterWeights(ADAMW(model.parameters()), model)
+
+
+def test_a_weight_that_does_not_fit_float16() -> None:
+    def make(model: Net) -> None:
+        with torch.no_grad():
+            model.up.weight[0, 0] = 1e5
+        MasterWeights(ADAMW(model.parameters()), model, dtype=torch.float16)
+
+    model = net()
+    with pytest.raises(ValueError, match=r"^'up.weight' has a weight of magnitude 100000, and float16 ends at 65504"):
+        make(model)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def test_closures_and_sparse_gradients_are_refused() -> None:
+    model, optimizer = wrapped(ADAMW)
+    with pytest.raises(TypeError, match=r"^MasterWeights takes no closure"):
+        optimizer.step(lambda: 1.0)  # type: ignore[arg-type]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.up.weight.grad = torch.ones_like(model.up.weight).to_sparse()
+    with pytest.raises(TypeError, match=r"^'up.weight' has a gradient of layout torch.sparse_coo"):
+        optimizer.step()
+    assert same_bits(model.state_dict(), weights)
+    model.up.weight.grad = None
+    optimizer.step(closure=None)
+
+
+def test_a_model_that_was_cast_is_found_at_the_next_step() -> None:
+    model, optimizer = wrapped(ADAMW)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"^'conv.weight' was torch.bfloat16 .* and is torch.float32"):
+        optimizer.step()
+
+
+def test_a_weight_written_from_outside_is_taken_as_it_is_with_one_warning() -> None:
+    model, optimizer = wrapped(ADAMW)
+    train(model, optimizer, 2)
+    exact = optimizer.fp32_state_dict(model)
+    with torch.no_grad():
+        model.up.bias.fill_(0.5)
+    with pytest.warns(UserWarning, match=r"^1 weights were written since the last step of MasterWeights, 'up.bias'"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = optimizer.fp32_state_dict(model)
+        optimizer.step()
+    assert torch.equal(after["up.bias"], torch.full((101,), 0.5))
+    after["up.bias"] = exact["up.bias"]
+    assert same_bits(after, exact)
+
+
+def test_a_step_that_fails_leaves_the_groups_and_the_weights() -> None:
+    class Fails(optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            raise FloatingPointError("as optimizers may")
+
+    model, optimizer = wrapped(lambda params: Fails(params, lr=0.1))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert same_bits(model.state_dict(), before[0])
+    assert optimizer.state_dict()["param_groups"] == before[1]["param_groups"]
+
+
+def test_its_repr_says_what_it_is() -> None:
+    text = repr(wrapped(ADAMW)[1])
+    assert text.startswith("MasterWeights(AdamW (\nParameter Group 0")
+    assert text.endswith(", dtype=torch.bfloat16, method='split', rounding='nearest_even')")
