@@ -517,9 +517,16 @@ class MasterWeights(torch.optim.Optimizer):
             saved = saved if result is None else result
         return saved
 
-    def _numbers(self) -> dict[torch.Tensor, int]:
-        """Return the number of each parameter in a `state_dict()`."""
-        return {param: number for number, param in enumerate(p for group in self.param_groups for p in group["params"])}
+    def _numbers(self, saved_groups: list[dict[str, Any]] | None = None) -> dict[torch.Tensor, Any]:
+        """Return what stands for each parameter in a `state_dict()`: its number, or what saved groups have for it."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_groups is None:
+            numbers: Iterable[Any] = range(sum(sizes))
+        elif (saved := [len(group["params"]) for group in saved_groups]) != sizes:
+            raise ValueError(f"the checkpoint has groups of {saved} parameters, and this optimizer of {sizes}")
+        else:
+            numbers = [number for group in saved_groups for number in group["params"]]
+        return dict(zip((param for group in self.param_groups for param in group["params"]), numbers, strict=True))
 
     def _has_chance(self) -> bool:
         return self._method == "stochastic" or self._low_state is not None
@@ -555,7 +562,7 @@ class MasterWeights(torch.optim.Optimizer):
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
         ours, of_inner = self._separated(state_dict["state"])
-        numbers = self._numbers()
+        numbers = self._numbers(state_dict["param_groups"])
         for weight in self._weights:
             self._check_entries(weight, ours.get(numbers[weight.param], {}))
         self._load_inner({**state_dict, "state": of_inner})

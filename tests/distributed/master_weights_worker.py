@@ -1,0 +1,196 @@
+"""Trains a model with `MasterWeights` over ranks, and prints what became of it.
+
+Run by `test_master_weights_ranks.py`, once for each rank: `python master_weights_worker.py RANK WORLD_SIZE FILE WHERE`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import join
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import castwise
+from castwise import MasterWeights
+
+STEPS = 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 34), nn.GELU(), nn.Linear(34, 8), nn.Linear(8, 3))
+
+
+def adamw(params: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, rank: int, steps: int = STEPS, start: int = 0) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x, target = torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator)
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights_of(optimizer: MasterWeights, model: nn.Module) -> dict[str, list[float]]:
+    saved = optimizer.fp32_state_dict(model)
+    return {
+        name.removeprefix("module."): (value.full_tensor() if hasattr(value, "full_tensor") else value)
+        .flatten()
+        .tolist()
+        for name, value in saved.items()
+    }
+
+
+def ddp(rank: int, method: str) -> tuple[nn.Module, MasterWeights]:
+    model = net()
+    optimizer = MasterWeights(adamw(model.parameters()), model, method=method)
+    return nn.parallel.DistributedDataParallel(model), optimizer
+
+
+def fsdp2(rank: int, method: str) -> tuple[nn.Module, MasterWeights]:
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, MasterWeights(adamw(model.parameters()), model, method=method)
+
+
+def fsdp2_of_16_bit(rank: int, method: str) -> tuple[nn.Module, MasterWeights]:
+    model = net().bfloat16()
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, MasterWeights(adamw(model.parameters()), model, method=method)
+
+
+def tensor_parallel(rank: int, method: str) -> tuple[nn.Module, MasterWeights]:
+    model = net()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return model, MasterWeights(adamw(model.parameters()), model, method=method)
+
+
+HOW: dict[str, Callable[[int, str], tuple[nn.Module, MasterWeights]]] = {
+    "DDP": ddp,
+    "FSDP2": fsdp2,
+    "FSDP2 of 16-bit weights": fsdp2_of_16_bit,
+    "tensor parallel": tensor_parallel,
+}
+
+
+def run(how: str, rank: int, method: str) -> dict[str, Any]:
+    model, optimizer = HOW[how](rank if how != "tensor parallel" else 0, method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses = train(model, optimizer, rank if how != "tensor parallel" else 0)
+    dtypes = sorted({str(param.dtype) for param in model.parameters()})
+    return {"losses": losses, "weights": weights_of(optimizer, model), "dtypes": dtypes}
+
+
+def fsdp1(rank: int) -> dict[str, Any]:
+    losses = {}
+    for method in ("split", "fp32"):
+        model = FullyShardedDataParallel(net().bfloat16(), device_id=torch.device("cpu"))
+        optimizer = MasterWeights(adamw(model.parameters()), model, method=method, narrow="all")
+        losses[method] = train(model, optimizer, rank)
+    return losses
+
+
+def refused(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def errors() -> list[str]:
+    def of_one_unit() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        fully_shard(model)
+        MasterWeights(adamw(model.parameters()), model)
+
+    def below_ddp() -> None:
+        model = nn.parallel.DistributedDataParallel(net())
+        MasterWeights(adamw(model.parameters()), model)
+
+    def flattened() -> None:
+        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+        MasterWeights(adamw(model.parameters()), model, narrow="all")
+
+    def flattened_and_shaped() -> None:
+        model = FullyShardedDataParallel(net().bfloat16(), device_id=torch.device("cpu"))
+        MasterWeights(optim.Adafactor(model.parameters()), model, narrow="all")
+
+    return [*map(refused, (of_one_unit, below_ddp, flattened, flattened_and_shaped))]
+
+
+def resharded(rank: int, folder: Path) -> dict[str, Any]:
+    """Save with `torch.distributed.checkpoint` in one rank, load in two and save there, load in one."""
+    import torch.distributed.checkpoint as dcp
+
+    def made(*, sharded: bool) -> tuple[nn.Module, MasterWeights]:
+        model = net()
+        if sharded:
+            fully_shard(model)
+        return model, MasterWeights(adamw(model.parameters()), model)
+
+    def save(model: nn.Module, optimizer: MasterWeights, name: str, **options: Any) -> None:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / name, **options)
+
+    def load(model: nn.Module, optimizer: MasterWeights, name: str, **options: Any) -> None:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder / name, **options)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    alone = {"no_dist": True}
+    model, optimizer = made(sharded=False)
+    train(model, optimizer, 0)
+    if rank == 0:
+        save(model, optimizer, "one", **alone)
+    dist.barrier()
+    sharded, of_sharded = made(sharded=True)
+    load(sharded, of_sharded, "one")
+    between = weights_of(of_sharded, sharded)
+    save(sharded, of_sharded, "two")
+    dist.barrier()
+    again, of_again = made(sharded=False)
+    load(again, of_again, "two", **alone)
+    expected = weights_of(optimizer, model)
+    same = weights_of(of_again, again) == between == expected
+    losses = [train(each, of_each, 0, start=STEPS) for each, of_each in ((model, optimizer), (again, of_again))]
+    return {"same": same, "losses": losses}
+
+
+def main() -> None:
+    rank, _, folder = join(sys.argv)
+    report = {how: {method: run(how, rank, method) for method in ("split", "fp32")} for how in HOW}
+    result = {"runs": report, "fsdp1": fsdp1(rank), "errors": errors(), "resharded": resharded(rank, Path(folder))}
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

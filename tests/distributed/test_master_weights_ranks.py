@@ -1,0 +1,53 @@
+"""`MasterWeights` in two real processes: DDP, FSDP1, FSDP2, tensor parallel, and checkpoints that are resharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.ranks import run
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run(Path(__file__).with_name("master_weights_worker.py"), 2, folder / "store", str(folder))
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "FSDP2 of 16-bit weights", "tensor parallel"])
+def test_residues_are_fp32_weights_on_each_rank(how: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        runs = rank["runs"][how]
+        assert runs["split"] == runs["fp32"]
+        assert runs["split"]["dtypes"] == ["torch.bfloat16"]
+    assert ranks[0]["runs"][how]["split"]["weights"] == ranks[1]["runs"][how]["split"]["weights"]
+
+
+def test_sharded_and_replicated_runs_are_the_same_run(ranks: list[dict[str, Any]]) -> None:
+    runs = ranks[0]["runs"]
+    for name, values in runs["DDP"]["split"]["weights"].items():
+        assert runs["FSDP2"]["split"]["weights"][name] == pytest.approx(values, rel=2e-2, abs=2e-3)
+
+
+def test_flattened_parameters_are_stepped_by_element(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["fsdp1"]["split"] == rank["fsdp1"]["fp32"]
+
+
+def test_what_cannot_be_narrowed_is_named(ranks: list[dict[str, Any]]) -> None:
+    unit, below_ddp, flattened, shaped = ranks[0]["errors"]
+    assert unit == (
+        "FSDP2 gathers the weights of the model in one dtype, and '1.weight', '1.bias' would stay in fp32 beside "
+        'torch.bfloat16 ones: give these a unit of their own (fully_shard), or use narrow="all"'
+    )
+    assert below_ddp.startswith("the model is in DistributedDataParallel, which has made its buckets for fp32")
+    assert "is flattened by FSDP1 in torch.float32: make the model torch.bfloat16 before wrapping it" in flattened
+    assert "is flattened by FSDP1, which only optimizers that step each element by itself can take" in shaped
+
+
+def test_checkpoints_are_resharded_without_losing_a_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["resharded"]["same"]
+        uninterrupted, resumed = rank["resharded"]["losses"]
+        assert resumed == uninterrupted
