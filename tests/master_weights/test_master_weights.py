@@ -621,10 +621,39 @@ def test_a_weight_that_does_not_fit_float16() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
-def test_closures_and_sparse_gradients_are_refused() -> None:
+def test_a_closure_is_called_once_before_anything_is_stepped() -> None:
+    expected = train(*wrapped(ADAMW), 4)
     model, optimizer = wrapped(ADAMW)
-    with pytest.raises(TypeError, match=r"^MasterWeights takes no closure"):
-        optimizer.step(lambda: 1.0)  # type: ignore[arg-type]
+    scaled, of_scaled = wrapped(ADAMW)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    losses: list[list[float]] = [[], []]
+    for batch in batches(4):
+        for its_model, its_optimizer, its_losses in ((model, optimizer, losses[0]), (scaled, of_scaled, losses[1])):
+
+            def closure(its_model: Net = its_model, its_optimizer: MasterWeights = its_optimizer) -> torch.Tensor:
+                its_optimizer.zero_grad()
+                with castwise.autocast("cpu", dtype=torch.bfloat16):
+                    logits = its_model(batch[:, :-1])  # noqa: B023
+                    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())  # noqa: B023
+                (scaler.scale(loss) if its_model is scaled else loss).backward()
+                return loss
+
+            if its_model is scaled:
+                weights = {name: value.clone() for name, value in of_scaled.fp32_state_dict(scaled).items()}
+                assert scaler.step(of_scaled, lambda: closure() * float("inf")) is None
+                scaler.update(64.0)
+                assert same_bits(of_scaled.fp32_state_dict(scaled), weights)
+                its_losses.append(scaler.step(of_scaled, closure).item())
+                scaler.update()
+            else:
+                its_losses.append(optimizer.step(closure).item())
+    assert losses == [expected, expected]
+
+
+def test_closures_that_may_be_called_anytime_and_sparse_gradients_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^MasterWeights takes no closure for KeepsStateInItsGroup"):
+        wrapped(KeepsStateInItsGroup)[1].step(lambda: 1.0)
+    model, optimizer = wrapped(ADAMW)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     model.up.weight.grad = torch.ones_like(model.up.weight).to_sparse()
     with pytest.raises(TypeError, match=r"^'up.weight' has a gradient of layout torch.sparse_coo"):

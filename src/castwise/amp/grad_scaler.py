@@ -14,6 +14,7 @@ frameworks use them, down to replacing `_unscale_grads_` on an instance. Under `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -814,8 +815,10 @@ class GradScaler(torch.amp.GradScaler):
         if record.stage is OptState.UNSCALED:
             self._optimizers.shared.mark(params_of(optimizer))
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
+        # `MasterWeights` calls a closure before it changes anything, and writes to its weights must go through it.
+        undo = contextlib.nullcontext() if record.info.steps_in_fp32 else closures.put_back_on_error(optimizer)
         try:
-            with closures.put_back_on_error(optimizer):
+            with undo:
                 return optimizer.step(*args, **kwargs)
         except closures.NonFiniteEvaluationError:
             return None

@@ -307,29 +307,42 @@ class MasterWeights(torch.optim.Optimizer):
             raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
         return factor if snapshot.matches(grads) else None
 
-    def step(self, closure: None = None) -> Any:  # type: ignore[override]  # torch's take closures
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the fp32 weights, and write what they round to.
 
         With a `grad_scale` on the optimizer, as scalers set it, gradients are divided by it in fp32 first; with a
         `found_inf` that is not 0 nothing is changed. On an accelerator that syncs unless the inner optimizer is fused.
 
+        Args:
+            closure: Computes gradients and returns the loss; it is called once, before anything is stepped, as all of
+                torch's optimizers do that can be wrapped.
+
         Returns:
-            What the inner optimizer returned.
+            What the closure returned, or else the inner optimizer.
 
         Raises:
-            TypeError: There is a closure, or a sparse gradient of a 16-bit parameter.
-            RuntimeError: A parameter has another dtype, device or shape than before. Nothing has been changed then.
+            TypeError: There is a closure and the inner optimizer may call it as it likes, or a sparse gradient of a
+                16-bit parameter.
+            RuntimeError: A parameter has another dtype, device or shape than before; or a backward has added to
+                gradients that were clipped. Nothing has been changed then.
 
         Warns:
             UserWarning: A weight was written from outside since the last step; it is taken as it is.
         """
+        loss = None
         if closure is not None:
-            raise TypeError("MasterWeights takes no closure: weights are 16-bit while it would run; step without one")
+            if self._reach is Reach.ALL:
+                raise TypeError(
+                    f"MasterWeights takes no closure for {type(self._inner).__name__}, which may call it while weights "
+                    "are lent: compute the gradients first, and step without it"
+                )
+            with torch.enable_grad():
+                loss = closure()
         self._check_weights()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
-            return None
+            return loss
         returned = None
         clips = self._clip_factor()
         with torch.no_grad(), self._scaling(scale, found_inf, is_fused=is_fused) as unscales:
@@ -338,7 +351,7 @@ class MasterWeights(torch.optim.Optimizer):
                 returned = self._step_round(buckets, members, factor, writes_grads=scale is not None)
         note_stepped(self._inner)
         self._chance.count(found_inf)
-        return returned
+        return returned if closure is None else loss
 
     @contextmanager
     def _scaling(

@@ -97,8 +97,8 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
     for name, module in model.named_modules():
         if new and isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{repr(name) if name else 'the model'} is in DistributedDataParallel, which has made its buckets for fp32 "
-                "gradients: make MasterWeights before it"
+                f"{repr(name) if name else 'the model'} is in DistributedDataParallel, which has made its buckets for "
+                "fp32 gradients: make MasterWeights before it"
             )
     for param in new:
         if is_fsdp_flattened(param):
@@ -113,8 +113,8 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
         if len(set(dtypes.values())) > 1:
             kept = ", ".join(repr(names[param]) for param, its in dtypes.items() if its is not dtype)
             raise ValueError(
-                f"FSDP2 gathers the weights of {repr(unit) if unit else 'the model'} in one dtype, and {kept} would stay in fp32 "
-                f'beside {dtype} ones: give these a unit of their own (fully_shard), or use narrow="all"'
+                f"FSDP2 gathers the weights of {repr(unit) if unit else 'the model'} in one dtype, and {kept} would "
+                f'stay in fp32 beside {dtype} ones: give these a unit of their own (fully_shard), or use narrow="all"'
             )
 
 
