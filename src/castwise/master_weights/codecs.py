@@ -10,6 +10,7 @@ side included, and 16 bits tell 65,536 apart. `nearest_even` therefore also note
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -121,7 +122,8 @@ class _Split(Codec):
     """bfloat16 weights and 16-bit residues: every fp32 number comes back bit for bit, but for the payload of NaNs."""
 
     def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
-        self._residue = torch.zeros(length, dtype=torch.int16, device=device)
+        padded = torch.zeros(math.ceil(length / _ROW) * _ROW, dtype=torch.int16, device=device)
+        self._residue, self._rows = padded[:length], padded.view(-1, _ROW)
         super().__init__(residue=self._residue)
         self._compiled = compiled
         self._ties: _ListedTies | _PackedTies | None = None
@@ -138,7 +140,7 @@ class _Split(Codec):
         encode = _encode_away if self._ties is None else _encode
         _compile(encode, self._compiled)(values, weights, self._residue)
         if self._ties is not None:
-            self._ties.find(values.view(torch.int32), self._residue)
+            self._ties.find(values.view(torch.int32), self._rows)
 
     def entries(self) -> dict[str, torch.dtype]:
         ties = {} if self._ties is None else {"ties": torch.bool}
@@ -164,13 +166,13 @@ class _ListedTies:
         self._length = length
         self._positions = torch.zeros(0, dtype=torch.int64)
 
-    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
-        rows = residue[: self._length // _ROW * _ROW].view(-1, _ROW)
-        found = (rows.amin(1) == _TIE).nonzero().view(-1) if len(rows) else self._positions[:0]
-        row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
-        rest = (residue[len(rows) * _ROW :] == _TIE).nonzero().view(-1) + len(rows) * _ROW
-        ties = torch.cat([found[row] * _ROW + column, rest])
-        self._positions = ties[bits[ties].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
+    def find(self, bits: torch.Tensor, rows: torch.Tensor) -> None:
+        found = (rows.amin(1) == _TIE).nonzero().view(-1)
+        if len(found):
+            row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
+            found = found[row].mul_(_ROW).add_(column)
+            found = found[bits[found].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
+        self._positions = found
 
     def add_to(self, bits: torch.Tensor) -> None:
         if len(self._positions):
@@ -196,7 +198,7 @@ class _PackedTies:
         self._length = length
         self._bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
 
-    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
+    def find(self, bits: torch.Tensor, rows: torch.Tensor) -> None:
         self._pack((bits.bitwise_and(0x1FFFF)).eq_(1 << 15).to(torch.uint8))
 
     def add_to(self, bits: torch.Tensor) -> None:
