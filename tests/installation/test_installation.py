@@ -43,12 +43,14 @@ def nothing_stays() -> Iterator[None]:
     modules = [importlib.import_module(".".join(filter(None, ["torch", module]))) for module in _NAMES]
     before = [dict(vars(module)) for module in modules]
     step, observers = torch.optim.lr_scheduler.LRScheduler.step, list(OBSERVERS)
+    load_state_dict = torch.optim.Optimizer.load_state_dict
     yield
     castwise.uninstall()
     for module, attributes in zip(modules, before, strict=True):
         now = vars(module)
         assert [name for name, value in attributes.items() if now.get(name) is not value] == []
     assert torch.optim.lr_scheduler.LRScheduler.step is step
+    assert torch.optim.Optimizer.load_state_dict is load_state_dict
     assert observers == OBSERVERS
 
 

@@ -224,7 +224,12 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
     matters = mean >= LOST_UPDATES_MATTER
     yield Advice(
         f"bf16 weights would drop {percent(mean)} of updates: "
-        + ("keep fp32 master weights." if matters else "weights in pure bf16 would be all right here."),
+        + (
+            "keep fp32 master weights, or have bf16 weights that drop none: "
+            "optimizer = castwise.MasterWeights(optimizer, model)."
+            if matters
+            else "weights in pure bf16 would be all right here."
+        ),
         {
             "lost_updates_share": mean,
             "worst_parameter": worst,
