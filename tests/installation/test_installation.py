@@ -179,6 +179,24 @@ def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: 
     assert Run.read(tmp_path / "Sequential").settings["optimizer"] == "SGD, AdamW"
 
 
+def test_steps_of_master_weights_are_counted_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    first = castwise.MasterWeights(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+    second = castwise.MasterWeights(torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    with castwise.installed(tmp_path):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(2, 8)).float().mean()
+            loss.backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    (file,) = tmp_path.glob("*/monitor.jsonl")
+    run = Run.read(file)
+    assert run.settings["optimizer"] == "MasterWeights, MasterWeights"
+    assert len(run.steps) == 6  # as of two plain optimizers without a scaler
+
+
 def test_models_that_the_script_lets_go_of_are_not_kept_alive(tmp_path: Path) -> None:
     with castwise.installed(tmp_path, every=2):
         for fold in range(3):

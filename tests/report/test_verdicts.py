@@ -164,6 +164,12 @@ def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) 
     assert "all right" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
 
 
+def test_of_weights_that_are_16_bit_already_nothing_is_said(tmp_path: Path) -> None:
+    records = samples(lost_in_bf16=0.12)
+    next(iter(records[0]["weights"].values()))["lost_in_bf16"] = "nan"
+    assert not [piece for piece in verdict(write(tmp_path, *steps(), *records)) if "bf16 weights" in piece.text]
+
+
 def test_skips_are_told_by_cause_with_the_parameters_named_most(tmp_path: Path) -> None:
     records = steps()
     for at in (50, 250):

@@ -214,9 +214,9 @@ def _inside(module: str, other: str) -> bool:
 
 
 def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
-    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates."""
+    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates; unless some are so."""
     lost, sizes = facts.lost_in_bf16, facts.sizes
-    if not lost or not _enough(facts):
+    if not lost or not _enough(facts) or facts.has_16_bit_weights:
         return
     weights = {name: sizes.get(name, 1) for name in lost}
     mean = sum(lost[name] * size for name, size in weights.items()) / sum(weights.values())
