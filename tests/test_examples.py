@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint
 from tests import forked
 
 from castwise import schedules
@@ -91,6 +92,17 @@ def test_a_bad_batch_of_one_host_is_skipped_by_all() -> None:
         assert re.sub(r"\d+\.\d+", "", line) == re.sub(r"\d+\.\d+", "", step)
         numbers = [list(map(float, re.findall(r"\d+\.\d+", each))) for each in (line, step)]
         assert numbers[0] == pytest.approx(numbers[1], rel=0.01)
+
+
+def test_bf16_weights_learn_under_fsdp2_and_are_saved_in_fp32(tmp_path: Path) -> None:
+    *steps, stored = on_ranks(2, "fsdp2_master_weights.py", tmp_path).splitlines()
+    losses = [float(step.split()[3]) for step in steps]
+    assert len(losses) == 20
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert 14.0 <= float(stored.split()[0]) <= 14.2
+    saved = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert saved["model.0.up.weight"].properties.dtype is torch.float32
+    assert saved["model.0.up.weight"].size == (128, 32)
 
 
 def test_a_loop_in_the_manner_of_torchtitan_trains_and_is_recorded(tmp_path: Path) -> None:

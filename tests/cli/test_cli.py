@@ -19,6 +19,7 @@ from castwise.bench.catalogue import BENCHMARKS
 from castwise.cli import app, names
 from castwise.demo.gpt import SIZES
 from castwise.demo.ranks import STRATEGIES
+from castwise.demo.settings import WEIGHTS
 from castwise.monitor.sinks import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
@@ -121,6 +122,7 @@ def test_names_on_the_command_line_are_those_of_the_library() -> None:
     assert FILE_NAME == names.RECORDS
     assert [name for name in schedules.__all__ if is_schedule(getattr(schedules, name))] == list(names.SCHEDULES)
     assert STRATEGIES == names.STRATEGIES
+    assert WEIGHTS == names.WEIGHTS
 
 
 @pytest.mark.parametrize("name", GROUP.commands)
@@ -139,6 +141,7 @@ METAVARS = {
         "[cpu|cuda]",
         "[tiny|small]",
         "[ddp|fsdp|fsdp2|tp]",
+        "[fp32|bf16-split]",
         "[first|diagnose|nothing]",
         "[mistake|warning|critical]",
     ),

@@ -83,7 +83,7 @@ def test_metrics_hold_one_object_per_step(outcome: Outcome) -> None:
     assert steps == [(*pair, step) for pair in ORDER for step in range(1, STEPS + 1)]
     for line in lines:
         assert set(line) == {
-            "precision", "library", "step", "loss", "tokens_per_s", "scale", "skipped", "time",
+            "precision", "library", "weights", "step", "loss", "tokens_per_s", "scale", "skipped", "time",
         }  # fmt: skip
         assert 2 < line["loss"] < 6
         assert line["tokens_per_s"] > 0

@@ -149,6 +149,7 @@ SETTINGS_HELD = {
     "strategy": None,
     "processes": 1,
     "text_digest": "0" * 64,
+    "weights": "fp32",
 }
 
 
@@ -175,6 +176,9 @@ RESULT = {
     "peak_bytes": None,
     "skipped": 0,
     "weights_sha256": "0",
+    "weights": "fp32",
+    "losses_sha256": "0",
+    "stored_bytes": 18.0,
 }
 
 

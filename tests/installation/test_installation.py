@@ -43,12 +43,14 @@ def nothing_stays() -> Iterator[None]:
     modules = [importlib.import_module(".".join(filter(None, ["torch", module]))) for module in _NAMES]
     before = [dict(vars(module)) for module in modules]
     step, observers = torch.optim.lr_scheduler.LRScheduler.step, list(OBSERVERS)
+    load_state_dict = torch.optim.Optimizer.load_state_dict
     yield
     castwise.uninstall()
     for module, attributes in zip(modules, before, strict=True):
         now = vars(module)
         assert [name for name, value in attributes.items() if now.get(name) is not value] == []
     assert torch.optim.lr_scheduler.LRScheduler.step is step
+    assert torch.optim.Optimizer.load_state_dict is load_state_dict
     assert observers == OBSERVERS
 
 
@@ -175,6 +177,24 @@ def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: 
                 optimizer.zero_grad()
     assert sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
     assert Run.read(tmp_path / "Sequential").settings["optimizer"] == "SGD, AdamW"
+
+
+def test_steps_of_master_weights_are_counted_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    first = castwise.MasterWeights(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+    second = castwise.MasterWeights(torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    with castwise.installed(tmp_path):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(2, 8)).float().mean()
+            loss.backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    (file,) = tmp_path.glob("*/monitor.jsonl")
+    run = Run.read(file)
+    assert run.settings["optimizer"] == "MasterWeights, MasterWeights"
+    assert len(run.steps) == 6  # as of two plain optimizers without a scaler
 
 
 def test_models_that_the_script_lets_go_of_are_not_kept_alive(tmp_path: Path) -> None:

@@ -159,8 +159,15 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
 def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
     losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "bf16 weights would drop 12%")
     assert "keep fp32 master weights" in losing.text
+    assert "optimizer = castwise.MasterWeights(optimizer, model)" in losing.text
     assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)
     assert "all right" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
+
+
+def test_of_weights_that_are_16_bit_already_nothing_is_said(tmp_path: Path) -> None:
+    records = samples(lost_in_bf16=0.12)
+    next(iter(records[0]["weights"].values()))["lost_in_bf16"] = "nan"
+    assert not [piece for piece in verdict(write(tmp_path, *steps(), *records)) if "bf16 weights" in piece.text]
 
 
 def test_skips_are_told_by_cause_with_the_parameters_named_most(tmp_path: Path) -> None:

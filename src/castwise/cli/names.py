@@ -28,6 +28,7 @@ PRESETS = ("tiny", "small")
 RECORDS = "monitor.jsonl"
 SCHEDULES = ("Dynamic", "Guard", "Headroom", "Static")
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "tp")
+WEIGHTS = ("fp32", "bf16-split")
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:

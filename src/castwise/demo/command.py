@@ -19,7 +19,7 @@ from castwise.demo.display import display_for
 from castwise.demo.hardware import choose_device, emulated_precisions, make_deterministic
 from castwise.demo.ranks import Ranks, is_first
 from castwise.demo.run_folder import SETTINGS, create_run_folder, read_settings
-from castwise.demo.settings import CASTWISE, Settings, size_of
+from castwise.demo.settings import CASTWISE, FP32, Settings, size_of
 from castwise.demo.table import print_results
 from castwise.demo.training import Result, Trainer
 
@@ -35,6 +35,7 @@ def demo(
     device: str | None,
     seed: int,
     strategy: str | None,
+    weights: str,
     out: Path,
     checkpoint_every: int,
     resume: Path | None,
@@ -45,7 +46,7 @@ def demo(
         if folder is None:
             chosen = choose_device(device)
             with Ranks(strategy, chosen) as ranks:
-                settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, ranks)
+                settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, weights, ranks)
                 made = folder = ranks.first(lambda: create_run_folder(out, settings.to_json()))
                 identical = _run(made, settings, corpus, ranks)
         else:
@@ -83,6 +84,7 @@ def _new(
     device: torch.device,
     seed: int,
     checkpoint_every: int,
+    weights: str,
     ranks: Ranks,
 ) -> tuple[Settings, Corpus]:
     context = size_of(preset).context
@@ -99,6 +101,7 @@ def _new(
         strategy=ranks.strategy,
         processes=ranks.size,
         text_digest=corpus.digest,
+        weights=weights,
     )
     return settings, corpus
 
@@ -141,7 +144,8 @@ def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool
     results = compare(folder, settings, corpus, display_for(console), ranks)
     ranks.first(lambda: write_summary(folder, settings, results))
     print_results(console, settings, results)
-    is_unchanged = ranks.strategy is not None or _account(folder, settings, corpus, ranks, results, console)
+    has_account = ranks.strategy is None and settings.weights == FP32
+    is_unchanged = not has_account or _account(folder, settings, corpus, ranks, results, console)
     console.print(f"results: {folder}", soft_wrap=True)
     return all(verdicts(results).values()) and is_unchanged
 

@@ -26,7 +26,7 @@ from castwise.demo.gpt import EMULATED
 from castwise.demo.interrupt import StopOnInterrupt
 from castwise.demo.ranks import Ranks
 from castwise.demo.run_folder import CHECKPOINT, METRICS, SUMMARY, MetricsFile, write_json
-from castwise.demo.settings import CASTWISE, TORCH, Settings, Training
+from castwise.demo.settings import CASTWISE, FP32, TORCH, Settings, Training
 from castwise.demo.training import Result, Step, Trainer
 
 
@@ -124,7 +124,7 @@ def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]
     fits = len(wanted) == len(loaded.results) and all(
         record.keys() == hints.keys()
         and all(isinstance(record[name], hint) for name, hint in hints.items())
-        and (record["precision"], record["library"]) == (training.precision, training.library)
+        and all(record[name] == getattr(training, name) for name in ("precision", "library", "weights"))
         for record, training in zip(loaded.results, wanted, strict=True)
     )
     if not fits:
@@ -137,6 +137,7 @@ def metrics_line(training: Training, step: Step) -> dict[str, object]:
     return {
         "precision": training.precision,
         "library": training.library,
+        "weights": training.weights,
         "step": step.number,
         "loss": step.loss if math.isfinite(step.loss) else None,  # JSON has no NaN
         "tokens_per_s": round(training.size.tokens / step.seconds, 1),
@@ -147,12 +148,23 @@ def metrics_line(training: Training, step: Step) -> dict[str, object]:
 
 
 def verdicts(results: list[Result]) -> dict[str, bool]:
-    """By precision, whether castwise and torch.amp ended with the same bits."""
+    """By precision, whether castwise and torch.amp ended with the same bits; by other weights, whether fp32 ones did.
+
+    Of other weights, the losses of all steps are compared as well.
+    """
+    others = {result.weights: result for result in results if result.weights != FP32}
+    if others:
+        (fp32,) = (result for result in results if result.weights == FP32)
+        return {name: _bits(result) == _bits(fp32) for name, result in others.items()}
     digests = {(result.precision, result.library): result.weights_sha256 for result in results}
     return {
         precision: digests[precision, CASTWISE] == digests[precision, TORCH]
         for precision in dict.fromkeys(precision for precision, _ in digests)
     }
+
+
+def _bits(result: Result) -> tuple[str, str, float]:
+    return result.weights_sha256, result.losses_sha256, result.loss
 
 
 def write_summary(folder: Path, settings: Settings, results: list[Result]) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from typing_extensions import Self
 
-from castwise.demo.settings import Training
+from castwise.demo.settings import FP32, Training
 from castwise.demo.training import Step
 
 LINE_EVERY_S = 5.0
@@ -85,7 +85,8 @@ class _Lines:
 
 
 def _name(training: Training) -> str:
-    return f"{training.precision} {training.library:9}"
+    name = f"{training.precision} {training.library:9}"
+    return name if training.weights == FP32 else f"{name} {training.weights}"
 
 
 def _facts(training: Training, step: Step) -> str:

@@ -11,6 +11,7 @@ from castwise.demo.hardware import PRECISIONS
 
 MAX_THREADS = 1024
 TORCH, CASTWISE = "torch.amp", "castwise"
+FP32, BF16_SPLIT = WEIGHTS = ("fp32", "bf16-split")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Training:
     library: str
     size: Size
     steps: int
+    weights: str = FP32
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Settings:
         strategy: How the model is split between processes, or None for one process.
         processes: How many there are; other sums, so other bits.
         text_digest: SHA-256 of the text, hexadecimal.
+        weights: "fp32": torch.amp and castwise are compared, on fp32 weights. "bf16-split": castwise on fp32 weights
+            and on those of `MasterWeights`, in bf16.
 
     Raises:
         UserError: A value is out of range.
@@ -55,9 +59,14 @@ class Settings:
     strategy: str | None
     processes: int
     text_digest: str
+    weights: str = FP32
 
     def __post_init__(self) -> None:
         size_of(self.preset)
+        if self.weights not in WEIGHTS:
+            raise UserError(f"--weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        if self.weights == BF16_SPLIT and self.strategy is not None:
+            raise UserError(f"--weights {BF16_SPLIT} trains in one process: leave out --strategy")
         for option, value in (("--steps", self.steps), ("--checkpoint-every", self.checkpoint_every)):
             if value < 1:
                 raise UserError(f"{option} must be at least 1, got {value}")
@@ -78,10 +87,15 @@ class Settings:
         return asdict(self)
 
     def runs(self) -> list[Training]:
-        """Every precision by both libraries, which take turns at going first: machines slow down as they heat up."""
+        """Every precision by both libraries, which take turns at going first: machines slow down as they heat up.
+
+        With other weights than fp32 ones: bf16 with both.
+        """
+        sizes = {name: EMULATED if name in self.emulated else size_of(self.preset) for name in PRECISIONS}
+        if self.weights != FP32:
+            return [Training("bf16", CASTWISE, sizes["bf16"], self.steps, weights) for weights in (FP32, self.weights)]
         rows = []
-        for index, precision in enumerate(PRECISIONS):
-            size = EMULATED if precision in self.emulated else size_of(self.preset)
+        for index, (precision, size) in enumerate(sizes.items()):
             libraries = (TORCH, CASTWISE) if index % 2 == 0 else (CASTWISE, TORCH)
             rows += [Training(precision, library, size, self.steps) for library in libraries]
         return rows

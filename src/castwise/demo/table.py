@@ -8,25 +8,37 @@ from rich.table import Table
 
 from castwise.demo.comparison import verdicts
 from castwise.demo.hardware import PRECISIONS
-from castwise.demo.settings import CASTWISE, Settings
+from castwise.demo.settings import CASTWISE, FP32, Settings
 from castwise.demo.training import Result
 
 _COLUMNS = ("precision", "library", "steps", "loss", "ms/step", "tokens/s", "memory", "skipped", "identical")
-_TEXT_COLUMNS = {"precision", "library", "identical"}
+_WEIGHTS_COLUMNS = ("weights", "steps", "loss", "ms/step", "tokens/s", "memory", "bytes", "identical")
+_LOSS = "loss: on held-out text at the end, in nats per byte. ms/step: median."
+_SLOW = "very slow on this CPU, so trained on a much smaller model."
+_TEXT_COLUMNS = {"precision", "library", "weights", "identical"}
 
 
 def print_results(console: Console, settings: Settings, results: list[Result]) -> None:
     """Print a row per training, what the columns mean, and the verdict."""
     identical = verdicts(results)
-    table = Table(box=box.SIMPLE_HEAD, padding=0)  # nine columns in a terminal of 80
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=True)
-    for result in sorted(results, key=_torch_first):
-        table.add_row(*_cells(result, settings, identical))
-    console.print(table)
-    for line in _footnotes(settings):
+    if settings.weights == FP32:
+        rows = [_cells(result, settings, identical) for result in sorted(results, key=_torch_first)]
+        _print_table(console, _COLUMNS, rows)
+        lines = [*_footnotes(settings), _verdict(identical)]
+    else:
+        _print_table(console, _WEIGHTS_COLUMNS, [_cells_by_weights(result, settings, identical) for result in results])
+        lines = [*_footnotes_of_weights(settings), *_verdicts_of_weights(identical)]
+    for line in lines:
         console.print(line)
-    console.print(_verdict(identical))
+
+
+def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=0)  # nine columns in a terminal of 80
+    for column in columns:
+        table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _torch_first(result: Result) -> tuple[int, bool]:
@@ -37,28 +49,47 @@ def _torch_first(result: Result) -> tuple[int, bool]:
 def _cells(result: Result, settings: Settings, identical: dict[str, bool]) -> tuple[str, ...]:
     mark = "*" if result.precision in settings.emulated else ""
     same = ("yes" if identical[result.precision] else "NO") if result.library == CASTWISE else ""
+    return result.precision + mark, result.library, *_numbers(result), str(result.skipped), same
+
+
+def _cells_by_weights(result: Result, settings: Settings, identical: dict[str, bool]) -> tuple[str, ...]:
+    mark = "*" if result.precision in settings.emulated else ""
+    same = ("yes" if identical[result.weights] else "NO") if result.weights in identical else ""
+    return result.weights + mark, *_numbers(result), f"{result.stored_bytes:.1f}", same
+
+
+def _numbers(result: Result) -> tuple[str, ...]:
     return (
-        result.precision + mark,
-        result.library,
         str(result.steps),
         f"{result.loss:.4f}",
         f"{result.step_ms:.1f}",
         f"{result.tokens_per_s:,.0f}",
         "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f} MiB",
-        str(result.skipped),
-        same,
     )
 
 
 def _footnotes(settings: Settings) -> list[str]:
     lines = [
-        "loss: on held-out text at the end, in nats per byte. ms/step: median.",
+        _LOSS,
         "memory: peak over that at the start. skipped: steps whose gradients overflowed.",
         "identical: weights bit for bit those of torch.amp.",
     ]
     if settings.emulated:
-        lines.append(f"* {' and '.join(settings.emulated)}: very slow on this CPU, so trained on a much smaller model.")
+        lines.append(f"* {' and '.join(settings.emulated)}: {_SLOW}")
     return lines
+
+
+def _footnotes_of_weights(settings: Settings) -> list[str]:
+    lines = [
+        f"{_LOSS} memory: peak over that at the start.",
+        "bytes: per parameter of linear layers, for its weight, autocast's copy, gradient and optimizer state.",
+        "identical: the loss of each step, and all weights in fp32, bit for bit those of fp32 weights.",
+    ]
+    return [*lines, f"* bf16: {_SLOW}"] if "bf16" in settings.emulated else lines
+
+
+def _verdicts_of_weights(identical: dict[str, bool]) -> list[str]:
+    return [f"{name}: bit-identical to fp32 weights: {'yes' if same else 'NO'}" for name, same in identical.items()]
 
 
 def _verdict(identical: dict[str, bool]) -> str:

@@ -26,7 +26,7 @@ from castwise.demo.gpt import GPT
 from castwise.demo.hardware import PRECISIONS, synchronize
 from castwise.demo.memory import PeakMemory
 from castwise.demo.ranks import Ranks
-from castwise.demo.settings import CASTWISE, TORCH, Training
+from castwise.demo.settings import BF16_SPLIT, CASTWISE, TORCH, Training
 from castwise.monitor.monitor import Monitor
 
 LEARNING_RATE = 5e-4
@@ -62,7 +62,10 @@ class Result:
         tokens_per_s: Tokens of a step over that duration.
         peak_bytes: The most memory in use over that before the training, or None where unknown.
         skipped: Steps that the scaler left out.
-        weights_sha256: Digest of all weights.
+        weights_sha256: Digest of all weights, in fp32.
+        weights: "fp32", or "bf16-split" for those of `MasterWeights`.
+        losses_sha256: Digest of the loss of each step.
+        stored_bytes: Bytes per parameter of the linear layers: weight, its cast, gradient and state; in one process.
     """
 
     precision: str
@@ -74,6 +77,9 @@ class Result:
     peak_bytes: int | None
     skipped: int
     weights_sha256: str
+    weights: str
+    losses_sha256: str
+    stored_bytes: float
 
 
 class Trainer:
@@ -96,11 +102,15 @@ class Trainer:
         self._model = ranks.split(GPT(training.size).to(device))
         # torch's sharded scaler cannot unscale_ before a fused step on a CPU, and lets ranks disagree about it.
         fused = ranks.strategy is None
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=not fused)
+        adamw = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=not fused)
+        self._master = castwise.MasterWeights(adamw, self._model) if training.weights == BF16_SPLIT else None
+        self._optimizer = adamw if self._master is None else self._master
         self._autocast = _AUTOCASTS[training.library]
         scaler = (_SCALERS if ranks.strategy is None else sharded_scalers())[training.library]
         self._scaler = scaler(device.type, enabled=training.precision == "fp16")
         self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._stored_bytes = 0.0
         self._skipped = 0
         self._peak_before: int | None = 0  # in an earlier process
 
@@ -121,7 +131,10 @@ class Trainer:
         self._seconds.append(time.perf_counter() - start)
         scale = self._scaler.get_scale()
         self._skipped += scale < scale_before  # the only public sign of a skipped step, and the same for both
-        return Step(self.steps_done, self._ranks.mean(loss), self._seconds[-1], scale, self._skipped)
+        self._losses.append(self._ranks.mean(loss))
+        if self.steps_done == self.training.steps and self._ranks.strategy is None:
+            self._stored_bytes = self._bytes_per_parameter()  # while there are gradients
+        return Step(self.steps_done, self._losses[-1], self._seconds[-1], scale, self._skipped)
 
     def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self._optimizer.zero_grad()
@@ -129,7 +142,10 @@ class Trainer:
             loss = gpt.loss(self._model(tokens), targets)
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._optimizer)
-        self._ranks.clip_grad_norm_(self._model, MAX_NORM)
+        if self._master is None:
+            self._ranks.clip_grad_norm_(self._model, MAX_NORM)
+        else:
+            self._master.clip_grad_norm_(MAX_NORM)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.detach()
@@ -160,15 +176,33 @@ class Trainer:
             peak_bytes=peak_bytes,
             skipped=self._skipped,
             weights_sha256=self.digest(),
+            weights=training.weights,
+            losses_sha256=hashlib.sha256(",".join(map(float.hex, self._losses)).encode()).hexdigest(),
+            stored_bytes=self._stored_bytes,
         )
+
+    def _bytes_per_parameter(self) -> float:
+        """Return what a parameter of a linear layer takes, as autocast casts those, counted from the tensors."""
+        if self._master is not None:
+            memory = self._master.memory()
+            return sum(memory[what] for what in ("weights", "kept", "gradients", "state")) / memory["parameters"]
+        linear = [module for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
+        params = [param for module in linear for param in module.parameters()]
+        held = [value for param in params for value in self._optimizer.state.get(param, {}).values()]
+        held += [*params, *(param.grad for param in params if param.grad is not None)]
+        # The region keeps a cast of each weight until it ends.
+        cast = 0 if self.training.precision == "fp32" else PRECISIONS[self.training.precision].itemsize
+        n_params = sum(param.numel() for param in params)
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)) / n_params + cast
 
     def monitor(self, every: int, folder: Path) -> Monitor:
         """A monitor of this training, to be entered, that samples every so many steps and records in a folder."""
         return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
 
     def digest(self) -> str:
-        """SHA-256 of the weights there are now."""
-        return digest(self._ranks.weights(self._model))
+        """SHA-256 of the weights there are now, in fp32."""
+        master = self._master
+        return digest(self._ranks.weights(self._model) if master is None else master.fp32_state_dict(self._model))
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
@@ -190,6 +224,8 @@ class Trainer:
             "optimizer": self._ranks.optimizer_state(self._model, self._optimizer),
             "scaler": self._scaler.state_dict(),
             "seconds": self._seconds,
+            "losses": self._losses,
+            "stored_bytes": self._stored_bytes,
             "skipped": self._skipped,
             "peak_bytes": self._peak_bytes(),
         }
@@ -198,7 +234,8 @@ class Trainer:
         """Go on from a state that `state_dict` gave."""
         self._ranks.load(self._model, self._optimizer, state["model"], state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        self._seconds = list(state["seconds"])
+        self._seconds, self._losses = list(state["seconds"]), list(state["losses"])
+        self._stored_bytes = state["stored_bytes"]
         self._skipped = state["skipped"]
         self._peak_before = state["peak_bytes"]
 

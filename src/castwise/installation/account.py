@@ -240,15 +240,22 @@ def _processes_started() -> int:
 
 
 def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
-    """Return the optimizers there are for a model's parameters, or all, without those that wrap another one."""
+    """Return the optimizers there are for a model's parameters, or all, without those that wrap another one.
+
+    Of `MasterWeights` and its inner optimizer it is the former whose `step` is called.
+    """
     wanted = None if model is None else set(map(id, model.parameters()))
-    found = []
+    found, inner = [], set()
     for value in gc.get_objects():
-        if not issubclass(type(value), torch.optim.Optimizer) or "param_groups" not in vars(value):
+        if not issubclass(type(value), torch.optim.Optimizer):
+            continue
+        if hasattr(type(value), "_steps_in_fp32") and getattr(value, "inner", None) is not None:
+            inner.add(id(value.inner))
+        elif "param_groups" not in vars(value):
             continue
         if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):
             found.append(value)
-    return found
+    return [optimizer for optimizer in found if id(optimizer) not in inner]
 
 
 def _remove_records(out: Path | None, rank: int) -> None:

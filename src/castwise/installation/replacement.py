@@ -66,6 +66,7 @@ class Replacement:
             self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
         self._settings = settings
         self._step = torch.optim.lr_scheduler.LRScheduler.step
+        self._load_state_dict = torch.optim.Optimizer.load_state_dict
 
     def put_in_place(self) -> None:
         """Replace them in torch, and in whatever else has imported them."""
@@ -79,10 +80,12 @@ class Replacement:
         for namespace, key, _, new in self._places:
             namespace[key] = new
         torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]  # on purpose
+        torch.optim.Optimizer.load_state_dict = _observed_load(self._load_state_dict)  # type: ignore[method-assign]  # on purpose
 
     def undo(self) -> None:
         """Put back what was there, unless something else was put there since."""
         torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]  # on purpose
+        torch.optim.Optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # on purpose
         for namespace, key, old, new in reversed(self._places):
             if namespace.get(key) is new:
                 namespace[key] = old
@@ -130,6 +133,17 @@ def _observed_save(save: Any) -> Any:
     def observed(*args: Any, **kwargs: Any) -> Any:
         WATCH.file_saved()
         return save(*args, **kwargs)
+
+    return observed
+
+
+def _observed_load(load_state_dict: Any) -> Any:
+    """Return `Optimizer.load_state_dict` that says what was loaded."""
+
+    @functools.wraps(load_state_dict)
+    def observed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        load_state_dict(optimizer, state_dict)
+        WATCH.state_loaded(optimizer, state_dict)
 
     return observed
 

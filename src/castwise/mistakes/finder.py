@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,9 @@ class Finder(Observer):
 
     def file_saved(self) -> None:
         """`torch.save` is called, while castwise is installed."""
+
+    def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """An optimizer has loaded a checkpoint, while castwise is installed."""
 
     def model_found(self, model: nn.Module) -> None:
         """A model is known to be trained."""

@@ -50,7 +50,7 @@ class Regions(Finder):
                 "# or dtype=torch.bfloat16, which needs none",
                 self._in_fp16,
             )
-        self._look_for_half(trained)
+        self._look_for_half(optimizer, trained)
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Of fp16 weights this fails."""
@@ -59,10 +59,11 @@ class Regions(Finder):
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Of fp16 weights this fails."""
         if self._in_any is not None:
-            self._look_for_half(params_of(optimizer))
+            self._look_for_half(optimizer, params_of(optimizer))
 
-    def _look_for_half(self, trained: list[torch.Tensor]) -> None:
-        if any(param.dtype is torch.float16 for param in trained):
+    def _look_for_half(self, optimizer: torch.optim.Optimizer, trained: list[torch.Tensor]) -> None:
+        steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)  # `MasterWeights` does, and unscales in fp32
+        if not steps_in_fp32 and any(param.dtype is torch.float16 for param in trained):
             self.watch.say(
                 "half-with-autocast",
                 "weights of the model are fp16, as after model.half(), and autocast is on: autocast wants them in "

@@ -24,6 +24,7 @@ from castwise.mistakes.compiled_regions import CompiledRegions
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.graph import leaves_of
 from castwise.mistakes.losses import Losses
+from castwise.mistakes.low_weights import LowWeights
 from castwise.mistakes.mistake import Mistake, Place
 from castwise.mistakes.regions import Regions
 from castwise.mistakes.scalers import Scalers
@@ -120,7 +121,7 @@ class Watch(Observer):
         self._forget()
         atexit.register(self.stop)  # weak references do not outlive the modules that they are made by
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
-        self._finders = [*(kind(self) for kind in kinds), CompiledRegions(self)]
+        self._finders = [*(kind(self) for kind in kinds), LowWeights(self), CompiledRegions(self)]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -163,6 +164,10 @@ class Watch(Observer):
     def file_saved(self) -> None:
         """Tell the finders of a file."""
         self._each("file_saved")
+
+    def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+        """Tell the finders of an optimizer's checkpoint."""
+        self._each("state_loaded", optimizer, state_dict)
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the finders of a learning-rate schedule."""

@@ -22,7 +22,8 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
     Returns:
         fp64 (fp32 where a device has no fp64), shape (4,): the sums of squares of dw and of w, how many elements have
-        dw != 0, and for how many of those bf16(bf16(w) + dw) == bf16(w).
+        dw != 0, and for how many of those bf16(bf16(w) + dw) == bf16(w); NaN for 16-bit weights, of which dw is what
+        they have not lost.
     """
     found = torch.zeros(4, dtype=wide(after.device), device=after.device)
     size = piece_size(after.device)
@@ -37,6 +38,8 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         # Not dot products, which a CPU splits among threads however short they are.
         numbers = [wide_change.square_().sum(), wide_old.square_().sum(), changed.sum(), lost.sum()]
         found += torch.stack([number.to(found.dtype) for number in numbers])
+    if before.dtype.itemsize < 4:
+        found[3] = math.nan
     return found
 
 
@@ -49,13 +52,14 @@ def update_record(found: list[float]) -> dict[str, float]:
     Returns:
         update_to_weight: ||dw||2 / ||w||2, w being the weights before the step; inf if they were all zero.
         lost_in_bf16: The share, of the elements with dw != 0, of those for which bf16(bf16(w) + dw) == bf16(w), the
-            sum taken in fp32: were the weights bf16 without an fp32 copy, the step would not have moved them.
+            sum taken in fp32: were the weights bf16 without an fp32 copy, the step would not have moved them. NaN for
+            16-bit weights.
     """
     of_change, of_weight, changed, lost = found
     from_nothing = math.inf if of_change else 0.0
     return {
         "update_to_weight": math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
-        "lost_in_bf16": lost / changed if changed else 0.0,
+        "lost_in_bf16": lost / changed if changed else lost,
     }
 
 

@@ -214,9 +214,9 @@ def _inside(module: str, other: str) -> bool:
 
 
 def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
-    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates."""
+    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates; unless some are so."""
     lost, sizes = facts.lost_in_bf16, facts.sizes
-    if not lost or not _enough(facts):
+    if not lost or not _enough(facts) or facts.has_16_bit_weights:
         return
     weights = {name: sizes.get(name, 1) for name in lost}
     mean = sum(lost[name] * size for name, size in weights.items()) / sum(weights.values())
@@ -224,7 +224,12 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
     matters = mean >= LOST_UPDATES_MATTER
     yield Advice(
         f"bf16 weights would drop {percent(mean)} of updates: "
-        + ("keep fp32 master weights." if matters else "weights in pure bf16 would be all right here."),
+        + (
+            "keep fp32 master weights, or have bf16 weights that drop none: "
+            "optimizer = castwise.MasterWeights(optimizer, model)."
+            if matters
+            else "weights in pure bf16 would be all right here."
+        ),
         {
             "lost_updates_share": mean,
             "worst_parameter": worst,

@@ -291,6 +291,12 @@ class RunFacts:
         return {name: sum(shares) / len(shares) for name, shares in lost.items()}
 
     @cached_property
+    def has_16_bit_weights(self) -> bool:
+        """Whether some of the weights are 16-bit themselves: there is no share for them."""
+        shares = (stats["lost_in_bf16"] for sample in self.run.samples for stats in sample.get("weights", {}).values())
+        return any(math.isnan(number(share)) for share in shares)
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Number of elements of each parameter whose gradient was sampled."""
         gradients = (pair for sample in self.run.samples for pair in sample.get("gradients", {}).items())
