@@ -141,7 +141,12 @@ def errors() -> list[str]:
         model = FullyShardedDataParallel(net().bfloat16(), device_id=torch.device("cpu"))
         MasterWeights(optim.Adafactor(model.parameters()), model, narrow="all")
 
-    return [*map(refused, (of_one_unit, below_ddp, flattened, flattened_and_shaped))]
+    def with_fp32_gradients() -> None:
+        model = net()
+        fully_shard(model)
+        MasterWeights(adamw(model.parameters()), model, grad_dtype=torch.float32)
+
+    return [*map(refused, (of_one_unit, below_ddp, flattened, flattened_and_shaped, with_fp32_gradients))]
 
 
 def resharded(rank: int, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.distributed.ranks import run
 
 
@@ -36,7 +37,7 @@ def test_flattened_parameters_are_stepped_by_element(ranks: list[dict[str, Any]]
 
 
 def test_what_cannot_be_narrowed_is_named(ranks: list[dict[str, Any]]) -> None:
-    unit, below_ddp, flattened, shaped = ranks[0]["errors"]
+    unit, below_ddp, flattened, shaped, in_fp32 = ranks[0]["errors"]
     assert unit == (
         "FSDP2 gathers the weights of the model in one dtype, and '1.weight', '1.bias' would stay in fp32 beside "
         'torch.bfloat16 ones: give these a unit of their own (fully_shard), or use narrow="all"'
@@ -44,6 +45,8 @@ def test_what_cannot_be_narrowed_is_named(ranks: list[dict[str, Any]]) -> None:
     assert below_ddp.startswith("the model is in DistributedDataParallel, which has made its buckets for fp32 grad")
     assert "is flattened by FSDP1 in torch.float32: make the model torch.bfloat16 before wrapping it" in flattened
     assert "is flattened by FSDP1, which only optimizers that step each element by itself can take" in shaped
+    if hasattr(torch.Tensor, "grad_dtype"):
+        assert in_fp32.startswith("'0.weight' is a DTensor, whose gradients torch keeps in its own dtype: leave grad_")
 
 
 def test_checkpoints_are_resharded_without_losing_a_bit(ranks: list[dict[str, Any]]) -> None:

@@ -69,7 +69,8 @@ class MasterWeights(torch.optim.Optimizer):
             by default. It is computed in fp32 and rounded by chance.
         narrow: Which parameters become 16-bit. By default weights and biases of linear and convolution layers that no
             other module has; given a bound policy, those of them that it has compute in `dtype`; "all" are all.
-        grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13).
+        grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13; not
+            with DDP and FSDP, whose reducers know one dtype for both).
         bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
         compile: Compile decoding and encoding; the results have the same bits.
         generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
@@ -182,6 +183,11 @@ class MasterWeights(torch.optim.Optimizer):
                 raise ValueError(
                     f"{name!r} is flattened by FSDP1, which only optimizers that step each element by itself can take: "
                     "use FSDP2 (fully_shard)"
+                )
+            if self._grad_dtype is torch.float32 and hasattr(param, "to_local"):
+                raise ValueError(
+                    f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: leave grad_dtype out, and "
+                    "reduce in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
             if not is_dense(local(param)):
                 raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
