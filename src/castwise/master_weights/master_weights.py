@@ -69,8 +69,8 @@ class MasterWeights(torch.optim.Optimizer):
             by default. It is computed in fp32 and rounded by chance.
         narrow: Which parameters become 16-bit. By default weights and biases of linear and convolution layers that no
             other module has; given a bound policy, those of them that it has compute in `dtype`; "all" are all.
-        grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13; not
-            with DDP and FSDP, whose reducers know one dtype for both).
+        grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
+            and not with DDP and FSDP, whose reducers know one dtype for both).
         bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
         compile: Compile decoding and encoding; the results have the same bits.
         generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
