@@ -1,4 +1,4 @@
-"""Compare schedules of the scale on recorded trainings: how many steps each would have wasted, and what it flushes.
+"""Compare schedules of the scale on recorded runs: how many steps each would have wasted, and what it flushes.
 
     python examples/compare_schedules.py [TRACE ...]
     python examples/compare_schedules.py --record    # train the demo's model and write the traces anew

@@ -159,7 +159,7 @@ def keywords() -> dict[str, str]:
 
 
 def index() -> str:
-    """Return the table of keywords by their last part, so that who looks for `unscale_` finds all of them under u."""
+    """Return the table of keywords by their last part, so that all of `unscale_` stand under u."""
     by_last_part: dict[str, list[str]] = {}
     for name, place in sorted(keywords().items()):
         by_last_part.setdefault(name.rpartition(".")[2], []).append(f"{{py:obj}}`{name} <{place}>`")

@@ -39,7 +39,7 @@ class Picture:
     Args:
         width: Of the coordinates, in pixels where the page is wide enough.
         height: The same.
-        says: What is to be seen, for those who cannot.
+        says: What the picture shows, for screen readers.
     """
 
     def __init__(self, width: int, height: int, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Draw what fp16 keeps of a training's gradients, and how the scale moves: of explanation/loss-scaling.md.
+"""Draw what fp16 keeps of the gradients of a run, and how the scale moves: of explanation/loss-scaling.md.
 
 python docs/pictures/loss_scaling.py
 """

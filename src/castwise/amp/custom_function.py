@@ -39,7 +39,7 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def _is_numpy_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")  # who has an array has imported it
+    numpy = sys.modules.get("numpy")  # an array cannot exist before it is imported
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 

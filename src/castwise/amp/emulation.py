@@ -38,7 +38,7 @@ def units(dtype: torch.dtype, capabilities: Mapping[str, object]) -> list[str]:
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
-        capabilities: As of `torch.cpu.get_capabilities`.
+        capabilities: See `torch.cpu.get_capabilities`.
 
     Example:
         >>> units(torch.bfloat16, {"avx512_bf16": True, "amx_bf16": False})
@@ -52,7 +52,7 @@ def has_native(dtype: torch.dtype, capabilities: Mapping[str, object], limit: st
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
-        capabilities: As of `torch.cpu.get_capabilities`.
+        capabilities: See `torch.cpu.get_capabilities`.
         limit: The newest instruction set that oneDNN, whose kernels torch calls, may use; None if any.
 
     Example:

@@ -390,7 +390,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _replaces_unscaling(self) -> bool:
-        """Return True if a subclass or a script has put its own `_unscale_grads_` in place of castwise's."""
+        """Return True if a subclass or a script has replaced castwise's `_unscale_grads_`."""
         return "_unscale_grads_" in vars(self) or not type(self)._unscale_grads_.__module__.startswith("castwise.")
 
     def _has_unscaled(self, params: list[torch.Tensor]) -> bool:
@@ -1176,7 +1176,7 @@ class GradScaler(torch.amp.GradScaler):
             and `schedule` unless that is as torch's: its name, its settings and what it remembers.
 
         Raises:
-            ScaleExhausted: As of `synchronize()`.
+            ScaleExhausted: See `synchronize()`.
         """
         if not self._enabled:
             return {}

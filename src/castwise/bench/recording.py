@@ -34,7 +34,7 @@ def headline(about: dict[str, Any]) -> str:
     return f"{described(about)}, `{about['command']}`:"
 
 
-def is_somebody_elses(folder: Path) -> bool:
+def is_not_ours(folder: Path) -> bool:
     """Return True if the place of the page is taken by a file that `castwise bench` has not written."""
     page = folder / PAGE
     return page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(HEAD.partition("\n")[0])

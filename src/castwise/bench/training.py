@@ -33,7 +33,7 @@ class Plan:
 
 
 def why_not(precision: str, device: str) -> str | None:
-    """Say why there is no figure for a precision; None if there is to be one."""
+    """Return why there is no figure for a precision, or None if there is one."""
     if precision != "fp16" or device != "cpu" or is_native_here(torch.float16):
         return None
     return "left out: this CPU has no units for fp16, or torch does not use them"

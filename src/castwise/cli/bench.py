@@ -97,11 +97,11 @@ def _device(name: str | None) -> str:
 
 
 def _make(folder: Path) -> None:
-    from castwise.bench.recording import PAGE, is_somebody_elses
+    from castwise.bench.recording import PAGE, is_not_ours
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_taken = is_somebody_elses(folder)
+        is_taken = is_not_ours(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
     if is_taken:

@@ -118,7 +118,7 @@ class _Comparison:
 
 
 def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]:
-    """The trainings that a checkpoint has finished: the first ones of the run."""
+    """The runs that a checkpoint has finished: the first ones of the run."""
     hints = get_type_hints(Result)
     wanted = settings.runs()[: len(loaded.results)]
     fits = len(wanted) == len(loaded.results) and all(

@@ -1,4 +1,4 @@
-"""What is seen while the trainings run: live bars in a terminal, a line now and then in a log or a pipe."""
+"""What is shown while the runs train: live bars in a terminal, a line now and then in a log or a pipe."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINE_EVERY_S = 5.0
 
 
 class Display(Protocol):
-    """A context in which trainings are shown, one at a time."""
+    """A context in which runs are shown, one at a time."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def start(self, training: Training, steps_done: int) -> None:
-        """Begin a training, or go on with one of which `steps_done` steps are done."""
+        """Begin a run, or go on with one of which `steps_done` steps are done."""
 
     def step(self, step: Step) -> None:
         """Show that a step was taken."""

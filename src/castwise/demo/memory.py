@@ -1,4 +1,4 @@
-"""How much memory a training takes, by marks that torch and the kernel keep: samples would miss the peak."""
+"""How much memory a run takes, by marks that torch and the kernel keep: samples would miss the peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PeakMemory:
     """The most memory in use since this object was made, over what was in use then.
 
     On a GPU this is torch's own count; on Linux it is the growth of the process's resident set, whose
-    high-water mark the kernel resets on request; elsewhere nobody keeps a mark that can be reset.
+    high-water mark the kernel resets on request; elsewhere there is no mark that can be reset.
     """
 
     def __init__(self, device: torch.device) -> None:

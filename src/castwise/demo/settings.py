@@ -16,7 +16,7 @@ FP32, BF16_SPLIT = WEIGHTS = ("fp32", "bf16-split")
 
 @dataclass(frozen=True)
 class Training:
-    """One of the trainings that are compared: a row of the table."""
+    """One of the runs that are compared: a row of the table."""
 
     precision: str
     library: str

@@ -24,12 +24,12 @@ class Harmless:
     """An inf or NaN that an op of the forward made, and that reaches neither the loss nor a gradient.
 
     Args:
-        module: As of `Diagnosis`.
-        in_loss: As of `Diagnosis`.
+        module: See `Diagnosis`.
+        in_loss: See `Diagnosis`.
         op: As "aten.convolution".
         value: "nan" or "inf".
         is_finite_in_float32: Whether the op has a finite result in fp32: it overflowed in a low precision.
-        line: As of `Diagnosis`.
+        line: See `Diagnosis`.
     """
 
     module: str

@@ -2,7 +2,7 @@
 
 A dispatch mode looks at what every op returns. An op that returns NaN, or an infinity, while it was given none is a
 *birth*. Of each piece of memory that holds non-finite values it is kept from which births they came, so that of a NaN
-that reaches the loss the birth is known, and a birth that reaches nothing is nobody's fault. Models are full of these:
+that reaches the loss the birth is known, and a birth that reaches nothing does no harm. Models are full of these:
 -inf in masks, the logarithm of a zero that is masked afterwards, memory that is not yet written.
 
 NaN and infinities are followed apart: a NaN among scores did not come from the -inf of a mask that is added to them.

@@ -42,7 +42,7 @@ class MicroBatch:
         buffers: Module, name and value at its beginning: a forward may leave in them what is not finite.
         gradients: Of the floating-point tensors in the output, by place; summed over several backwards. Of a batch
             that is condensed only their largest magnitudes, shape ().
-        is_condensed: There is no room for its gradients any more.
+        is_condensed: Its gradients no longer fit.
     """
 
     args: tuple[Any, ...]

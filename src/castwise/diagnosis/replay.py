@@ -38,7 +38,7 @@ _THREAD = _Thread()
 
 
 def is_replaying() -> bool:
-    """Return True if this thread replays a batch: hooks that watch a training have nothing to see then."""
+    """Return True if this thread replays a batch: hooks that watch training must ignore it."""
     return _THREAD.depth > 0
 
 

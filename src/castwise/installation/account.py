@@ -80,7 +80,7 @@ class Account(Observer):
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def end(self) -> Summary | None:
-        """Record what is still on its way, write the report, and return what it comes down to if there is one."""
+        """Record pending results, write the report, and return its summary if there is one."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,4 +1,4 @@
-"""castwise inside of other frameworks: one file for each, which is imported only by whoever uses it."""
+"""castwise in other frameworks: one file for each, imported only when it is used."""
 
 from castwise._lazy_modules import submodules_of
 

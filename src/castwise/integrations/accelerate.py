@@ -157,7 +157,7 @@ def report(
     Raises:
         RuntimeError: The accelerator has not prepared one model and its optimizers.
         TypeError: Its scaler is torch's.
-        ValueError: As of `Monitor`.
+        ValueError: See `Monitor`.
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
@@ -197,7 +197,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 class _Scaler(GradScaler):
-    """A scaler for whoever calls `update` after each of several optimizers."""
+    """A scaler for callers that call `update` after each of several optimizers."""
 
     prepared: Callable[[], list[torch.optim.Optimizer]] = staticmethod(list)
     """All optimizers that it steps."""

@@ -100,7 +100,7 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
 
 
 class ReportCallback(Report, pl.Callback):
-    """Monitors a training from its first step to its last, and writes the report, also if it fails or is stopped:
+    """Monitors a run from its first step to its last, and writes the report, also if it fails or is stopped:
 
     ```python
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), callbacks=[ReportCallback("run")])

@@ -1,4 +1,4 @@
-"""castwise in the Transformers Trainer: a callback that monitors a training and writes the report.
+"""castwise in the Transformers Trainer: a callback that monitors a training run and writes the report.
 
 Scaling and autocasting need no callback: call `castwise.install()` before the Trainer is made, or
 `castwise.integrations.accelerate.prepare(trainer.accelerator)` before `trainer.train()`.
@@ -31,11 +31,11 @@ _PAGE = "report.html"
 
 
 class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow Transformers
-    """Records what happens to the numbers of a training, and writes `report.html` when it ends.
+    """Records what happens to the numbers of a training run, and writes `report.html` when it ends.
 
     A `Monitor` is attached when the training begins, after a checkpoint was loaded, and detached when it ends. A
-    Trainer tells no callback of a training that fails: its record is ended, and its report written, by `close()`, by
-    the next `train()`, when nobody holds the callback any more, or at the latest when the process ends.
+    Trainer tells no callback of a run that fails: its record is ended, and its report written, by `close()`, by
+    the next `train()`, when the callback is freed, or at the latest when the process ends.
 
     Args:
         folder: Where the records (`monitor.jsonl`) and the report go.
@@ -79,7 +79,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
-                f"the Trainer scales with {type(scaler).__module__}.{type(scaler).__name__}, which tells nobody of its "
+                f"the Trainer scales with {type(scaler).__module__}.{type(scaler).__name__}, which reports none of its "
                 "steps: call castwise.install() before the Trainer is made, or "
                 "castwise.integrations.accelerate.prepare(trainer.accelerator) before it trains"
             )
@@ -113,7 +113,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             _end(monitor, folder, None)
 
     def close(self) -> None:
-        """End the record of a training that has failed, and write its report; do nothing if there is none."""
+        """End the record of a run that failed, and write its report; do nothing if there is none."""
         if self._end_of_failed is not None:
             self._end_of_failed()
 

@@ -35,7 +35,7 @@ class Accumulation(Finder):
         self._has_stepped_alone = False
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients that nobody steps with are none to think of."""
+        """Ignore gradients that no optimizer steps with."""
         self._trained.update(map(id, params_of(optimizer)))
 
     def backward_starts(self, leaves: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from castwise.mistakes.mistake import Place, caller
 
 
 class Checkpoints(Finder):
-    """Finds them when the next step comes, or the end, and nobody has asked for the scaler's state in between."""
+    """Finds them when the next step comes, or the end, and the scaler's state was not asked for in between."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
@@ -64,7 +64,7 @@ class Checkpoints(Finder):
         if place is not None and self._file_saved:
             self.watch.say(
                 "scaler-not-saved",
-                "the optimizer's state is saved here without the scaler's: a training that goes on from it begins with "
+                "the optimizer's state is saved here without the scaler's: a run that goes on from it begins with "
                 "the first scale again, and skips steps until it has found its own",
                 f'{place.source}\n"scaler": scaler.state_dict(),  # into the same checkpoint',
                 place,

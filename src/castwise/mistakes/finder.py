@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Finder(Observer):
-    """Someone who looks for mistakes; it overrides what it wants to know.
+    """Looks for mistakes; a subclass overrides the calls it needs.
 
     Args:
         watch: Whom it belongs to.
@@ -59,7 +59,7 @@ class Finder(Observer):
         """An iteration is over."""
 
     def ending(self) -> None:
-        """Somebody who was told wants to know no more: what is left to say has to be said now."""
+        """A subscriber ends: what is left to say has to be said now."""
 
     def stop(self) -> None:
         """Remove all that was put anywhere."""

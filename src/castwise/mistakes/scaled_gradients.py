@@ -66,7 +66,7 @@ class Window:
     Args:
         params: Those whose gradients the backward has brought.
         guard: Under which is looked at what they are given to.
-        scale: What they are multiplied by, the very tensor that the scaler gives to whoever asks.
+        scale: What they are multiplied by, the tensor that the scaler returns.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], guard: Guard, scale: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class Scalers(Finder):
         self._loaded[scaler] = True
 
     def entered(self, region: Any) -> None:
-        """Remember what trainings are cast to."""
+        """Remember what dtypes regions cast to."""
         if region._enabled and region._policy is None and torch.is_grad_enabled():
             self._dtypes.add(region.fast_dtype)
 
@@ -55,7 +55,7 @@ class Scalers(Finder):
         if before is not None and before() is not scaler and scaler not in self._loaded:
             self.watch.say(
                 "scaler-rebuilt",
-                "this GradScaler takes the place of another one in the middle of a training: the scale that was found "
+                "this GradScaler takes the place of another one in the middle of training: the scale that was found "
                 "is forgotten, and the first steps with the new one may be skipped again",
                 "make the scaler once, before the loop over epochs",
                 self._made.get(scaler) or caller(),

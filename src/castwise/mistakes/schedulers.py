@@ -44,7 +44,7 @@ class Schedulers(Finder):
         """Take note of the learning rate."""
         has_schedule = optimizer in self._places or hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if not scaler.is_enabled() or not has_schedule:
-            return  # whoever computes the rate from the number of the step means to
+            return  # a rate that is computed from the number of the step is meant so
         steps = self._steps.setdefault(optimizer, deque(maxlen=_REMEMBERED))
         place = self._places[optimizer] if optimizer in self._places else caller()
         steps.append(_Step(scaler.iteration, [_now(group["lr"]) for group in optimizer.param_groups], place))

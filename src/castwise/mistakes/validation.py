@@ -39,7 +39,7 @@ class Validation(Finder):
             self._hooks.put_on(model, self._look)
 
     def entered(self, region: Any) -> None:
-        """Count regions: whoever disables autocast for a validation means to."""
+        """Count regions: autocast that is disabled for a validation is meant so."""
         self._regions.depth = getattr(self._regions, "depth", 0) + 1
 
     def left(self, region: Any) -> None:

@@ -35,7 +35,7 @@ from castwise.mistakes.validation import Validation
 # Iterations that are looked at closely: the first ones, and two of each so many after, as what is done every so many
 # iterations is done in the first or in the last of them.
 _FIRST, _EVERY = 12, 50
-_PER_KIND = 3  # whoever makes a mistake in more places knows of it by now
+_PER_KIND = 3  # further places add nothing
 
 _EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
 
@@ -49,7 +49,7 @@ class MixedPrecisionMistake(UserWarning):
 class Watch(Observer):
     """Tells of mistakes while anybody wants to know of them: finders look for them, each for its own.
 
-    It changes nothing that is computed, and never ends a training: a finder that fails is warned of, once.
+    It changes nothing that is computed, and never ends a run: a finder that fails gives one warning.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Watch(Observer):
         self.is_stepping = False
         """Whether `step` of an enabled scaler is running."""
         self.is_by_hand = False
-        """Whether the scale was asked for in this iteration: somebody may scale or unscale with it."""
+        """Whether the scale was asked for in this iteration: the script may scale or unscale with it."""
         self._ticks = 0
         self._thread: int | None = None
         self._finders: list[Finder] = []
@@ -80,7 +80,7 @@ class Watch(Observer):
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def begin_telling(self, told: Told, *, of_gradients: bool = False) -> None:
-        """Tell somebody of all mistakes, of those found before as well; look for them from now on if nobody did.
+        """Tell a subscriber of all mistakes, earlier ones included, and start looking if this is the first.
 
         Args:
             told: A method, of an object that is not kept alive.
@@ -88,26 +88,26 @@ class Watch(Observer):
         """
         if not self._told:
             self._start()
-        self._told.append(WeakMethod(told, self._end_if_nobody_is_left))
+        self._told.append(WeakMethod(told, self._end_without_subscribers))
         if of_gradients:
             self._told_of_gradients.append(self._told[-1])
         for mistake in self.found:
             told(mistake)
 
     def end_telling(self, told: Told) -> None:
-        """Tell somebody of what is left to say, and of no more; look for none if nobody is left."""
+        """Tell a subscriber of what is left to say, then no more, and stop looking if it was the last."""
         if told in [each() for each in self._told]:
             self._each("ending")
             self._told = [each for each in self._told if each() not in (None, told)]
-            self._end_if_nobody_is_left()
+            self._end_without_subscribers()
 
     def stop(self) -> None:
-        """Say what is left to say, and tell nobody of any more."""
+        """Say what is left to say, and drop all subscribers."""
         self._each("ending")
         self._told = []
-        self._end_if_nobody_is_left()
+        self._end_without_subscribers()
 
-    def _end_if_nobody_is_left(self, gone: object = None) -> None:
+    def _end_without_subscribers(self, gone: object = None) -> None:
         self._told = [each for each in self._told if each is not gone]
         if not self._told and self in OBSERVERS:
             OBSERVERS.remove(self)
@@ -277,7 +277,7 @@ class Watch(Observer):
 
     @never_traced
     def _is_elsewhere(self) -> bool:
-        """Return True if this is a training in a thread of its own: what is looked at is the first one."""
+        """Return True in a thread other than the first one that trains, which is the one looked at."""
         return self._thread is not None and self._thread != get_ident()
 
     def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
@@ -297,4 +297,4 @@ def _listens(finder: Finder, event: str) -> bool:
 
 
 WATCH = Watch()
-"""The one of this process: what torch calls is called for all trainings in it."""
+"""The one of this process: torch calls its hooks for all training in it."""

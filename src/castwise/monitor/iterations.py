@@ -1,4 +1,4 @@
-"""Which steps of several optimizers belong together, and what is on its way of each."""
+"""Which steps of several optimizers belong together, and the pending results of each."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class Monitor:
         return Ranks()
 
     def detach(self) -> None:
-        """Record what is still on its way, which waits for the device, and remove all hooks."""
+        """Record pending results, which waits for the device, and remove all hooks."""
         if not self._handles:
             return
         with ExitStack() as last:

@@ -240,7 +240,7 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
             f"The scale fell to {power_of_two(lowest)} at step {lowest_step:,}, and steps were taken after that: "
             + (
                 "gradients are too large for fp16 as they are, or the backward makes an inf or NaN now and then. "
-                "Divide the loss, as by a mean in place of a sum, or use bf16."
+                "Divide the loss, for example by taking a mean instead of a sum, or use bf16."
                 if is_overflow
                 else "see the causes of the skips."
             ),

@@ -71,7 +71,7 @@ def judge(facts: RunFacts) -> Verdict:
     is_lost = any(piece.severity == "critical" for piece in advice)
     if not facts.divergence:  # no format holds numbers that grow without end
         advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
-    if not is_lost:  # else the samples are of a training that was none
+    if not is_lost:  # else the run learned nothing, and its samples say nothing
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)
         advice += range_advice.scale_fit(facts, in_trouble)

@@ -91,7 +91,7 @@ class ModuleHooks:
             for pair in self._pairs:
                 self._put_on(pair)
         if self._pairs:
-            _watch_compiler(self)  # torch.compiler.reset() forgets who wants to know
+            _watch_compiler(self)  # torch.compiler.reset() forgets its callbacks
 
     def remove(self) -> None:
         """Take all off."""

@@ -1,7 +1,7 @@
 """`trace`: one forward and backward of a model, op by op, with every cast and which of them are redundant.
 
 A `TorchDispatchMode` sees ops after autocast has cast for them; it costs several times what a small op
-does, so nobody trains under it.
+does, so do not train under it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def trace(
 
     Raises:
         TypeError: `model` is not a module, `batch` is no batch, or `weight_cache` comes without a policy.
-        ValueError: As of `Policy.bind`.
+        ValueError: See `Policy.bind`.
 
     Example:
         >>> import castwise

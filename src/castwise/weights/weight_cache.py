@@ -379,7 +379,7 @@ class WeightCache:
         """
         thread = self._thread
         with self._copies.lock:
-            if self._copies.verify == "rolling" and not dispatch_modes():  # which are not to see these ops
+            if self._copies.verify == "rolling" and not dispatch_modes():  # which must not see these ops
                 self._copies.verify_some()
             if self._regions == 0:
                 if self._plan is None or self._copies.params_have_changed or not self._plan.is_current():

@@ -1,4 +1,4 @@
-"""The callback that monitors a training and writes its report, without the class of Lightning that it derives from."""
+"""The callback that monitors a training run and writes its report, without the class of Lightning it derives from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE = "report.html"
 
 
 class Report:
-    """A monitor from the first step of a training to its last, however it ends, and then the report."""
+    """A monitor from the first step of a run to its last, however it ends, and then the report."""
 
     def __init__(
         self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
@@ -43,7 +43,7 @@ class Report:
         self._end(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the record of a training that was interrupted or has failed, and write its report as well."""
+        """End the record of a run that was interrupted or failed, and write its report as well."""
         self._end(trainer, exception)
 
     def _end(self, trainer: Any, error: BaseException | None) -> None:

@@ -139,7 +139,7 @@ class TrainerPrecision(Scaling):
         return self._step(scaler, optimizer, is_only_one=model.automatic_optimization, closure=evaluate, **kwargs)
 
     def _before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, model: Any) -> None:
-        # Whoever looks at gradients is to see them unscaled, which costs a pass over them that clipping does not need.
+        # Hooks that look at gradients must see them unscaled: a pass over them that clipping does not need.
         if self._is_looked_at(model):
             scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)

@@ -1,0 +1,43 @@
+"""Phrases that stop a native reader, and what to write instead: the house style of docstrings, comments and pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A pattern, and what to write.
+BANNED = {
+    r"\bSay whether\b": "Return True if",
+    r"\bin (the )?place of\b": "instead of",
+    r"\btrainings\b": "training runs",
+    r"\ba training(?! (batch|data|example|framework|iteration|job|loop|run|sample|script|set|step))\b": "a run",
+    r"\b([Ww]hoever|[Ss]omebody|[Nn]obody)\b": "the code that is meant: a subclass, a hook, callers",
+    r"\bAs of `": "See `",
+    r"\b(is|are) still on (its|their) way\b": "pending",
+    r"\bdearer\b": "slower, more expensive",
+    r"\bis innocent\b": "is not the cause",
+    r"\bgo both ways\b": "are interchangeable with torch's",
+}
+
+
+def _pages() -> list[Path]:
+    folders = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(path for path in [*folders, *ROOT.glob("*.md")] if "_build" not in path.parts)
+
+
+@pytest.mark.parametrize("pattern", BANNED)
+def test_no_page_has_a_phrase_that_stops_its_reader(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]!r}"
+        for path in _pages()
+        for match in re.finditer(pattern, re.sub(r"\s+#?\s*", " ", path.read_text()))
+    ]
+    assert found == [], f"write {BANNED[pattern]!r}"
+
+
+def test_the_patterns_find_what_they_are_for() -> None:
+    assert re.search(next(p for p in BANNED if "a training(" in p), "the end of a training, too")
+    assert not re.search(next(p for p in BANNED if "a training(" in p), "the end of a training run")
