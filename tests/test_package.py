@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "tracing": {"amp", "policy", "weights"},
     "mistakes": {"amp", "tracing"},
     "diagnosis": {"amp", "policy", "tracing", "mistakes"},
+    "comparison": {"amp", "policy", "tracing", "diagnosis", "report"},
     "monitor": {"amp", "policy", "tracing", "mistakes", "diagnosis"},
     "report": {"amp", "monitor"},
     "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},
@@ -112,6 +113,7 @@ def test_the_face() -> None:
         "WeightCache",
         "amp",
         "autocast",
+        "compare",
         "cpu",
         "cuda",
         "custom_bwd",
@@ -329,7 +331,7 @@ def test_every_package_is_under_the_rule() -> None:
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
     functions = {name for name in castwise.__all__ if inspect.isfunction(getattr(castwise, name))}
-    assert {"diagnose", "install", "trace", "verdict"} <= functions
+    assert {"compare", "diagnose", "install", "trace", "verdict"} <= functions
     assert {name for module in MODULES for name in module.split(".")}.isdisjoint({*functions, "compare", "tune"})
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from castwise import amp, cpu, cuda, policies, schedules
     from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
     from castwise.amp.outcomes import Cause, ScaleExhausted
+    from castwise.comparison.precision_drift import compare
     from castwise.diagnosis.diagnosis import diagnose
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from castwise.installation import install, installed, uninstall
@@ -35,6 +36,7 @@ __all__ = [
     "WeightCache",
     "amp",
     "autocast",
+    "compare",
     "cpu",
     "cuda",
     "custom_bwd",
@@ -61,6 +63,7 @@ _DEFINED_IN = {
     "ShardedGradScaler": "distributed.fsdp.sharded_grad_scaler",
     "WeightCache": "weights.weight_cache",
     "autocast": "amp",
+    "compare": "comparison.precision_drift",
     "custom_bwd": "amp",
     "custom_fwd": "amp",
     "diagnose": "diagnosis.diagnosis",
