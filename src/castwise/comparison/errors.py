@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 # Elements at a time: temporaries in fp64 stay small beside the tensors themselves.
-_CHUNK = 2**20
+_CHUNK = 2**17
 # Sums of squares below this may have lost their small terms in fp32.
 _SMALL = 1e-30
 
