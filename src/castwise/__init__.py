@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from castwise.policy.policy import Policy
     from castwise.report.verdicts import verdict
     from castwise.tracing.tracing import trace
+    from castwise.tuning.precision_search import tune
     from castwise.weights.weight_cache import WeightCache
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "policies",
     "schedules",
     "trace",
+    "tune",
     "uninstall",
     "verdict",
 ]
@@ -71,6 +73,7 @@ _DEFINED_IN = {
     "installed": "installation",
     "is_autocast_available": "amp",
     "trace": "tracing.tracing",
+    "tune": "tuning.precision_search",
     "uninstall": "installation",
     "verdict": "report.verdicts",
 }

@@ -240,8 +240,7 @@ class Comparison:
             ]
             if self._vary is not None:
                 variants.append(self._variant(self._vary, reference, self._vary))
-            with unchanged(self.model, batches) as guard, _without_warnings_of_emulation():
-                guard.before_write([param for param in self.model.parameters() if local(param) is param])
+            with restored(self.model, batches):
                 yield Watch(self.model), reference, variants
         finally:
             for each in reversed(newly_bound):
@@ -275,9 +274,9 @@ class Comparison:
         pairs = list(zip(variant.losses, reference_losses, strict=True))
         compared = variant.gradients.elements > 0
         summary = Summary(
-            loss=_mean(variant.losses),
-            reference_loss=_mean(reference_losses),
-            relative_loss_error=_mean([_relative(loss, expected) for loss, expected in pairs]),
+            loss=mean(variant.losses),
+            reference_loss=mean(reference_losses),
+            relative_loss_error=mean([relative_loss_error(loss, expected) for loss, expected in pairs]),
             gradient_cosine=variant.gradients.cosine() if compared else None,
             gradient_norm_ratio=variant.gradients.norm_ratio() if compared else None,
             gradient_errors=variant.gradients.errors(),
@@ -470,14 +469,24 @@ def _is_left_out(tap: Tap, variants: list[_Variant]) -> bool:
     return has_forward and not any(tap in each.sums and each.sums[tap].calls for each in variants)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of numbers; NaN of none."""
     return sum(values) / len(values) if values else math.nan
 
 
-def _relative(loss: float, expected: float) -> float:
+def relative_loss_error(loss: float, expected: float) -> float:
+    """Return how far a loss is from the reference's, over the latter; inf if it is not finite."""
     if not math.isfinite(loss):
         return math.inf
     return abs(loss - expected) / abs(expected) if expected else (0.0 if loss == expected else math.inf)
+
+
+@contextmanager
+def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
+    """Put back what runs inside have changed, as `compare` promises; regions do not warn of what the CPU emulates."""
+    with unchanged(model, batches) as guard, _without_warnings_of_emulation():
+        guard.before_write([param for param in model.parameters() if local(param) is param])
+        yield
 
 
 @contextmanager
