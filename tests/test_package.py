@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
     "demo": {"monitor", "report"},
     "bench": {"amp", "monitor", "demo"},
-    "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo", "bench"},
+    "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo", "bench"}
+    | {"comparison", "tuning"},
 }
 USE_THE_PUBLIC_API = {"demo", "bench", "cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise._number_text import percent, several
@@ -191,6 +193,23 @@ class Drift:
             "notes": list(self.notes),
         }
 
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with pictures of the same.
+
+        Args:
+            path: Where to write; an older file there is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
+            OSError: The page cannot be written.
+        """
+        from castwise.report.drift_report import write_drift_report
+
+        return write_drift_report(self, path)
+
 
 def _record(drift: PolicyDrift) -> dict[str, Any]:
     policy = None
@@ -218,7 +237,9 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2e}" if value and math.isfinite(value) else f"{value:g}"
+    if value is None:
+        return ""
+    return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus before a zero
 
 
 def _relative(errors: Errors | None) -> str:

@@ -40,6 +40,10 @@ _LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
+class NonfiniteReferenceError(ValueError):
+    """The loss of a batch is not finite in the reference: there is nothing to compare with."""
+
+
 def compare(
     model: nn.Module,
     batches: Sequence[Any],
@@ -320,7 +324,7 @@ class _OneBatch:
             self._run = self._forward_of_reference(written)
         loss = float(self._loss.detach())
         if not math.isfinite(loss):
-            raise ValueError(self._why_not_finite(number, loss))
+            raise NonfiniteReferenceError(self._why_not_finite(number, loss))
         return loss
 
     def run_beside(self, variant: _Variant) -> None:

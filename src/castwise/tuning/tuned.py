@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from castwise._text_table import aligned
@@ -32,7 +34,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Policies of which no other that was run is both cheaper and nearer to the reference, the cheapest first."""
+    """Policies of which no other that was run is both cheaper and nearer to the reference.
+
+    Args:
+        points: The policies, the cheapest first; the chosen one is among them in any case.
+    """
 
     points: tuple[Point, ...]
 
@@ -126,6 +132,23 @@ class Tuned:
             "notes": list(self.notes),
             "drift": self.drift.as_dict(),
         }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with pictures of the same.
+
+        Args:
+            path: Where to write; an older file there is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
+            OSError: The page cannot be written.
+        """
+        from castwise.report.drift_report import write_drift_report
+
+        return write_drift_report(self, path)
 
 
 def plain_policy(policy: Policy) -> dict[str, Any]:
