@@ -30,6 +30,11 @@
       dragmode: false,
     };
   };
+  // Errors below 1e-8 are those of fp32 itself.
+  const decades = (values) => {
+    const logs = values.filter((each) => each !== null).map(Math.log10);
+    return [Math.max(Math.floor(Math.min(...logs, -3)), -8), Math.max(...logs, -2) + 0.1];
+  };
   const options = { displayModeBar: false, responsive: true };
 
   const drawBars = () => {
@@ -63,7 +68,7 @@
       bargap: 0.25,
       margin: { l: 14 + longest * letter, r: 16, t: 42, b: 48 },
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
-      xaxis: { type: "log", title: { text: "relative error" }, exponentformat: "power", nticks: plot.clientWidth < NARROW ? 4 : 10 },
+      xaxis: { type: "log", title: { text: "relative error" }, exponentformat: "power", range: decades([...rows.map((row) => policy.introduced[row]), ...rows.map((row) => policy.carried[row])]), dtick: plot.clientWidth < NARROW ? 2 : 1 },
       yaxis: { tickvals: [...rows.keys()], ticktext: labels, range: [Math.max(rows.length, 1) - 0.5, -0.5] },
     }), options);
   };
@@ -84,7 +89,7 @@
       margin: { l: 70, r: 16, t: 42, b: 52 },
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
       xaxis: { title: { text: `cost over float32 (${found.kind})` } },
-      yaxis: { type: "log", title: { text: "error of the loss" }, exponentformat: "power" },
+      yaxis: { type: "log", title: { text: "error of the loss" }, exponentformat: "power", dtick: 1 },
       shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: found.tolerance, y1: found.tolerance, line: { color: color("--ink-soft"), width: 1.5, dash: "dash" } }],
     }), options);
   };
