@@ -128,4 +128,4 @@ def test_architectures_are_compared_and_restored(make: Callable[[], Any], traini
     for module in found.modules:
         if module.type in {"Linear", "Conv2d"}:
             assert module.introduced is not None
-            assert 1e-4 < module.introduced.relative_rms < 1e-2, module.name
+            assert 1e-4 < module.introduced.relative_rms < 3e-2, module.name
