@@ -100,7 +100,7 @@ def unet() -> Any:
     return UNet(), torch.randn(2, 3, 16, 16), torch.randint(4, (2, 16, 16)), lambda y, t: F.cross_entropy(y.float(), t)
 
 
-HEADS = ("lm_head", "cls.predictions", "classifier", "proj_out", "head")
+HEADS = ("lm_head", "cls.predictions", "classifier", "proj_out", "head", "middle")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -64,7 +64,7 @@ class Summary:
     Args:
         loss: Mean over the batches.
         reference_loss: The same in the reference.
-        relative_loss_error: Mean over the batches of |loss - reference loss| / |reference loss|.
+        relative_loss_error: Mean over the batches of `|loss - reference loss| / |reference loss|`.
         gradient_cosine: Of the angle between all gradients and those of the reference; None without gradients.
         gradient_norm_ratio: Their norm over that of the reference; None without gradients.
         gradient_errors: Their errors; None without gradients.

@@ -22,8 +22,8 @@ class LogProbDrift:
 
     Args:
         tokens: How many were compared; targets of -100 are left out.
-        mean_difference: Mean of |log r|, in nats.
-        largest_difference: Largest |log r|, in nats.
+        mean_difference: Mean of `|log r|`, in nats.
+        largest_difference: Largest `|log r|`, in nats.
         kl_k1: Mean of -log r, an estimate of KL(reference || policy) without bias, which may be negative.
         kl_k3: Mean of r - 1 - log r, an estimate without bias that never is.
         outside_band: Share of tokens whose ratio is outside of `clip_band`.

@@ -64,7 +64,7 @@ def tune(
         model, loss, forward: As of `compare`.
         batches: As of `compare`; two at least, of which every second is held out.
         formats: To choose from: "float16", "bfloat16", "float32".
-        tolerance: The largest |loss - reference loss| / |reference loss| allowed, mean over the held-out batches.
+        tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
         cost: "flops" of matrix products and convolutions, half in 16 bits; "bytes" of what modules make and of the
             weights that they read; or "measured", seconds of a forward on this machine.
 

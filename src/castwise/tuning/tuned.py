@@ -21,7 +21,7 @@ class Point:
 
     Args:
         cost: Over that of float32 everywhere.
-        error: Mean over the search batches of |loss - reference loss| / |reference loss|.
+        error: Mean over the search batches of `|loss - reference loss| / |reference loss|`.
         policy: The policy.
         is_chosen: Whether it is the one that `tune` returns.
     """
@@ -65,7 +65,7 @@ class Tuned:
         is_within_tolerance: Whether its error on held-out batches is at most `tolerance`. If not, it is the policy of
             the least error that was found.
         tolerance: As it was asked for.
-        error: Mean over the held-out batches of |loss - reference loss| / |reference loss|.
+        error: Mean over the held-out batches of `|loss - reference loss| / |reference loss|`.
         search_error: The same over the batches that the policy was chosen with.
         cost: Over that of float32 everywhere.
         cost_kind: "flops", "bytes" or "measured".
