@@ -19,6 +19,7 @@ BENCHMARKS = (
     "policy_overhead",
     "weight_cache",
     "monitor_cost",
+    "comparison_cost",
     "scale_out",
     "imports",
 )
