@@ -473,6 +473,16 @@ def test_what_is_compiled_is_compared_as_its_eager_original() -> None:
     assert found.notes[0] == "what is compiled was compared as its eager original"
 
 
+@pytest.mark.parametrize(
+    "around", [torch.no_grad, torch.inference_mode, lambda: castwise.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_what_the_caller_is_in_changes_no_figure(around: Any) -> None:
+    model = mlp()
+    expected = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)
+    with around():
+        assert castwise.compare(model, [batch()], BF16, loss=F.cross_entropy) == expected
+
+
 # The noise.
 
 

@@ -211,26 +211,26 @@ class Drift:
         return write_drift_report(self, path)
 
 
+def plain_policy(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a policy as plain values, fit for JSON."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+
+
 def _record(drift: PolicyDrift) -> dict[str, Any]:
-    policy = None
-    if drift.policy is not None:
-        policy = {
-            field.name: dict(value) if isinstance(value := getattr(drift.policy, field.name), Mapping) else value
-            for field in dataclasses.fields(drift.policy)
-        }
-    summary: dict[str, Any] = _plain(dataclasses.asdict(drift.summary))
     return {
-        "policy": policy,
-        "summary": summary,
-        "modules": [_plain(dataclasses.asdict(module)) for module in drift.modules],
+        "policy": None if drift.policy is None else plain_policy(drift.policy),
+        "summary": plain(dataclasses.asdict(drift.summary)),
+        "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value fit for JSON, which knows no NaN (None) and no inf ("inf")."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from castwise._suggestions import listed, nearest
 from castwise._torch_private import is_compiled, no_post_accumulate_hooks
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
@@ -116,6 +118,11 @@ def unwrapped(model: Any) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
+def device_of(model: nn.Module) -> str:
+    """Return the type of the device of a model's parameters."""
+    return next((param.device.type for param in model.parameters()), "cpu")
+
+
 @dataclass
 class _Variant:
     """What is compared with the reference: a policy, or the reference with other batches."""
@@ -162,7 +169,7 @@ class Comparison:
         if not 0 <= low < high:
             raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
         self._reference, self._with_gradients, self._vary, self._band = reference, gradients, vary, (low, high)
-        self.device = next((param.device.type for param in self.model.parameters()), "cpu")
+        self.device = device_of(self.model)
 
     def drift(
         self, batches: Any, policies: Mapping[str, Policy | BoundPolicy], progress: Progress | None = None
@@ -488,7 +495,15 @@ def relative_loss_error(loss: float, expected: float) -> float:
 @contextmanager
 def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
     """Put back what runs inside have changed, as `compare` promises; regions do not warn of what the CPU emulates."""
-    with unchanged(model, batches) as guard, _without_warnings_of_emulation():
+    device = device_of(model)
+    # Tensors of inference mode could not be in a graph, and backwards run outside of regions.
+    outside = autocast(device, enabled=False) if has_autocast(device) else nullcontext()
+    with (
+        torch.inference_mode(False),
+        outside,
+        unchanged(model, batches) as guard,
+        _without_warnings_of_emulation(),
+    ):
         guard.before_write([param for param in model.parameters() if local(param) is param])
         yield
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from castwise._text_table import aligned
-from castwise.comparison.drift import Drift
+from castwise.comparison.drift import Drift, plain, plain_policy
 from castwise.policy.policy import Policy
 
 
@@ -113,7 +111,7 @@ class Tuned:
         points = [
             {
                 "cost": point.cost,
-                "error": _plain(point.error),
+                "error": plain(point.error),
                 "policy": plain_policy(point.policy),
                 "is_chosen": point.is_chosen,
             }
@@ -123,8 +121,8 @@ class Tuned:
         return {
             "policy": plain_policy(self.policy),
             **{name: getattr(self, name) for name in own},
-            "error": _plain(self.error),
-            "search_error": _plain(self.search_error),
+            "error": plain(self.error),
+            "search_error": plain(self.search_error),
             "formats": dict(self.formats),
             "frontier": points,
             "not_called": list(self.not_called),
@@ -151,19 +149,9 @@ class Tuned:
         return write_drift_report(self, path)
 
 
-def plain_policy(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a policy as plain values."""
-    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-
-
 def _formats(policy: Policy) -> str:
     rules: dict[str, int] = {}
     for chosen in policy.modules.values():
         rules[chosen] = rules.get(chosen, 0) + 1
     others = ", ".join(f"{count} in {name}" for name, count in rules.items())
     return f"{policy.compute}, {others}" if others else policy.compute
-
-
-def _plain(value: float) -> float | str | None:
-    return value if math.isfinite(value) else None if math.isnan(value) else "inf"
