@@ -477,10 +477,10 @@ def test_what_is_compiled_is_compared_as_its_eager_original() -> None:
     "around", [torch.no_grad, torch.inference_mode, lambda: castwise.autocast("cpu", dtype=torch.bfloat16)]
 )
 def test_what_the_caller_is_in_changes_no_figure(around: Any) -> None:
-    model = mlp()
-    expected = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)
+    model, both = mlp(), {**BF16, "fp16": policies.fp16}
+    expected = castwise.compare(model, [batch()], both, loss=F.cross_entropy)
     with around():
-        assert castwise.compare(model, [batch()], BF16, loss=F.cross_entropy) == expected
+        assert castwise.compare(model, [batch()], both, loss=F.cross_entropy) == expected
 
 
 # The noise.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +32,18 @@ class Precision:
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
         self._originals: dict[Any, torch.Tensor] = {}
 
-    def region(self) -> AbstractContextManager[Any]:
-        """Return the region of a whole run."""
-        if self.bound is not None:
-            return autocast(self._device, policy=self.bound)
-        return autocast(self._device, enabled=False) if has_autocast(self._device) else nullcontext()
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Be in the region of a whole run for a while."""
+        if not has_autocast(self._device):
+            yield
+            return
+        try:
+            with autocast(self._device, enabled=self.bound is not None, policy=self.bound):
+                yield
+        finally:
+            # Within another region torch would keep casts of weights, and give them to a region of another dtype.
+            torch.clear_autocast_cache()
 
     @contextmanager
     def weights(self, module: nn.Module) -> Iterator[None]:
