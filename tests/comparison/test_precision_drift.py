@@ -510,6 +510,19 @@ def test_a_module_that_mixes_samples_is_the_first_in_the_noise(vary: Any, refere
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.Linear(8, 4))
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 1.0  # type: ignore[no-any-return]
+
+    outer = castwise.compare(Around(), [batch()], loss=F.cross_entropy, vary=vary, reference=reference).noise
+    assert outer is not None
+    assert outer.modules[0].name == "inner.1"
+    assert outer[""].effect == 0.0  # it only multiplies
     drift = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy, vary=vary, reference=reference)
     assert drift.noise is not None
     assert drift.noise.modules[0].name == "1"
@@ -590,7 +603,8 @@ class State:
             (each.training, dict(vars(each)).get("forward"), len(each._forward_hooks), len(each._forward_pre_hooks))
             for each in self._model.modules()
         ]
-        return modules, torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled()
+        hooks = [dict(param._backward_hooks or {}) for param in self._model.parameters()]
+        return modules, hooks, torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled()
 
     def check(self) -> None:
         now = dict(self._named())
@@ -607,7 +621,7 @@ class Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
-        self.last = nn.Linear(8, 4)
+        self.last, self.scale = nn.Linear(8, 4), nn.Identity()
         self.register_buffer("count", torch.zeros(()))
         self.error: Callable[[], BaseException] | None = None
         self.calls, self.fail_at = 0, -1
@@ -619,6 +633,7 @@ class Changing(nn.Module):
         self.count = self.count + random.random()
         self.first.weight.data.mul_(1.01)
         self.train(not self.training) if self.calls % 2 else None
+        self.scale(self.norm.weight)
         return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 

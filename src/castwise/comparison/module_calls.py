@@ -287,7 +287,8 @@ class ReferenceRun:
             self._listen(call, ("output", place), leaf)
 
     def _listen(self, call: Call, site: Site, tensor: torch.Tensor) -> None:
-        if not call.tap.has_own_ops or not tensor.requires_grad or not torch.is_grad_enabled():
+        # Its own ops have not made a leaf, such as a weight that it returns or passes on.
+        if not call.tap.has_own_ops or tensor.is_leaf or not torch.is_grad_enabled():
             return
         call.sites.add(site)
         self._most_bytes = max(self._most_bytes, tensor.nbytes)
@@ -325,10 +326,17 @@ class Playback:
         watch: Knows this run.
         call: Of the module.
         output_of: Makes an output of a call of the reference.
+        resized: Makes the shape in which a tensor of the reference is given here.
     """
 
-    def __init__(self, watch: Watch, call: Call, output_of: Callable[[Call], Any]) -> None:
-        self._watch, self._output_of = watch, output_of
+    def __init__(
+        self,
+        watch: Watch,
+        call: Call,
+        output_of: Callable[[Call], Any],
+        resized: Callable[[torch.Size], torch.Size],
+    ) -> None:
+        self._watch, self._output_of, self._resized = watch, output_of, resized
         self._places: dict[Call, list[int]] = {}
         for each in call.passed:
             self._places.setdefault(each.child, []).append(each.place)
@@ -341,7 +349,7 @@ class Playback:
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module has returned in the reference."""
         left = self._left.get(tap)
-        if left and left[0].shapes == _shapes((args, kwargs)):
+        if left and [self._resized(shape) for shape in left[0].shapes] == _shapes((args, kwargs)):
             child = left.popleft()
             given = direct_tensors((args, kwargs)) if child in self._places else []
             for place in self._places.get(child, ()):
@@ -365,6 +373,7 @@ def call_again(
     weights: Callable[[nn.Module], AbstractContextManager[None]],
     region: Region,
     shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
+    resized: Callable[[torch.Size], torch.Size] = lambda shape: shape,
 ) -> dict[Site, torch.Tensor]:
     """Run the own ops of a module again, and return the tensors that they make.
 
@@ -376,6 +385,7 @@ def call_again(
         region: In which to run it.
         shown: Makes what the module is given of a tensor of the reference: of its arguments (with None and the place of
             the tensor), or of the output of a module that it calls.
+        resized: Makes the shape of what is shown of the reference's.
     """
 
     def output_of(child: Call) -> Any:
@@ -390,7 +400,7 @@ def call_again(
     buffers = [(buffer, buffer.clone()) for buffer in own]
     if random is not None:
         call.random_before.restore()
-    playback = Playback(watch, call, output_of)
+    playback = Playback(watch, call, output_of, resized)
     try:
         with (
             watch.telling(playback),

@@ -159,7 +159,7 @@ class PolicyRun:
             return rounded(child, place, tensor).to(tensor.dtype)
 
         try:
-            values = call_again(self._watch, call, self._device, self._weights, note.region, rounded)
+            values = call_again(self._watch, call, self._device, self._weights, note.region, rounded, self._resized)
             if self._rounds(call, note):
                 expected = call_again(
                     self._watch, call, self._device, self._expected.weights, call.region, rounded_and_back
@@ -202,7 +202,13 @@ class PolicyRun:
         if self._selection is None:
             return tensor
         samples, size = self._selection
-        return tensor.index_select(0, samples) if tensor.ndim and tensor.shape[0] == size else tensor
+        is_of_samples = tensor.ndim > 0 and tensor.shape[0] == size
+        return tensor.index_select(0, samples.to(tensor.device)) if is_of_samples else tensor
+
+    def _resized(self, shape: torch.Size) -> torch.Size:
+        if self._selection is None or not shape or shape[0] != self._selection[1]:
+            return shape
+        return torch.Size([len(self._selection[0]), *shape[1:]])
 
 
 def _are_comparable(pair: Pair) -> bool:
