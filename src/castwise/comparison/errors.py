@@ -55,13 +55,22 @@ class ErrorSums:
     def add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
         """Count the elements of a tensor and of its reference, which has the same shape; waits for the device."""
         for expected, got in _chunks(reference, value):
-            self._add(expected, got)
+            wide = _wide(expected, got)
+            self._add(expected.to(wide), got.to(wide))
+
+    def add_rest(
+        self, reference: torch.Tensor, value: torch.Tensor, own_reference: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """Count the elements of a tensor without the errors that another one has to its own reference."""
+        for expected, got, without, with_error in _chunks(reference, value, own_reference, own):
+            wide = _wide(expected, got, without, with_error)
+            self._add(expected.to(wide), got.to(wide) - (with_error.to(wide) - without.to(wide)))
 
     def _add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
-        wide = torch.float64 if torch.float64 in {reference.dtype, value.dtype} else torch.float32
-        sums = _sums(reference.to(wide), value.to(wide))
+        sums = _sums(reference, value)
         self.elements += reference.numel()
-        if not all(map(math.isfinite, sums)) or (wide is torch.float32 and sums[-1] > 0 and sums[1] < _SMALL):
+        lost_small = reference.dtype is torch.float32 and sums[-1] > 0 and sums[1] < _SMALL
+        if lost_small or not all(map(math.isfinite, sums)):
             reference, value = reference.double(), value.double()
             counts = reference.isfinite()
             finite = counts & value.isfinite()
@@ -141,6 +150,10 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _CHUNK):
         yield tuple(tensor[start : start + _CHUNK] for tensor in flat)
+
+
+def _wide(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,9 @@ class PolicyRun:
             own = introduced.get(("output", place))
             if own is None:
                 sums.introduced.add(reference, reference)
-            sums.carried.add(reference, value if own is None else _minus(value, *own))
+                sums.carried.add(reference, value)
+            else:
+                sums.carried.add_rest(reference, value, *own)
 
     def _introduced(self, call: Call, note: Note, sums: ModuleSums) -> dict[Site, Pair]:
         """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same."""
@@ -214,8 +216,3 @@ class PolicyRun:
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
     return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()
-
-
-def _minus(value: torch.Tensor, without: torch.Tensor, with_error: torch.Tensor) -> torch.Tensor:
-    wide = torch.float64 if torch.float64 in {value.dtype, with_error.dtype, without.dtype} else torch.float32
-    return value.to(wide) - (with_error.to(wide) - without.to(wide))
