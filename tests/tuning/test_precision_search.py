@@ -141,6 +141,25 @@ def test_everything_is_put_back_also_after_an_error() -> None:
     check()
 
 
+def test_a_policy_that_was_bound_stays_bound() -> None:
+    model = Model()
+    bound = Policy(compute="bfloat16").bind(model), Policy(compute="bfloat16", modules={"head": "float32"}).bind(model)
+    for tolerance in (0.5, 2e-4):
+        castwise.tune(model, batches(), loss=F.cross_entropy, formats=("bfloat16", "float32"), tolerance=tolerance)
+    assert all(each.is_bound for each in bound)
+
+
+def test_weights_in_bf16_are_judged_by_a_reference_in_fp32() -> None:
+    model = Model().bfloat16()
+    given = [(x.bfloat16(), target) for x, target in batches()]
+    best = castwise.tune(
+        model, given, loss=lambda y, t: F.cross_entropy(y.float(), t), formats=("float32",), tolerance=1e-9
+    )
+    assert best.error > 0
+    assert not best.is_within_tolerance
+    assert all(param.dtype is torch.bfloat16 for param in model.parameters())
+
+
 def test_runs_are_at_most_three_forwards_and_backwards_for_each_module() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)), nn.Linear(8, 4))
     forwards = []

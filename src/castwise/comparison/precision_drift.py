@@ -66,8 +66,8 @@ def compare(
     same ops make of the same values in the reference; errors of modules inside are theirs alone. What else is off in a
     module's outputs under the policy is *carried*: its inputs were off.
 
-    For each policy a batch takes one forward and backward, one more forward, and each module four times by itself; the
-    reference takes one forward and backward. Outputs of modules are kept for one run at a time, that of the reference.
+    Per policy, a batch costs one forward and backward, another forward, and each module up to four times by itself; the
+    reference costs one forward and backward. Outputs of modules are kept for one run at a time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
     random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other

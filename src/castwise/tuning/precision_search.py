@@ -19,6 +19,7 @@ from castwise.comparison.objective import Forward, Loss, Objective, fresh
 from castwise.comparison.precision_drift import Comparison, Progress, mean, relative_loss_error, restored
 from castwise.comparison.precisions import Precision
 from castwise.comparison.starting_point import StartingPoint
+from castwise.policy.bound_policy import is_bound_to
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
 from castwise.tuning import costs
@@ -138,7 +139,9 @@ class Search:
         with restored(self._model, found):
             self._batches = found
             self._options_by_name = options = self._options(drift, found[0])
-            self._reference_losses = [self._loss(Policy(compute="float32"), batch) for batch in found]
+            reference = Precision(self._device, dtype=torch.float32)
+            reference.dtype = torch.float32 if reference.changes(self._model) else None
+            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
             self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
             self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
@@ -213,13 +216,9 @@ class Search:
                 run = ReferenceRun(self._device, written)
                 with watch.telling(run):
                     self._loss(Policy(compute="float32"), batch, forgets_graph=False)
-            bound = {name: Policy(compute=name).bind(self._model) for name in names}
-            try:
-                precisions = {name: Precision(self._device, each) for name, each in bound.items()}
-                return costs.measured(watch, list(run.calls.values()), self._device, precisions)
-            finally:
-                for each in bound.values():
-                    each.unbind()
+            # Policies without rules put nothing on a model, so they may stay bound.
+            precisions = {name: Precision(self._device, Policy(compute=name).bind(self._model)) for name in names}
+            return costs.measured(watch, list(run.calls.values()), self._device, precisions)
 
     def _policy(self, choice: Choice) -> Policy:
         """Return a choice as a policy: the format of most modules, and rules for those that do not follow it."""
@@ -253,15 +252,21 @@ class Search:
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
     def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
-        start = StartingPoint(self._model)
+        was_bound = is_bound_to(policy, self._model) is not None
         bound = policy.bind(self._model)
         try:
-            precision = Precision(self._device, bound)
-            graph = forgetting_graph() if forgets_graph else nullcontext()
-            with precision.region(), torch.enable_grad(), graph:
+            return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
+        finally:
+            if not was_bound:
+                bound.unbind()
+
+    def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
+        start = StartingPoint(self._model)
+        graph = forgetting_graph() if forgets_graph else nullcontext()
+        try:
+            with precision.weights(self._model), precision.region(), torch.enable_grad(), graph:
                 return float(self._objective(fresh(batch, precision.cast))[1].detach())
         finally:
-            bound.unbind()
             start.restore()
 
     def _on_the_path(self, places: list[int]) -> Choice:
