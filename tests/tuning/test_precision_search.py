@@ -152,9 +152,11 @@ def test_a_policy_that_was_bound_stays_bound() -> None:
 def test_weights_in_bf16_are_judged_by_a_reference_in_fp32() -> None:
     model = Model().bfloat16()
     given = [(x.bfloat16(), target) for x, target in batches()]
-    best = castwise.tune(
-        model, given, loss=lambda y, t: F.cross_entropy(y.float(), t), formats=("float32",), tolerance=1e-9
-    )
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float(), target)
+
+    best = castwise.tune(model, given, loss=loss, formats=("bfloat16", "float32"), tolerance=1e-9)
     assert best.error > 0
     assert not best.is_within_tolerance
     assert all(param.dtype is torch.bfloat16 for param in model.parameters())
