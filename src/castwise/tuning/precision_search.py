@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from castwise._number_text import several
 from castwise._suggestions import listed, nearest
 from castwise.comparison.drift import Drift
 from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
@@ -120,6 +121,7 @@ class Search:
         self._tolerance, self._kind = float(tolerance), cost
         self._points: dict[Policy, Point] = {}
         self._choices: dict[Policy, Choice] = {}
+        self._refusals: list[str] = []
         self._progress: Progress = _no_progress
 
     def tuned(self, batches: Any, progress: Progress | None = None) -> Tuned:
@@ -165,7 +167,7 @@ class Search:
             evaluations=len(self._points),
             not_called=drift.not_called,
             not_tried=tuple(self._not_tried(calls)),
-            notes=drift.notes,
+            notes=(*drift.notes, *self._notes()),
         )
 
     def _options(self, drift: Drift, batch: Any) -> dict[str, list[Option]]:
@@ -248,7 +250,11 @@ class Search:
         return self._points[policy].error
 
     def _mean_error(self, policy: Policy, places: list[int]) -> float:
-        pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
+        try:
+            pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
+        except RuntimeError as error:  # such as of code that does not take a mixture of dtypes
+            self._refusals.append(str(error).partition("\n")[0])
+            return math.inf
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
     def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
@@ -389,6 +395,13 @@ class Search:
             if is_chosen or not points or point.error < min(each.error for each in points):
                 points.append(Point(point.cost, point.error, point.policy, is_chosen))
         return Frontier(tuple(points))
+
+    def _notes(self) -> list[str]:
+        if not self._refusals:
+            return []
+        return [
+            f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
+        ]
 
     def _not_tried(self, called: set[str]) -> list[str]:
         modules, count = len(self._options_by_name), len(self._formats)
