@@ -59,8 +59,8 @@ def tune(
     The result is about single steps of these batches. It does not show that a long run with the policy ends where one
     in float32 ends: train both for as long as you can afford, and compare.
 
-    Runs at most as much as three forwards and backwards for each module. Everything is put back as by `compare`.
-    Without "measured" costs, the same call has the same result.
+    Costs at most three forwards and backwards of each batch per module, or about twenty where there are only a few
+    modules. Everything is put back as by `compare`. Without "measured" costs, the same call has the same result.
 
     Args:
         model, loss, forward: As of `compare`.
