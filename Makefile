@@ -34,6 +34,8 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/doctor.py
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/fault_finding.py
+	$(BIN)/python benchmarks/planted_precision.py
+	$(BIN)/python benchmarks/tune.py
 	$(BIN)/python benchmarks/gradient_exponents.py
 	$(BIN)/python benchmarks/ranks_apart.py
 	$(BIN)/python examples/compare_schedules.py --write

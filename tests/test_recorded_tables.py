@@ -15,6 +15,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TABLES = {
     "fidelity": "fidelity-cpu",
     "fault_finding": "fault_finding-cpu",
+    "planted_precision": "planted_precision-cpu",
+    "tune": "tune-cpu",
     "core_coverage": "coverage",
     "foreign.report": "foreign-cpu",
 }

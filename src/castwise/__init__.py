@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from castwise import amp, cpu, cuda, policies, schedules
     from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
     from castwise.amp.outcomes import Cause, ScaleExhausted
+    from castwise.comparison.precision_drift import compare
     from castwise.diagnosis.diagnosis import diagnose
     from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from castwise.installation import install, installed, uninstall
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from castwise.policy.policy import Policy
     from castwise.report.verdicts import verdict
     from castwise.tracing.tracing import trace
+    from castwise.tuning.precision_search import tune
     from castwise.weights.weight_cache import WeightCache
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "WeightCache",
     "amp",
     "autocast",
+    "compare",
     "cpu",
     "cuda",
     "custom_bwd",
@@ -48,6 +51,7 @@ __all__ = [
     "policies",
     "schedules",
     "trace",
+    "tune",
     "uninstall",
     "verdict",
 ]
@@ -64,6 +68,7 @@ _DEFINED_IN = {
     "ShardedGradScaler": "distributed.fsdp.sharded_grad_scaler",
     "WeightCache": "weights.weight_cache",
     "autocast": "amp",
+    "compare": "comparison.precision_drift",
     "custom_bwd": "amp",
     "custom_fwd": "amp",
     "diagnose": "diagnosis.diagnosis",
@@ -71,6 +76,7 @@ _DEFINED_IN = {
     "installed": "installation",
     "is_autocast_available": "amp",
     "trace": "tracing.tracing",
+    "tune": "tuning.precision_search",
     "uninstall": "installation",
     "verdict": "report.verdicts",
 }

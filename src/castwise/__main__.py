@@ -9,7 +9,8 @@ Usage: castwise [--version] [--help] COMMAND
 
   Mixed-precision training for PyTorch that says what happened to the numbers.
 
-  The commands bench, demo, doctor, report, run and trace need the extra `cli`, and `--help` tells more then:
+  The commands bench, compare, demo, doctor, report, run, trace and tune need the extra `cli`, and `--help` tells
+  more then:
 
       pip install 'castwise[cli]'
 """

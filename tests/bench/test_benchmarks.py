@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import castwise
 from castwise.bench import (
     autocast_overhead,
+    comparison_cost,
     growth,
     host_time,
     imports,
@@ -316,5 +317,14 @@ def test_import_times_are_put_in_proportion(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_names_are_those_of_files() -> None:
     names = [benchmark.name for benchmark in BENCHMARKS]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 13
     assert all(name.replace("_", "").isalpha() for name in names)
+
+
+def test_a_comparison_is_timed_and_its_memory_counted() -> None:
+    record, rows = run(comparison_cost.BENCHMARK, comparison_cost.Plan(TWICE, TINY))
+    assert all(is_time(value) for value in record["seconds"].values())
+    assert record["bytes"]["alone"] < record["bytes"]["outputs kept"] <= record["bytes"]["one policy"]
+    assert record["tune"]["forwards of a batch"] <= 9 * record["tune"]["modules"]
+    assert any(row.startswith("one policy | ") for row in rows)
+    assert any(row.startswith("compare, two policies | ") for row in rows)

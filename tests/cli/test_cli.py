@@ -60,7 +60,11 @@ def test_the_library_never_loads_its_command_line() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--version", "--help", *(f"{name} --help" for name in ("bench", "demo", "doctor", "report", "run", "trace"))],
+    [
+        "--version",
+        "--help",
+        *(f"{name} --help" for name in ("bench", "compare", "demo", "doctor", "report", "run", "trace", "tune")),
+    ],
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:
     loaded = modules_loaded_by(*arguments.split())
@@ -104,6 +108,8 @@ def completed(line: str, folder: Path) -> list[str]:
         ("castwise run --schedule H", ["Headroom"]),
         ("castwise run --policy fp16_", ["fp16_stable"]),
         ("castwise trace --policy m", ["mine.toml"]),
+        ("castwise compare --vary batch_s", ["batch_size"]),
+        ("castwise tune --format bf", ["bfloat16"]),
     ],
 )
 def test_values_complete(line: str, words: list[str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_every_command_and_option_is_there() -> None:
     page = commands.pages()
     group: Any = typer.main.get_command(app)
     names = list(group.commands)
-    assert {"demo", "doctor", "report", "run", "trace"} <= set(names)
+    assert {"compare", "demo", "doctor", "report", "run", "trace", "tune"} <= set(names)
     for name, command in group.commands.items():
         _, _, section = page.partition(f"## `castwise {name}`\n")
         section = section.partition("\n## ")[0]

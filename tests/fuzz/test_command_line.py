@@ -30,6 +30,7 @@ from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
     "bench": ["--quick", "--full", "--device", "--only", "--out"],
+    "compare": ["--model", "--policy", "--reference", "--no-gradients", "--vary", "--report", "--json"],
     "demo": [
         *("--data", "--preset", "--steps", "--device", "--seed"),
         *("--strategy", "--out", "--checkpoint-every", "--resume"),
@@ -38,6 +39,7 @@ OPTIONS = {
     "report": ["--output", "-o", "--text"],
     "run": ["-m", "--out", "--every", "--policy", "--schedule", "--weight-cache", "--"],
     "trace": ["--model", "--input", "--policy", "--weight-cache", "--json"],
+    "tune": ["--model", "--format", "--tolerance", "--cost", "-o", "--report", "--json"],
 }
 WORDS = [
     *("", ".", "..", "--help", "--version", "-h", "-1", "0", "1", "10", "1e3", "nan", "9" * 30),

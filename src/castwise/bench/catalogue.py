@@ -6,6 +6,7 @@ from typing import Any
 
 from castwise.bench import (
     autocast_overhead,
+    comparison_cost,
     growth,
     host_time,
     imports,
@@ -31,6 +32,7 @@ BENCHMARKS: tuple[Benchmark[Any], ...] = (
     policy_overhead.BENCHMARK,
     weight_cache.BENCHMARK,
     monitor_cost.BENCHMARK,
+    comparison_cost.BENCHMARK,
     scale_out.BENCHMARK,
     imports.BENCHMARK,
 )

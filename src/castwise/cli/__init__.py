@@ -15,6 +15,8 @@ import typer
 
 import castwise
 from castwise.cli.bench import bench as bench_command
+from castwise.cli.comparing import compare as compare_command
+from castwise.cli.comparing import tune as tune_command
 from castwise.cli.demo import demo as demo_command
 from castwise.cli.doctor import doctor as doctor_command
 from castwise.cli.report import report as report_command
@@ -23,6 +25,9 @@ from castwise.cli.tracing import trace as trace_command
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown", no_args_is_help=True)
 app.command(epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
+app.command(epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`")(
+    compare_command
+)
 app.command(epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo_command)
 app.command(epilog="Example: `castwise doctor --json > machine.json`")(doctor_command)
 app.command(epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report_command)
@@ -32,6 +37,7 @@ app.command(
     epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
 )(run_command)
 app.command(epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(trace_command)
+app.command(epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`")(tune_command)
 
 
 def _print_version(wanted: bool) -> None:

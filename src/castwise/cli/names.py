@@ -19,16 +19,21 @@ BENCHMARKS = (
     "policy_overhead",
     "weight_cache",
     "monitor_cost",
+    "comparison_cost",
     "scale_out",
     "imports",
 )
+COSTS = ("flops", "bytes", "measured")
 DEVICES = ("cpu", "cuda")
+FORMATS = ("float16", "bfloat16", "float32")
 POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
 PRESETS = ("tiny", "small")
 RECORDS = "monitor.jsonl"
+REFERENCES = ("float32", "float64")
 SCHEDULES = ("Dynamic", "Guard", "Headroom", "Static")
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "tp")
 WEIGHTS = ("fp32", "bf16-split")
+VARIATIONS = ("batch_size", "batch_order")
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:

@@ -1,4 +1,4 @@
-"""The model that `castwise trace` is asked for, its inputs, and its policy."""
+"""The model that a command is asked for, its inputs, and its policy."""
 
 from __future__ import annotations
 
@@ -28,6 +28,37 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
     Raises:
         UserError: There is no such function, it makes no model, or there is no batch for it.
     """
+    made = _made_by(spelled)
+    net, *given = made if isinstance(made, tuple) else (made,)
+    if not isinstance(net, nn.Module):
+        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+    if inputs:
+        given = [_input(text) for text in inputs]
+    elif not given:
+        raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
+    is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
+    return net, given[0] if is_batch else tuple(given)
+
+
+def find_task(spelled: str) -> tuple[nn.Module, list[Any], Callable[[Any, Any], torch.Tensor]]:
+    """Make what `--model` of `castwise compare` names: a model, batches of inputs and targets, and a loss function.
+
+    Raises:
+        UserError: There is no such function, or it makes something else.
+    """
+    made = _made_by(spelled)
+    if not isinstance(made, tuple) or len(made) != 3:
+        kind = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise UserError(f"{spelled} must return a model, a list of (inputs, targets), and a loss function, got {kind}")
+    net, batches, loss = made
+    if not isinstance(net, nn.Module):
+        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+    if not callable(loss):
+        raise UserError(f"{spelled} returned {type(loss).__name__}, not a function of outputs and targets")
+    return net, batches, loss
+
+
+def _made_by(spelled: str) -> Any:
     place, _, name = spelled.rpartition(":")
     if not place or not name:
         raise UserError(
@@ -39,16 +70,7 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
     if not callable(factory):
         near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
         raise UserError(f"{place!r} has no function {name!r}{near}")
-    made = _call(factory, spelled)
-    net, *given = made if isinstance(made, tuple) else (made,)
-    if not isinstance(net, nn.Module):
-        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
-    if inputs:
-        given = [_input(text) for text in inputs]
-    elif not given:
-        raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
-    is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
-    return net, given[0] if is_batch else tuple(given)
+    return _call(factory, spelled)
 
 
 def _run_file(path: Path) -> ModuleType:

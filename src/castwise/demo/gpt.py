@@ -5,6 +5,7 @@ There is no dropout: training draws no random numbers, and so a resumed run need
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,13 @@ def example() -> tuple[GPT, Tensor]:
     size = SIZES["tiny"]
     torch.manual_seed(0)
     return GPT(size), torch.randint(BYTES, (size.batch, size.context))
+
+
+def task() -> tuple[GPT, list[tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
+    """Return a model of the size "tiny", batches and its loss, for `castwise compare` and `castwise tune`."""
+    model, size = example()[0], SIZES["tiny"]
+    tokens = torch.randint(BYTES, (4, size.batch, size.context + 1))
+    return model, [(each[:, :-1], each[:, 1:]) for each in tokens], loss
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

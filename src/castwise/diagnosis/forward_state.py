@@ -30,6 +30,16 @@ class RandomState:
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
+    def is_current(self) -> bool:
+        """Return True if torch's generators have drawn nothing since."""
+        accelerator = _accelerator()
+        if not torch.equal(self._torch, torch.get_rng_state()):
+            return False
+        if accelerator is None or self._of_devices is None:
+            return True
+        now = accelerator.get_rng_state_all()
+        return all(torch.equal(before, after) for before, after in zip(self._of_devices, now, strict=True))
+
     def restore(self) -> None:
         """Put it back."""
         torch.set_rng_state(self._torch)

@@ -1,0 +1,226 @@
+"""`castwise compare` and `castwise tune`: what precisions do to a model, and the cheapest that keeps its loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from castwise._terminal import new_console, progress_bar
+from castwise._user_error import UserError
+from castwise.cli.names import COSTS, FORMATS, POLICIES, REFERENCES, VARIATIONS, complete_policy, completing
+
+if TYPE_CHECKING:
+    from castwise.comparison.drift import Drift
+    from castwise.policy.policy import Policy
+    from castwise.tuning.tuned import Tuned
+
+WIDTH = 160
+UNREACHED, USER_ERROR, INTERRUPTED = 1, 2, 130
+_TASK = (
+    "Function without arguments, in a module or a .py file, that returns a model, a list of (inputs, targets), and a "
+    "loss function of outputs and targets."
+)
+_DEFAULT = "castwise.demo.gpt:task"
+
+Model = Annotated[str, typer.Option("--model", metavar="MODULE|FILE:FACTORY", help=_TASK)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page with pictures as well.")]
+
+
+def compare(
+    model: Model = _DEFAULT,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"A file, or one of {', '.join(POLICIES)}; repeatable. [default: bf16]",
+            autocompletion=complete_policy,
+        ),
+    ] = None,
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="float32, float64, or a policy.",
+            autocompletion=completing(*REFERENCES, *POLICIES),
+        ),
+    ] = "float32",
+    gradients: Annotated[
+        bool, typer.Option("--gradients/--no-gradients", help="Compare the gradients of weights as well.")
+    ] = True,
+    vary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Show the noise of the reference with batches run otherwise: {' or '.join(VARIATIONS)}.",
+            autocompletion=completing(*VARIATIONS),
+        ),
+    ] = None,
+    page: Report = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what policies do to a model: to its loss and gradients, and by module to the numbers and the loss.
+
+    Exits with 0, with 1 if the loss is not finite in the reference, 2 if something was asked that cannot be done, and
+    130 after Ctrl-C. What the model itself raises is Python's traceback, with 1.
+    """
+    from castwise.cli.policies import naming, read_policy
+    from castwise.cli.traced_model import find_task
+    from castwise.comparison.precision_drift import Comparison
+
+    with _told_as("compare"):
+        net, batches, loss = find_task(model)
+        policies = {_name(spelled): read_policy(spelled) for spelled in policy or ["bf16"]}
+        against: Any = reference if reference in REFERENCES else read_policy(reference)
+        for name, each in policies.items():
+            try:
+                each.bind(net).unbind()
+            except ValueError as error:
+                raise UserError(naming(name, error)) from None
+        comparison = _checked(lambda: Comparison(net, loss, None, against, gradients, vary), net, batches)
+        with progress_bar() as progress:
+            drift = comparison.drift(batches, policies, progress)
+        _write(drift, page)
+    if as_json:
+        typer.echo(json.dumps(drift.as_dict(), indent=2, allow_nan=False))
+    else:
+        _print(drift)
+
+
+def tune(
+    model: Model = _DEFAULT,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help=f"One of {', '.join(FORMATS)}; repeatable. [default: all]",
+            autocompletion=completing(*FORMATS),
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="N", help="The largest relative error of the loss that is allowed.")
+    ] = 0.01,
+    cost: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"What is to be saved: {', '.join(COSTS)}.", autocompletion=completing(*COSTS)
+        ),
+    ] = "flops",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the policy to a .toml or .json file.")
+    ] = None,
+    page: Report = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the cheapest policy that keeps the loss of held-out batches within a tolerance of that in float32.
+
+    It is about single steps, and no proof that a long run ends where one in float32 does.
+
+    Exits with 0, with 1 if no policy is within the tolerance or the loss is not finite in float32, 2 if something was
+    asked that cannot be done, and 130 after Ctrl-C. What the model itself raises is Python's traceback, with 1.
+    """
+    from castwise.cli.traced_model import find_task
+    from castwise.tuning.precision_search import Search
+
+    with _told_as("tune"):
+        if output is not None and output.suffix not in {".toml", ".json"}:
+            raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
+        net, batches, loss = find_task(model)
+        search = _checked(lambda: Search(net, loss, None, formats or list(FORMATS), tolerance, cost), net, batches, 2)
+        with progress_bar() as progress:
+            best = search.tuned(batches, progress)
+        if output is not None:
+            _save(best.policy, output)
+        _write(best, page)
+    typer.echo(json.dumps(best.as_dict(), indent=2, allow_nan=False) if as_json else str(best))
+    if not best.is_within_tolerance:
+        raise typer.Exit(UNREACHED)
+
+
+@contextmanager
+def _told_as(command: str) -> Iterator[None]:
+    """Show what a user can put right as one line."""
+    from castwise.comparison.precision_drift import NonfiniteReferenceError
+
+    try:
+        yield
+    except UserError as error:
+        typer.echo(f"castwise {command}: {error}", err=True)
+        raise typer.Exit(USER_ERROR) from None
+    except NonfiniteReferenceError as error:
+        typer.echo(f"castwise {command}: {error}", err=True)
+        raise typer.Exit(UNREACHED) from None
+    except KeyboardInterrupt:
+        typer.echo(f"castwise {command}: stopped", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) -> Any:
+    """Make what is to run, and look at the batches: errors of both are the user's."""
+    from castwise.comparison.objective import Objective
+
+    try:
+        made = make()
+        found = Objective(net, lambda outputs, targets: outputs, None).check(batches)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if len(found) < least:
+        raise UserError("the factory must return at least two batches, as every second is held out, got one")
+    return made
+
+
+def _name(spelled: str) -> str:
+    return spelled if spelled in POLICIES else Path(spelled).stem
+
+
+def _save(policy: Policy, output: Path) -> None:
+    try:
+        policy.to_file(output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    typer.echo(f"wrote {output}", err=True)
+
+
+def _write(result: Drift | Tuned, page: Path | None) -> None:
+    if page is None:
+        return
+    try:
+        result.report(page)
+    except ImportError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"cannot write {page}: {error.strerror}") from None
+    typer.echo(f"wrote {page}", err=True)
+
+
+def _print(drift: Drift) -> None:
+    from castwise.comparison.drift import MODULE_NUMBERS, SHOWN_MODULES
+
+    console = new_console(WIDTH)
+    summary = drift.summary_rows()
+    _print_table(console, summary, set(range(1, len(summary[0]))))
+    for each in drift:
+        rows = each.rows(drift.noise)
+        console.print(f"{each.name}: modules by effect on the loss")
+        _print_table(console, rows[: SHOWN_MODULES + 1], MODULE_NUMBERS)
+        if len(rows) - 1 > SHOWN_MODULES:
+            console.print(f"and {len(rows) - 1 - SHOWN_MODULES:,} more modules: --json has all")
+    for note in drift.notes:
+        console.print(f"note: {note}")
+
+
+def _print_table(console: Any, rows: list[tuple[str, ...]], right: set[int]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if place in right else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,5 @@
+"""What a precision does to the numbers of a model, module by module."""
+
+from castwise._lazy_modules import submodules_of
+
+__getattr__ = submodules_of(__name__)

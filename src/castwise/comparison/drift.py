@@ -1,0 +1,249 @@
+"""What `compare` returns: figures by policy and module, as tables and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castwise._number_text import percent, several
+from castwise._text_table import aligned
+from castwise.comparison.errors import Errors
+from castwise.comparison.log_probs import LogProbDrift
+
+if TYPE_CHECKING:
+    from castwise.policy.policy import Policy
+
+SHOWN_MODULES = 15
+MODULE_NUMBERS = {3, 4, 5, 6, 7}
+
+
+@dataclass(frozen=True)
+class ModuleDrift:
+    """What a policy does to one module.
+
+    Args:
+        name: Qualified, without wrappers; "" is the model itself.
+        type: Of the module.
+        place: In the order in which modules are registered, from 0.
+        calls: How often it was called, over all batches.
+        computes_in: The dtype that the policy says.
+        effect: Root mean square, over the elements of its outputs, of the loss's gradient times the error that the
+            module introduces; inf if one of these errors is not finite, None if the module could not be run by itself.
+        loss_shift: The same with the sum of the squares instead of their mean: the standard deviation of what these
+            errors add to the loss, if they are independent.
+        introduced: Errors that its own ops make of the reference's inputs; those of modules inside are theirs.
+        carried: What is left of the total without those: its inputs were already off.
+        total: Of its outputs in the policy's run.
+        gradients: Of its own parameters; None without any, or if they were not asked for.
+        problem: Why something is missing; "" if nothing is.
+    """
+
+    name: str
+    type: str
+    place: int
+    calls: int
+    computes_in: str
+    effect: float | None
+    loss_shift: float | None
+    introduced: Errors | None
+    carried: Errors | None
+    total: Errors | None
+    gradients: Errors | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a policy does to the loss and to the gradient of all parameters.
+
+    Args:
+        loss: Mean over the batches.
+        reference_loss: The same in the reference.
+        relative_loss_error: Mean over the batches of `|loss - reference loss| / |reference loss|`.
+        gradient_cosine: Of the angle between all gradients and those of the reference; None without gradients.
+        gradient_norm_ratio: Their norm over that of the reference; None without gradients.
+        gradient_errors: Their errors; None without gradients.
+        loss_scale: By which the loss was multiplied for the backward; 1 unless the policy computes in fp16.
+        log_probs: Of the target tokens, if the outputs are logits; None if not.
+    """
+
+    loss: float
+    reference_loss: float
+    relative_loss_error: float
+    gradient_cosine: float | None
+    gradient_norm_ratio: float | None
+    gradient_errors: Errors | None
+    loss_scale: float
+    log_probs: LogProbDrift | None
+
+
+@dataclass(frozen=True)
+class PolicyDrift:
+    """What one policy does to a model.
+
+    Args:
+        name: As it was given to `compare`.
+        policy: The policy; None for the reference with other batches.
+        summary: Of the model.
+        modules: Those that were called, by their effect, the largest first.
+    """
+
+    name: str
+    policy: Policy | None
+    summary: Summary
+    modules: tuple[ModuleDrift, ...]
+
+    def __getitem__(self, name: str) -> ModuleDrift:
+        """Return the module of a name."""
+        for module in self.modules:
+            if module.name == name:
+                return module
+        raise KeyError(name)
+
+    def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
+        """Return the table of modules as text, its header first.
+
+        Args:
+            noise: The reference with other batches, for a column with its errors.
+        """
+        of_noise = {} if noise is None else {module.name: module.total for module in noise.modules}
+        header = ("module", "type", "computes in", "effect", "introduced", "carried", "gradients", "noise")
+        rows = [
+            (
+                *(each.name or "(root)", each.type, each.computes_in, _number(each.effect)),
+                *map(_relative, (each.introduced, each.carried, each.gradients, of_noise.get(each.name))),
+            )
+            for each in self.modules
+        ]
+        shown = [place for place in range(len(header)) if place < 6 or any(row[place] for row in rows)]
+        return [tuple(row[place] for place in shown) for row in (header, *rows)]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What precisions do to a model, module by module; prints as tables.
+
+    Args:
+        policies: By the names that were given to `compare`.
+        reference: "float32", "float64", or "policy".
+        batches: How many were compared.
+        noise: The reference against itself with other batches, if `vary` was given.
+        not_called: Modules that no batch has called.
+        notes: What else is to be known of the figures.
+    """
+
+    policies: Mapping[str, PolicyDrift]
+    reference: str
+    batches: int
+    noise: PolicyDrift | None = None
+    not_called: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> PolicyDrift:
+        """Return what one policy does."""
+        return self.policies[name]
+
+    def __iter__(self) -> Iterator[PolicyDrift]:
+        return iter(self.policies.values())
+
+    def __str__(self) -> str:
+        parts = [aligned(self.summary_rows(), right=range(1, 20))]
+        for each in self:
+            rows = each.rows(self.noise)
+            more = len(rows) - 1 - SHOWN_MODULES
+            table = aligned(rows[: SHOWN_MODULES + 1], {place for place in MODULE_NUMBERS if place < len(rows[0])})
+            rest = f"\nand {several(more, 'more module')}: drift[{each.name!r}].modules" if more > 0 else ""
+            parts.append(f"{each.name}: modules by effect on the loss\n{table}{rest}")
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n\n".join(parts)
+
+    def summary_rows(self) -> list[tuple[str, ...]]:
+        """Return the table of summaries as text, its header first: a row for each policy, and one for the noise."""
+        header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
+        log_probs = ("mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
+        each = [*self, *([self.noise] if self.noise is not None else [])]
+        has_tokens = any(policy.summary.log_probs is not None for policy in each)
+        rows = [(*header, *(log_probs if has_tokens else ()))]
+        for policy in each:
+            found = policy.summary
+            row = [policy.name, f"{found.loss:.6g}", _number(found.relative_loss_error)]
+            cosine, ratio = found.gradient_cosine, found.gradient_norm_ratio
+            row += ["" if cosine is None else f"{cosine:.6f}", "" if ratio is None else f"{ratio:.4f}"]
+            tokens = found.log_probs
+            if has_tokens and tokens is not None:
+                row += map(_number, (tokens.mean_difference, tokens.largest_difference, tokens.kl_k1, tokens.kl_k3))
+                row += [percent(tokens.outside_band)]
+            rows.append((*row, *([""] * (len(rows[0]) - len(row)))))
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists and dicts, fit for JSON, which knows no NaN: those are None, and inf "inf"."""
+        policies = {name: _record(drift) for name, drift in self.policies.items()}
+        return {
+            "reference": self.reference,
+            "batches": self.batches,
+            "policies": policies,
+            "noise": None if self.noise is None else _record(self.noise),
+            "not_called": list(self.not_called),
+            "notes": list(self.notes),
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with pictures of the same.
+
+        Args:
+            path: Where to write; an older file there is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
+            OSError: The page cannot be written.
+        """
+        from castwise.report.drift_report import write_drift_report
+
+        return write_drift_report(self, path)
+
+
+def plain_policy(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a policy as plain values, fit for JSON."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+
+
+def _record(drift: PolicyDrift) -> dict[str, Any]:
+    return {
+        "policy": None if drift.policy is None else plain_policy(drift.policy),
+        "summary": plain(dataclasses.asdict(drift.summary)),
+        "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value fit for JSON, which knows no NaN (None) and no inf ("inf")."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus before a zero
+
+
+def _relative(errors: Errors | None) -> str:
+    if errors is None:
+        return ""
+    lost = f" ({percent(errors.nonfinite)} not finite)" if errors.nonfinite else ""
+    return _number(errors.relative_rms) + lost

@@ -1,0 +1,184 @@
+"""How far tensors are from those of a reference: sums over their elements, and the figures made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+# Elements at a time: temporaries in fp64 stay small beside the tensors themselves.
+_CHUNK = 2**17
+# Sums of squares below this may have lost their small terms in fp32.
+_SMALL = 1e-30
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far values are from the reference's.
+
+    Elements that are not finite in the reference are left out, and those that are not finite here count in `nonfinite`
+    alone.
+
+    Args:
+        relative_rms: Root mean square of the errors over that of the reference; inf if the reference is all zeros.
+        bias: Mean of the errors over the root mean square of the reference.
+        cosine: Of the angle between the values and the reference's.
+        largest: Magnitude of the largest error, in the units of the values.
+        nonfinite: Share of elements that are not finite where the reference is.
+    """
+
+    relative_rms: float
+    bias: float
+    cosine: float
+    largest: float
+    nonfinite: float
+
+
+class ErrorSums:
+    """Sums over the elements of any number of tensors and of their references.
+
+    Example:
+        >>> sums = ErrorSums()
+        >>> sums.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+        >>> round(sums.errors().relative_rms, 6), sums.errors().largest
+        (0.1, 0.5)
+    """
+
+    __slots__ = ("cross", "elements", "error", "largest", "nonfinite", "reference_squares", "squares")
+
+    def __init__(self) -> None:
+        self.elements = self.nonfinite = 0
+        self.error = self.squares = self.reference_squares = self.cross = self.largest = 0.0
+
+    def add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
+        """Count the elements of a tensor and of its reference, which has the same shape; waits for the device."""
+        for expected, got in _chunks(reference, value):
+            wide = _wide(expected, got)
+            self._add(expected.to(wide), got.to(wide))
+
+    def add_rest(
+        self, reference: torch.Tensor, value: torch.Tensor, own_reference: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """Count the elements of a tensor without the errors that another one has to its own reference."""
+        for expected, got, without, with_error in _chunks(reference, value, own_reference, own):
+            wide = _wide(expected, got, without, with_error)
+            self._add(expected.to(wide), got.to(wide) - (with_error.to(wide) - without.to(wide)))
+
+    def _add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
+        sums = _sums(reference, value)
+        self.elements += reference.numel()
+        lost_small = reference.dtype is torch.float32 and sums[-1] > 0 and sums[1] < _SMALL
+        if lost_small or not all(map(math.isfinite, sums)):
+            reference, value = reference.double(), value.double()
+            counts = reference.isfinite()
+            finite = counts & value.isfinite()
+            self.elements -= int((~counts).sum())
+            self.nonfinite += int((counts & ~finite).sum())
+            sums = _sums(reference[finite], value[finite])
+        error, squares, reference_squares, cross, largest = sums
+        self.error += error
+        self.squares += squares
+        self.reference_squares += reference_squares
+        self.cross += cross
+        self.largest = max(self.largest, largest)
+
+    def errors(self) -> Errors | None:
+        """Return the figures of all that was added; None if it had no elements."""
+        finite = self.elements - self.nonfinite
+        if not self.elements:
+            return None
+        if not finite:
+            return Errors(math.nan, math.nan, math.nan, math.nan, 1.0)
+        return Errors(
+            relative_rms=_over(math.sqrt(self.squares), math.sqrt(self.reference_squares)),
+            bias=_over(self.error / finite, math.sqrt(self.reference_squares / finite)),
+            cosine=self.cosine(),
+            largest=self.largest,
+            nonfinite=self.nonfinite / self.elements,
+        )
+
+    def cosine(self) -> float:
+        """Return the cosine of the angle between values and reference; 1 if both are all zeros, NaN if one is."""
+        value_squares = self.value_squares()
+        if not self.reference_squares or not value_squares:
+            return 1.0 if self.reference_squares == value_squares else math.nan
+        product = math.sqrt(self.reference_squares) * math.sqrt(value_squares)
+        return max(-1.0, min(1.0, (self.reference_squares + self.cross) / product))
+
+    def norm_ratio(self) -> float:
+        """Return the norm of the values over that of the reference."""
+        return _over(math.sqrt(self.value_squares()), math.sqrt(self.reference_squares), 1.0)
+
+    def value_squares(self) -> float:
+        """Return the sum of the squares of the values."""
+        return max(0.0, self.reference_squares + 2 * self.cross + self.squares)
+
+
+class EffectSums:
+    """Sums for the effect of a module: gradients of the loss by its outputs times errors in them."""
+
+    __slots__ = ("elements", "squares")
+
+    def __init__(self) -> None:
+        self.elements, self.squares = 0, 0.0
+
+    def add(self, gradient: torch.Tensor, reference: torch.Tensor, value: torch.Tensor) -> None:
+        """Count the elements of an output, unless it has no error; one that is not finite makes the effect infinite."""
+        if torch.equal(reference, value):
+            return
+        for part, expected, got in _chunks(gradient, reference, value):
+            error = got.double() - expected.double()
+            # Equal infinities, as of a mask, are no error.
+            error = torch.where(got == expected, 0.0, error)
+            shift = part.double() * error
+            squares = float(torch.dot(shift, shift))
+            self.squares += squares if math.isfinite(squares) else math.inf
+        self.elements += gradient.numel()
+
+    def rms(self) -> float:
+        """Return the root of the mean square."""
+        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
+
+    def root(self) -> float:
+        """Return the root of the sum of the squares."""
+        return math.sqrt(self.squares)
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), _CHUNK):
+        yield tuple(tensor[start : start + _CHUNK] for tensor in flat)
+
+
+def _wide(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a DTensor is on this rank, and any other tensor as it is."""
+    on_this_rank = getattr(tensor, "to_local", None)
+    return tensor if on_this_rank is None else on_this_rank()
+
+
+def _sums(reference: torch.Tensor, value: torch.Tensor) -> list[float]:
+    if not reference.numel():
+        return [0.0] * 5
+    error = value - reference
+    found: list[float] = torch.stack(
+        [
+            error.sum(),
+            torch.dot(error, error),
+            torch.dot(reference, reference),
+            torch.dot(reference, error),
+            error.abs().max(),
+        ]
+    ).tolist()
+    return found
+
+
+def _over(a: float, b: float, of_zeros: float = 0.0) -> float:
+    if b:
+        return a / b
+    return math.inf if a else of_zeros

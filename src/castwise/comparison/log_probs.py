@@ -1,0 +1,127 @@
+"""How far apart the log-probabilities are that two runs of a model give to the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_IGNORED = -100  # the index that torch's cross_entropy leaves out
+_ROWS = 4096  # at a time: the logits of so many tokens are cast to fp64 together
+
+
+@dataclass(frozen=True)
+class LogProbDrift:
+    """Log-probabilities of the target tokens under a policy, beside those of the reference.
+
+    With the ratio r = p_policy / p_reference of each token's probabilities (Schulman 2020, "Approximating KL
+    divergence", with tokens taken as samples of the reference):
+
+    Args:
+        tokens: How many were compared; targets of -100 are left out.
+        mean_difference: Mean of `|log r|`, in nats.
+        largest_difference: Largest `|log r|`, in nats.
+        kl_k1: Mean of -log r, an estimate of KL(reference || policy) without bias, which may be negative.
+        kl_k3: Mean of r - 1 - log r, an estimate without bias that never is.
+        outside_band: Share of tokens whose ratio is outside of `clip_band`.
+        band: That band.
+    """
+
+    tokens: int
+    mean_difference: float
+    largest_difference: float
+    kl_k1: float
+    kl_k3: float
+    outside_band: float
+    band: tuple[float, float]
+
+
+class LogProbSums:
+    """Sums over the tokens of any number of batches.
+
+    Args:
+        band: The least and the largest ratio that a clipped objective leaves alone.
+    """
+
+    def __init__(self, band: tuple[float, float]) -> None:
+        self._band = band
+        self._tokens = self._outside = 0
+        self._log_ratio = self._magnitude = self._k3 = self._largest = 0.0
+
+    def add(self, reference: torch.Tensor, policy: torch.Tensor) -> None:
+        """Count tokens.
+
+        Args:
+            reference: Their log-probabilities under the reference, in fp64.
+            policy: Under the policy.
+        """
+        if not reference.numel():
+            return
+        log_ratio = policy - reference
+        ratio = log_ratio.exp()
+        low, high = self._band
+        self._tokens += log_ratio.numel()
+        # A NaN is in no band.
+        self._outside += int((~((ratio >= low) & (ratio <= high))).sum())
+        self._log_ratio += float(log_ratio.sum())
+        self._magnitude += float(log_ratio.abs().sum())
+        self._k3 += float((log_ratio.expm1() - log_ratio).sum())
+        largest = float(log_ratio.abs().max())
+        self._largest = math.nan if math.isnan(largest) else max(self._largest, largest)
+
+    def drift(self) -> LogProbDrift | None:
+        """Return the figures; None if there were no tokens."""
+        if not self._tokens:
+            return None
+        tokens = self._tokens
+        return LogProbDrift(
+            tokens,
+            self._magnitude / tokens,
+            self._largest,
+            -self._log_ratio / tokens,
+            self._k3 / tokens,
+            self._outside / tokens,
+            self._band,
+        )
+
+
+def token_log_probs(outputs: Any, targets: Any) -> torch.Tensor | None:
+    """Return the log-probabilities that logits give to target tokens, in fp64; None if they are no such pair.
+
+    Args:
+        outputs: Logits of shape (..., classes); or an object or mapping with them as `logits`, or a tuple that begins
+            with them.
+        targets: Indices of classes, of shape (...).
+
+    Example:
+        >>> token_log_probs(torch.tensor([[0.0, 0.0]]), torch.tensor([1])).exp()
+        tensor([0.5000], dtype=torch.float64)
+    """
+    logits = _logits(outputs)
+    if logits is None or not isinstance(targets, torch.Tensor) or targets.dtype is not torch.int64:
+        return None
+    if not logits.is_floating_point() or logits.ndim < 2 or logits.shape[:-1] != targets.shape:
+        return None
+    rows, wanted = logits.detach().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if bool(((wanted != _IGNORED) & ((wanted < 0) | (wanted >= rows.shape[1]))).any()):
+        return None
+    counted = wanted != _IGNORED
+    rows, wanted = rows[counted], wanted[counted].unsqueeze(-1)
+    found = [
+        rows[start : start + _ROWS].double().log_softmax(-1).gather(-1, wanted[start : start + _ROWS]).squeeze(-1)
+        for start in range(0, len(rows), _ROWS)
+    ]
+    return torch.cat(found) if found else None
+
+
+def _logits(outputs: Any) -> torch.Tensor | None:
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits")
+    elif isinstance(outputs, (tuple, list)):
+        outputs = outputs[0] if outputs else None
+    elif not isinstance(outputs, torch.Tensor):
+        outputs = getattr(outputs, "logits", None)
+    return outputs if isinstance(outputs, torch.Tensor) else None

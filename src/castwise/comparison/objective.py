@@ -1,0 +1,152 @@
+"""How batches become a loss, and how they are taken apart to be run in another composition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise._torch_private import tree_leaves, tree_map
+from castwise.comparison.kept_values import Kept
+from castwise.tracing.batches import arguments_of
+
+Loss = Callable[[Any, Any], torch.Tensor]
+Around = Callable[[torch.Tensor], AbstractContextManager[Any]]
+Forward = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Objective:
+    """A model with what makes a loss of a batch.
+
+    Args:
+        model: The model, unwrapped.
+        loss: Of outputs and targets; None with a `forward`.
+        forward: Of the model and a batch; None with a `loss`.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, forward: Forward | None) -> None:
+        if (loss is None) is (forward is None):
+            raise TypeError(
+                "give either loss=, a function of outputs and targets, or forward=, a function of the model and a batch"
+            )
+        self.model, self.loss, self._forward = model, loss, forward
+
+    def __call__(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """Return outputs (None with a `forward`) and loss of a batch."""
+        if self._forward is not None:
+            return None, _checked(self._forward(self.model, batch), "forward")
+        args, kwargs = arguments_of(batch[0])
+        outputs = self.model(*args, **kwargs)
+        return outputs, self.loss_of(outputs, batch)
+
+    def in_parts(
+        self, batch: Any, parts: Sequence[torch.Tensor], size: int, around: Around = lambda part: nullcontext()
+    ) -> tuple[Any, torch.Tensor]:
+        """Return outputs and loss of a batch whose samples are run in parts, in the batch's order.
+
+        With a `forward` the loss is the mean over the samples of the losses of their parts.
+
+        Args:
+            batch: The batch.
+            parts: The indices of the samples of each part.
+            size: How many samples the batch has.
+            around: Makes a context for the run of each part.
+        """
+        outputs, losses = [], []
+        for part in parts:
+            with around(part):
+                if self._forward is not None:
+                    losses.append(self(selected(batch, part, size))[1] * (len(part) / size))
+                else:
+                    args, kwargs = arguments_of(selected(batch[0], part, size))
+                    outputs.append(self.model(*args, **kwargs))
+        if self._forward is not None:
+            return None, torch.stack(losses).sum()
+        joined = _joined(outputs, parts)
+        return joined, self.loss_of(joined, batch)
+
+    def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch's outputs."""
+        assert self.loss is not None
+        return _checked(self.loss(outputs, batch[1]), "loss")
+
+    def check(self, batches: Any) -> list[Any]:
+        """Return batches as a list.
+
+        Raises:
+            TypeError: They can be read only once, or one is no pair of inputs and targets.
+            ValueError: There are none.
+        """
+        if not isinstance(batches, Collection) or isinstance(batches, (torch.Tensor, str, dict)):
+            raise TypeError(
+                "batches must be a list or another collection, as they are run more than once, "
+                f"got {type(batches).__name__}: give list(batches), or some of them"
+            )
+        found = list(batches)
+        if not found:
+            raise ValueError("batches must have at least one batch, got none")
+        for place, batch in enumerate(found):
+            if self._forward is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
+                raise TypeError(
+                    f"batches[{place}] must be (inputs, targets), got {kind}: for any other batch give "
+                    "forward=lambda model, batch: ..., which returns the loss"
+                )
+        return found
+
+    def size_of(self, batch: Any) -> int:
+        """Return how many samples a batch has: the first dimension of its first tensor.
+
+        Raises:
+            ValueError: It has no tensor with dimensions.
+        """
+        inputs = batch if self._forward is not None else batch[0]
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                return leaf.shape[0]
+        raise ValueError("vary needs batches of samples: their first tensor must have a first dimension")
+
+
+def fresh(batch: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with copies of its tensors, which a model may write to."""
+    kept = Kept(batch)
+    copies = []
+    for tensor in kept.tensors:
+        copy = cast(tensor)
+        copies.append(copy.clone() if copy is tensor else copy)
+    return kept.made_of(copies)
+
+
+def selected(value: Any, samples: torch.Tensor, size: int) -> Any:
+    """Return some samples of a batch: tensors without a first dimension of its size are taken whole."""
+
+    def of_leaf(leaf: Any) -> Any:
+        is_of_samples = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == size
+        return leaf.index_select(0, samples.to(leaf.device)) if is_of_samples else leaf
+
+    return tree_map(of_leaf, value)
+
+
+def _joined(outputs: list[Any], parts: Sequence[torch.Tensor]) -> Any:
+    order = torch.cat(list(parts)).argsort()
+    leaves = [[leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)] for output in outputs]
+    joined = iter(
+        [
+            torch.cat(same).index_select(0, order.to(same[0].device))
+            if same[0].ndim and all(len(part) == len(each) for part, each in zip(parts, same, strict=True))
+            else same[0]
+            for same in zip(*leaves, strict=True)
+        ]
+    )
+    return tree_map(lambda leaf: next(joined) if isinstance(leaf, torch.Tensor) else leaf, outputs[0])
+
+
+def _checked(loss: Any, name: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"{name} must return the loss as a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must have one element, got shape {tuple(loss.shape)}: reduce it in {name}")
+    return loss.reshape(())

@@ -1,0 +1,218 @@
+"""A run of a model under a policy, beside a run of the reference whose tensors are still there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from castwise._torch_private import is_backward_running
+from castwise.comparison.errors import EffectSums, ErrorSums
+from castwise.comparison.module_calls import (
+    Call,
+    Key,
+    ReferenceRun,
+    Site,
+    Tap,
+    Watch,
+    call_again,
+    direct_tensors,
+    dtypes_in,
+)
+from castwise.comparison.precisions import Precision, Region
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor in the reference, and the same one under a policy."""
+
+
+class Note(NamedTuple):
+    """How a module was called under the policy.
+
+    Args:
+        region: What held there.
+        inputs: Dtypes of the tensors in its arguments.
+        outputs: Dtypes of the tensors that it returned.
+    """
+
+    region: Region
+    inputs: list[torch.dtype]
+    outputs: list[torch.dtype]
+
+
+@dataclass
+class ModuleSums:
+    """What is added up of one module under one policy."""
+
+    calls: int = 0
+    total: ErrorSums = field(default_factory=ErrorSums)
+    introduced: ErrorSums = field(default_factory=ErrorSums)
+    carried: ErrorSums = field(default_factory=ErrorSums)
+    gradients: ErrorSums = field(default_factory=ErrorSums)
+    effect: EffectSums = field(default_factory=EffectSums)
+    problem: str = ""
+
+
+class PolicyRun:
+    """Compares what each module returns with the reference, and notes in which precision it was called.
+
+    Args:
+        watch: Knows the run in progress.
+        reference: The run of the reference.
+        precisions: That of the reference, and that of this run.
+        device: The `type` of the model's device.
+        sums: By module, to which errors are added.
+        selection: Which samples of the reference's batch this run is given, and how many the batch has; None if the
+            same.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        reference: ReferenceRun,
+        precisions: tuple[Precision, Precision],
+        device: str,
+        sums: dict[Tap, ModuleSums],
+        selection: tuple[torch.Tensor, int] | None = None,
+    ) -> None:
+        self._watch, self._reference, self._device, self._sums = watch, reference, device, sums
+        self._expected, self._precision = precisions
+        # In the backward of the reference the model has the weights of the reference.
+        same = self._precision is self._expected
+        self._weights = self._precision.weights if same else self._expected.own_weights
+        self._selection = selection
+        self._notes: dict[Key, Note] = {}
+        self._numbers: Counter[Tap] = Counter()
+        self._exact: set[Key] = set()
+
+    def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module, and compare what it returns."""
+        if is_backward_running():
+            return tap.forward(*args, **kwargs)
+        number = self._numbers[tap]
+        self._numbers[tap] += 1
+        inputs = dtypes_in((args, kwargs))
+        region = Region.here(self._device)
+        output = tap.forward(*args, **kwargs)
+        note = self._notes[tap, number] = Note(region, inputs, dtypes_in(output))
+        sums = self._sums[tap]
+        sums.calls += 1
+        call = self._reference.calls.get((tap, number))
+        if call is None:
+            sums.problem = "is called more often than in the reference"
+        else:
+            self._compare(call, note, direct_tensors(output), sums)
+        return output
+
+    def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+        """Add gradients of the loss by what a module's own ops make, times the errors that they introduce."""
+        note = self._notes.get((call.tap, call.number))
+        if note is None or (call.tap, call.number) in self._exact:
+            return
+        sums = self._sums[call.tap]
+        introduced = self._introduced(call, note, sums)
+        for site, gradient in gradients.items():
+            if site in introduced:
+                sums.effect.add(self._of_reference(gradient), *introduced[site])
+
+    def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
+        expected = call.outputs()
+        pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
+        if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
+            sums.problem = "returns tensors of other shapes than in the reference"
+            self._exact.add((call.tap, call.number))
+            return
+        introduced = self._introduced(call, note, sums)
+        is_exact = True
+        for site, (without, with_error) in introduced.items():
+            before = sums.introduced.squares, sums.introduced.nonfinite
+            if site[0] == "output" or not torch.equal(without, with_error):
+                sums.introduced.add(without, with_error)
+            is_exact = is_exact and before == (sums.introduced.squares, sums.introduced.nonfinite)
+        if is_exact:
+            self._exact.add((call.tap, call.number))
+        for place, (reference, value) in enumerate(pairs):
+            if not reference.is_floating_point():
+                continue
+            sums.total.add(reference, value)
+            own = introduced.get(("output", place))
+            if own is None:
+                sums.introduced.add(reference, reference)
+                sums.carried.add(reference, value)
+            else:
+                sums.carried.add_rest(reference, value, *own)
+
+    def _introduced(self, call: Call, note: Note, sums: ModuleSums) -> dict[Site, Pair]:
+        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same."""
+        if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
+            return {}
+
+        def rounded(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+            if child is None:
+                dtypes = note.inputs
+            else:
+                child_note = self._notes.get((child.tap, child.number))
+                dtypes = [] if child_note is None else child_note.outputs
+            tensor = self._of_reference(tensor)
+            return tensor.to(dtypes[place]) if place < len(dtypes) and tensor.is_floating_point() else tensor
+
+        def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+            return rounded(child, place, tensor).to(tensor.dtype)
+
+        try:
+            values = call_again(self._watch, call, self._device, self._weights, note.region, rounded, self._resized)
+            if self._rounds(call, note):
+                expected = call_again(
+                    self._watch, call, self._device, self._expected.weights, call.region, rounded_and_back
+                )
+            else:
+                expected = {site: self._of_reference(call.tensor(site)) for site in values}
+        except Exception as error:
+            sums.problem = f"cannot be run by itself: {type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+            return {}
+        pairs = {site: (expected[site], value) for site, value in values.items() if site in expected}
+        if not all(map(_are_comparable, pairs.values())):
+            sums.problem = "takes another path by itself"
+            return {}
+        return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
+
+    def _is_the_same(self, call: Call, note: Note) -> bool:
+        """Return True if its own ops are those of the reference, on tensors of the same dtypes."""
+        both_plain = note.region.is_plain(call.tap.forward) and call.region.is_plain(call.tap.forward)
+        return (
+            (both_plain or note.region[:2] == call.region[:2])
+            and self._selection is None
+            and self._expected.dtype is self._precision.dtype is None
+            and not self._rounds(call, note)
+        )
+
+    def _rounds(self, call: Call, note: Note) -> bool:
+        """Return True if anything that the module is given has another dtype here than in the reference."""
+        if self._selection is not None:
+            return False
+        if [tensor.dtype for tensor in call.arguments.tensors] != note.inputs or self._expected.dtype is not None:
+            return True
+        return any(
+            child.output is not None
+            and (child_note := self._notes.get((child.tap, child.number))) is not None
+            and [tensor.dtype for tensor in child.output.tensors] != child_note.outputs
+            for child in call.children
+        )
+
+    def _of_reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._selection is None:
+            return tensor
+        samples, size = self._selection
+        is_of_samples = tensor.ndim > 0 and tensor.shape[0] == size
+        return tensor.index_select(0, samples.to(tensor.device)) if is_of_samples else tensor
+
+    def _resized(self, shape: torch.Size) -> torch.Size:
+        if self._selection is None or not shape or shape[0] != self._selection[1]:
+            return shape
+        return torch.Size([len(self._selection[0]), *shape[1:]])
+
+
+def _are_comparable(pair: Pair) -> bool:
+    reference, value = pair
+    return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()

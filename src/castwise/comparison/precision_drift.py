@@ -1,0 +1,519 @@
+"""`compare`: what precisions do to a model's loss, gradients and modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise._suggestions import listed, nearest
+from castwise._torch_private import is_compiled, no_post_accumulate_hooks
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.devices import has_autocast
+from castwise.amp.emulation import SETTLED, is_native_here
+from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
+from castwise.comparison.errors import ErrorSums, local
+from castwise.comparison.log_probs import LogProbSums, token_log_probs
+from castwise.comparison.module_calls import Call, ReferenceRun, Site, Tap, Watch, forgetting_graph
+from castwise.comparison.objective import Forward, Loss, Objective, fresh
+from castwise.comparison.policy_run import ModuleSums, PolicyRun
+from castwise.comparison.precisions import Precision, is_sharded
+from castwise.comparison.starting_point import StartingPoint
+from castwise.diagnosis.diagnosis import diagnose
+from castwise.diagnosis.replay import gradients_of, unchanged
+from castwise.policy.bound_policy import BoundPolicy, is_bound_to
+from castwise.policy.module_rules import decide
+from castwise.policy.policy import Policy
+
+Reference = Literal["float32", "float64"] | Policy | BoundPolicy
+Vary = Literal["batch_size", "batch_order"]
+Progress = Callable[[str, int, int], None]
+
+_REFERENCES = {"float32": torch.float32, "float64": torch.float64}
+_VARY = ("batch_size", "batch_order")
+CLIP_BAND = (0.8, 1.2)
+# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
+_LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+class NonfiniteReferenceError(ValueError):
+    """The loss of a batch is not finite in the reference: there is nothing to compare with."""
+
+
+def compare(
+    model: nn.Module,
+    batches: Sequence[Any],
+    policies: Mapping[str, Policy | BoundPolicy] | None = None,
+    *,
+    loss: Loss | None = None,
+    forward: Forward | None = None,
+    reference: Reference = "float32",
+    gradients: bool = True,
+    vary: Vary | None = None,
+    clip_band: tuple[float, float] = CLIP_BAND,
+) -> Drift:
+    """Run batches under policies and under a reference, and return how far apart they are, module by module.
+
+    The *effect* of a module is the root mean square of (gradient of the loss by its outputs x error that it introduces
+    into them): what its rounding does to the loss. The gradient is that of the reference. The error is what the
+    module's own ops make of the reference's values, in the dtypes in which the policy hands them over, minus what the
+    same ops make of the same values in the reference; errors of modules inside are theirs alone. What else is off in a
+    module's outputs under the policy is *carried*: its inputs were off.
+
+    Per policy, a batch costs one forward and backward, another forward, and each module up to four times by itself; the
+    reference costs one forward and backward. Outputs of modules are kept for one run at a time, the reference's.
+
+    Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
+    random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
+    attributes that the forward sets, what hooks and `loss` do, and generators that the program has made. Dropout draws
+    the same random numbers in all runs. What `torch.compile` has compiled runs eagerly.
+
+    Args:
+        model: The model, in training or evaluation. Each rank compares for itself: what DDP wraps, or a model of FSDP2
+            units, of whose gradients it compares its own shards.
+        batches: A list of `(inputs, targets)`. The model is called with the inputs: a tensor, a tuple of positional or
+            a mapping of keyword arguments.
+        policies: By names of your choice; bound ones and others. May be left out with `vary`.
+        loss: Of the model's output and the targets, a tensor of one element. Runs in the policy's region, too.
+        forward: Instead of `loss`, for batches of any kind: of the model and a batch, returns the loss.
+        reference: "float32", with autocast off; "float64", in which weights, buffers and inputs are cast, too; or a
+            policy. Regions that the model's own code begins hold in the reference as well.
+        gradients: False leaves out the backwards of the policies.
+        vary: Compare the reference with itself as well, with the samples of a batch one by one ("batch_size") or in
+            another order ("batch_order"). Errors below this noise are nothing that a policy does.
+        clip_band: The least and the largest ratio of probabilities for `LogProbDrift.outside_band`.
+
+    Returns:
+        Figures by policy and module; `print` shows them as tables.
+
+    Raises:
+        TypeError: An argument has the wrong type, or a module returns a generator.
+        ValueError: A policy does not fit the model, `reference` or `vary` is unknown, or the loss is not finite in the
+            reference: the text has the diagnosis.
+
+    Example:
+        >>> import castwise
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> batch = torch.randn(32, 8), torch.randint(4, (32,))
+        >>> drift = castwise.compare(model, [batch], {"bf16": castwise.policies.bf16}, loss=nn.functional.cross_entropy)
+        >>> drift["bf16"].modules[0].name
+        '2'
+    """
+    comparison = Comparison(model, loss, forward, reference, gradients, vary, clip_band)
+    return comparison.drift(batches, policies or {})
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """Return a model without the wrappers of `torch.compile` and DDP."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    inner = model.module if isinstance(model, _WRAPPERS) else model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def device_of(model: nn.Module) -> str:
+    """Return the type of the device of a model's parameters."""
+    return next((param.device.type for param in model.parameters()), "cpu")
+
+
+@dataclass
+class _Variant:
+    """What is compared with the reference: a policy, or the reference with other batches."""
+
+    name: str
+    precision: Precision
+    policy: Policy | None
+    sums: dict[Tap, ModuleSums]
+    log_probs: LogProbSums
+    losses: list[float] = field(default_factory=list)
+    gradients: ErrorSums = field(default_factory=ErrorSums)
+    loss_scale: float = 1.0
+    vary: str | None = None
+
+    def parts(self, size: int) -> list[torch.Tensor]:
+        """Return the samples of each run."""
+        if self.vary == "batch_size":
+            return [torch.tensor([place]) for place in range(size)]
+        return [torch.arange(size).flip(0)]
+
+
+class Comparison:
+    """A model and what it is to be compared with; arguments as of `compare`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        forward: Forward | None,
+        reference: Reference = "float32",
+        gradients: bool = True,
+        vary: str | None = None,
+        clip_band: tuple[float, float] = CLIP_BAND,
+    ) -> None:
+        self.model = unwrapped(model)
+        self._objective = Objective(self.model, loss, forward)
+        self._is_compiled = any(map(is_compiled, [*model.modules()]))
+        if vary is not None and vary not in _VARY:
+            raise ValueError(f"vary must be one of {listed(_VARY)}, or None, got {vary!r}{nearest(str(vary), _VARY)}")
+        if not isinstance(reference, (Policy, BoundPolicy)) and reference not in _REFERENCES:
+            near = nearest(reference, _REFERENCES) if isinstance(reference, str) else ""
+            raise ValueError(f"reference must be one of {listed(_REFERENCES)}, or a policy, got {reference!r}{near}")
+        low, high = clip_band
+        if not 0 <= low < high:
+            raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
+        self._reference, self._with_gradients, self._vary, self._band = reference, gradients, vary, (low, high)
+        self.device = device_of(self.model)
+
+    def drift(
+        self, batches: Any, policies: Mapping[str, Policy | BoundPolicy], progress: Progress | None = None
+    ) -> Drift:
+        """Compare batches under policies.
+
+        Args:
+            batches: As of `compare`.
+            policies: As of `compare`.
+            progress: Is called with what is done, how much of it, and how much there is.
+        """
+        found = self._objective.check(batches)
+        if not isinstance(policies, Mapping):
+            raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
+        if not policies and self._vary is None:
+            raise ValueError("policies must have at least one policy, got none")
+        with self._prepared(found, policies) as (watch, reference, variants):
+            steps, reference_losses = len(found) * len(variants), []
+            for number, batch in enumerate(found):
+                with watch:
+                    one = _OneBatch(self._objective, watch, self.device, reference, batch, self._with_gradients)
+                    reference_losses.append(one.run_reference(number))
+                    for place, variant in enumerate(variants):
+                        if progress is not None:
+                            progress("batches", number * len(variants) + place, steps)
+                        one.run_beside(variant)
+                    one.run_backward(variants)
+                if self._with_gradients:
+                    for variant in variants:
+                        one.add_gradients(variant)
+            if progress is not None:
+                progress("batches", steps, steps)
+        drifts = [self._of(each, reference_losses, watch) for each in variants]
+        noise = drifts.pop() if self._vary is not None else None
+        return Drift(
+            policies={each.name: each for each in drifts},
+            reference=self._reference if isinstance(self._reference, str) else "policy",
+            batches=len(found),
+            noise=noise,
+            not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
+            notes=tuple(self._notes(variants)),
+        )
+
+    @contextmanager
+    def _prepared(
+        self, batches: list[Any], policies: Mapping[str, Policy | BoundPolicy]
+    ) -> Iterator[tuple[Watch, Precision, list[_Variant]]]:
+        """Bind what is not bound, and put everything back afterwards."""
+        newly_bound: list[BoundPolicy] = []
+
+        def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
+            if isinstance(policy, BoundPolicy):
+                policy.check_is_bound()
+                return policy
+            if not isinstance(policy, Policy):
+                raise TypeError(f"{name} must be a castwise.Policy, bound or not, got {type(policy).__name__}")
+            was_bound = is_bound_to(policy, self.model) is not None
+            found = policy.bind(self.model)
+            if not was_bound:
+                newly_bound.append(found)
+            return found
+
+        try:
+            if isinstance(self._reference, (Policy, BoundPolicy)):
+                reference = Precision(self.device, bound(self._reference, "reference"))
+            else:
+                reference = Precision(self.device, dtype=_REFERENCES[self._reference])
+            if reference.dtype is not None and not reference.changes(self.model):
+                is_wide = reference.dtype is torch.float64  # inputs are cast for a model without weights, too
+                reference.dtype = reference.dtype if is_wide else None
+            if reference.dtype is not None and is_sharded(self.model):
+                raise ValueError(
+                    f"reference={self._reference!r} casts weights, which cannot be done with those of FSDP2 units: "
+                    "give a policy, or shard weights in float32 and compare with float32"
+                )
+            variants = [
+                self._variant(name, Precision(self.device, bound(policy, f"policies[{name!r}]")))
+                for name, policy in policies.items()
+            ]
+            if self._vary is not None:
+                variants.append(self._variant(self._vary, reference, self._vary))
+            with restored(self.model, batches):
+                yield Watch(self.model), reference, variants
+        finally:
+            for each in reversed(newly_bound):
+                each.unbind()
+
+    def _variant(self, name: str, precision: Precision, vary: str | None = None) -> _Variant:
+        policy = None if vary or precision.bound is None else precision.bound.policy
+        return _Variant(name, precision, policy, {}, LogProbSums(self._band), vary=vary)
+
+    def _of(self, variant: _Variant, reference_losses: list[float], watch: Watch) -> PolicyDrift:
+        policy = variant.policy
+        computes = {} if policy is None else {each.name: each.compute for each in decide(policy, self.model)}
+        modules = [
+            ModuleDrift(
+                name=tap.name,
+                type=type(tap.module).__name__,
+                place=place,
+                calls=sums.calls,
+                computes_in=computes.get(tap.name, str(self._reference) if policy is None else ""),
+                effect=None if sums.problem else sums.effect.rms(),
+                loss_shift=None if sums.problem else sums.effect.root(),
+                introduced=None if sums.problem else sums.introduced.errors(),
+                carried=None if sums.problem else sums.carried.errors(),
+                total=sums.total.errors(),
+                gradients=sums.gradients.errors(),
+                problem=sums.problem,
+            )
+            for place, (tap, sums) in enumerate(_in_order(variant.sums, watch))
+            if sums.calls
+        ]
+        pairs = list(zip(variant.losses, reference_losses, strict=True))
+        compared = variant.gradients.elements > 0
+        summary = Summary(
+            loss=mean(variant.losses),
+            reference_loss=mean(reference_losses),
+            relative_loss_error=mean([relative_loss_error(loss, expected) for loss, expected in pairs]),
+            gradient_cosine=variant.gradients.cosine() if compared else None,
+            gradient_norm_ratio=variant.gradients.norm_ratio() if compared else None,
+            gradient_errors=variant.gradients.errors(),
+            loss_scale=variant.loss_scale,
+            log_probs=variant.log_probs.drift(),
+        )
+        modules.sort(key=lambda each: (-math.inf if each.effect is None else each.effect, -each.place), reverse=True)
+        return PolicyDrift(variant.name, policy, summary, tuple(modules))
+
+    def _notes(self, variants: list[_Variant]) -> Iterator[str]:
+        if self._is_compiled:
+            yield "what is compiled was compared as its eager original"
+        for variant in variants:
+            for dtype in [] if variant.precision.bound is None else variant.precision.bound.low_precisions:
+                if self.device == "cpu" and is_native_here(dtype) is False:
+                    name = str(dtype).removeprefix("torch.")
+                    yield f"{variant.name}: this CPU has no units for {name}, which is emulated"
+            for tap, sums in variant.sums.items():
+                if sums.problem:
+                    yield f"{variant.name}: {tap.name or '(root)'} {sums.problem}"
+
+
+class _OneBatch:
+    """The runs of one batch."""
+
+    def __init__(
+        self, objective: Objective, watch: Watch, device: str, reference: Precision, batch: Any, gradients: bool
+    ) -> None:
+        self._objective, self._watch, self._device, self._reference = objective, watch, device, reference
+        self._batch, self._with_gradients = batch, gradients
+        self._start = StartingPoint(objective.model)
+        self._runs: list[tuple[_Variant, list[PolicyRun]]] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._params = [param for param in objective.model.parameters() if param.requires_grad]
+
+    def run_reference(self, number: int) -> float:
+        """Run the forward of the reference; return its loss."""
+        self._run = self._forward_of_reference({})
+        written = self._run.overwritten()
+        if written:  # in place, which is known only now
+            self._run = self._forward_of_reference(written)
+        loss = float(self._loss.detach())
+        if not math.isfinite(loss):
+            raise NonfiniteReferenceError(self._why_not_finite(number, loss))
+        return loss
+
+    def run_beside(self, variant: _Variant) -> None:
+        """Run the forward of a variant, while the tensors of the reference are there."""
+        self._start.restore()
+        precision, runs = variant.precision, []
+        precision.renew_buffers()
+        for tap in self._watch.taps:
+            variant.sums.setdefault(tap, ModuleSums())
+        batch = fresh(self._batch, precision.cast)
+        size = self._objective.size_of(batch) if variant.vary else 0
+
+        def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
+            selection = None if part is None else (part, size)
+            precisions = self._reference, precision
+            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, selection)
+            runs.append(each)
+            return self._watch.telling(each)
+
+        with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), forgetting_graph():
+            if not variant.vary:
+                with telling():
+                    outputs, loss = self._objective(batch)
+            else:
+                outputs, loss = self._objective.in_parts(batch, variant.parts(size), size, telling)
+        variant.losses.append(float(loss.detach()))
+        expected = self._log_probs
+        if expected is not None:
+            found = token_log_probs(outputs, self._batch[1])
+            if found is not None and found.shape == expected.shape:
+                variant.log_probs.add(expected, found)
+        self._runs.append((variant, runs))
+
+    def run_backward(self, variants: list[_Variant]) -> None:
+        """Run the backward of the reference, and add up effects as gradients come by."""
+        run, loss = self._run, self._loss
+
+        def on_gradients(call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+            for _, runs in self._runs:
+                for each in runs:
+                    each.add_effect(call, gradients)
+
+        run.on_gradients = on_gradients
+        run.calls.clear()
+        params = [self._reference.weight(param) for param in self._params]
+        if loss.requires_grad and (params or run.sources):
+            with self._reference.weights(self._objective.model), self._watch.telling(run):
+                found = _gradients(loss, [*params, *run.sources])
+                run.end_backward()
+            self._gradients = found[: len(params)]
+        del self._run, self._loss
+        self._runs.clear()
+
+    def add_gradients(self, variant: _Variant) -> None:
+        """Run forward and backward of a variant, and compare the gradients of the weights."""
+        if not self._params or not any(each is not None for each in self._gradients):
+            return
+        precision = variant.precision
+        narrow = precision.bound is not None and torch.float16 in precision.bound.low_precisions
+        scale = _LOSS_SCALE if narrow else 1.0
+        while True:
+            found = self._gradients_of(variant, scale)
+            if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
+                break
+            scale *= _BACKOFF
+        variant.loss_scale = min(scale, variant.loss_scale) if variant.loss_scale != 1.0 else scale
+        by_param = dict(zip(self._params, zip(self._gradients, found, strict=True), strict=True))
+        for expected, got in by_param.values():
+            _add_gradient(variant.gradients, expected, got, scale)
+        for tap, sums in variant.sums.items():
+            for param in tap.module.parameters(recurse=False):
+                if param in by_param:
+                    _add_gradient(sums.gradients, *by_param[param], scale)
+
+    def _gradients_of(self, variant: _Variant, scale: float) -> list[torch.Tensor | None]:
+        self._start.restore()
+        precision, model = variant.precision, self._objective.model
+        precision.renew_buffers()
+        batch = fresh(self._batch, precision.cast)
+        size = self._objective.size_of(batch) if variant.vary else 0
+        with precision.weights(model):
+            with precision.region(), torch.enable_grad():
+                if variant.vary:
+                    _, loss = self._objective.in_parts(batch, variant.parts(size), size)
+                else:
+                    _, loss = self._objective(batch)
+            if not loss.requires_grad:
+                return [None] * len(self._params)
+            loss = loss.double() if loss.dtype is torch.float64 else loss.float()
+            return _gradients(loss * scale, [precision.weight(param) for param in self._params])
+
+    def _forward_of_reference(self, written: Any) -> ReferenceRun:
+        self._start.restore()
+        self._reference.renew_buffers()
+        run = ReferenceRun(self._device, written)
+        batch = fresh(self._batch, self._reference.cast)
+        model = self._objective.model
+        with self._reference.weights(model), self._reference.region(), torch.enable_grad(), self._watch.telling(run):
+            outputs, self._loss = self._objective(batch)
+        self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
+        return run
+
+    def _why_not_finite(self, number: int, loss: float) -> str:
+        text = f"the loss of batches[{number}] is {loss} in the reference: there is nothing to compare with"
+        if self._objective.loss is None:
+            return text
+        del self._run, self._loss
+        self._start.restore()
+        inputs, _ = batch = fresh(self._batch, self._reference.cast)
+        with self._reference.weights(self._objective.model), self._reference.region():
+            found = diagnose(self._objective.model, lambda outputs: self._objective.loss_of(outputs, batch), inputs)
+        return f"{text}\n{found}"
+
+
+def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    if all(local(param) is param for param in params):
+        return gradients_of([(loss, None)], params)
+    # The weights of FSDP2 units are not in the graph: gradients are brought to them at the end of a backward.
+    for param in params:
+        param.grad = None
+    with no_post_accumulate_hooks(params):
+        torch.autograd.backward(loss)
+    return [param.grad for param in params]
+
+
+def _add_gradient(sums: ErrorSums, expected: torch.Tensor | None, found: torch.Tensor | None, scale: float) -> None:
+    if expected is None and found is None:
+        return
+    # A weight without a gradient stays as it is, as one with zeros would by plain gradient descent.
+    expected = torch.zeros_like(found) if expected is None and found is not None else expected
+    found = torch.zeros_like(expected) if found is None and expected is not None else found
+    if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
+        return
+    expected, found = local(expected), local(found)
+    wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
+    sums.add(expected.to(wide), found.to(wide) / scale)
+
+
+def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, ModuleSums]]:
+    return [(tap, sums[tap]) for tap in watch.taps if tap in sums]
+
+
+def _is_left_out(tap: Tap, variants: list[_Variant]) -> bool:
+    """Return True if a module could have been called and was not."""
+    has_forward = type(tap.module).forward is not nn.Module.forward
+    return has_forward and not any(tap in each.sums and each.sums[tap].calls for each in variants)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of numbers; NaN of none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def relative_loss_error(loss: float, expected: float) -> float:
+    """Return how far a loss is from the reference's, over the latter; inf if it is not finite."""
+    if not math.isfinite(loss):
+        return math.inf
+    return abs(loss - expected) / abs(expected) if expected else (0.0 if loss == expected else math.inf)
+
+
+@contextmanager
+def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
+    """Put back what runs inside have changed, as `compare` promises; regions do not warn of what the CPU emulates."""
+    device = device_of(model)
+    # Tensors of inference mode could not be in a graph, and backwards run outside of regions.
+    outside = autocast(device, enabled=False) if has_autocast(device) else nullcontext()
+    with (
+        torch.inference_mode(False),
+        outside,
+        unchanged(model, batches) as guard,
+        _without_warnings_of_emulation(),
+    ):
+        guard.before_write([param for param in model.parameters() if local(param) is param])
+        yield
+
+
+@contextmanager
+def _without_warnings_of_emulation() -> Iterator[None]:
+    """Keep regions from warning of formats that the CPU emulates: the notes say so."""
+    before = set(SETTLED)
+    SETTLED.update({torch.float16, torch.bfloat16})
+    try:
+        yield
+    finally:
+        SETTLED.intersection_update(before)

@@ -1,0 +1,5 @@
+"""The cheapest policy that keeps a loss: `castwise.tune`."""
+
+from castwise._lazy_modules import submodules_of
+
+__getattr__ = submodules_of(__name__)

@@ -1,0 +1,141 @@
+"""What a module costs in each format: flops, bytes, or seconds on this machine."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from castwise.comparison.module_calls import Call, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.precisions import Precision, Region
+
+COSTS = ("flops", "bytes", "measured")
+# Of one matrix product in fp32: tensor cores do twice as many in 16 bits as in TF32, NVIDIA's fp32 for matrix products
+# (A100 and H100 data sheets), and CPUs with units for a format about as many.
+FLOP_WEIGHTS = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
+_REPETITIONS = 5
+
+Costs = dict[Tap, dict[str, float]]
+
+
+class OwnFlops:
+    """Counts the flops of matrix products and convolutions that each module calls itself; a run for a `Watch`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+        >>> with Watch(model) as watch, OwnFlops(watch) as flops:
+        ...     _ = model(torch.ones(3, 4))
+        >>> {tap.name: count for tap, count in flops.counts.items() if count}
+        {'0': 192}
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.counts: defaultdict[Tap, int] = defaultdict(int)
+        self._watch = watch
+        self._mode: Any = FlopCounterMode(display=False, custom_mapping=_custom_formulas())
+        self._running: list[int] = []
+
+    def __enter__(self) -> OwnFlops:
+        self._mode.__enter__()
+        self._watch.run = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.run = None
+        self._mode.__exit__(*error)
+
+    def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module."""
+        before = self._mode.get_total_flops()
+        self._running.append(0)
+        try:
+            return tap.forward(*args, **kwargs)
+        finally:
+            total, inside = self._mode.get_total_flops() - before, self._running.pop()
+            self.counts[tap] += total - inside
+            if self._running:
+                self._running[-1] += total
+
+
+def _custom_formulas() -> dict[Any, Callable[..., int]]:
+    def of_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch's
+
+    on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    return {} if on_cpu is None else {on_cpu: of_attention}
+
+
+def of_flops(counts: dict[Tap, int], formats: Sequence[str]) -> Costs:
+    """Return the flops of modules, weighted by `FLOP_WEIGHTS`; those without any are left out."""
+    return {tap: {name: count * FLOP_WEIGHTS[name] for name in formats} for tap, count in counts.items() if count}
+
+
+class OutputBytes:
+    """Adds up the bytes that the modules of a model return and of the weights that they read; a run for a `Watch`.
+
+    Weights count as being of the dtype of what the module returns.
+
+    Args:
+        counts: By module, to which bytes are added.
+    """
+
+    def __init__(self, counts: dict[Tap, float]) -> None:
+        self._counts = counts
+
+    def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module."""
+        output = tap.forward(*args, **kwargs)
+        made = [tensor for tensor in direct_tensors(output) if tensor.is_floating_point()]
+        if tap.has_own_ops and made:
+            weights = sum(param.numel() for param in tap.module.parameters(recurse=False))
+            nbytes = sum(tensor.nbytes for tensor in made) + weights * made[0].itemsize
+            self._counts[tap] = self._counts.get(tap, 0.0) + nbytes
+        return output
+
+
+def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> Costs:
+    """Return the seconds that the own ops of modules take, each the least of some runs by itself.
+
+    Args:
+        watch: Of the model.
+        calls: Of a run of the reference.
+        device: The `type` of the model's device.
+        precisions: By format, a policy that computes all in it.
+    """
+    costs: Costs = {}
+    for call in calls:
+        if not call.tap.has_own_ops:
+            continue
+        of_module = costs.setdefault(call.tap, dict.fromkeys(precisions, 0.0))
+        for name, precision in precisions.items():
+            with precision.region():
+                region = Region.here(device)
+            run = functools.partial(
+                call_again, watch, call, device, precision.weights, region, functools.partial(_in, getattr(torch, name))
+            )
+            of_module[name] += min(_seconds(run, device) for _ in range(_REPETITIONS))
+    return costs
+
+
+def _in(dtype: torch.dtype, child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    made = run()
+    _wait_for(device)
+    taken = time.perf_counter() - start
+    del made
+    return taken
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()

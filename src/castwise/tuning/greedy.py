@@ -1,0 +1,74 @@
+"""Which module to run in which format: from the most exact formats to the cheapest, the best bargains first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+Choice = dict[str, str]
+"""The format of each module, by its name."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One format for one module.
+
+    Args:
+        format: Its name.
+        cost: What the module costs in it.
+        effect: Expected square of what the roundings of the module add to the loss; inf if a value overflows.
+        digits: Bits of the format's mantissa: of formats without an effect, that with the most is the most exact.
+    """
+
+    format: str
+    cost: float
+    effect: float
+    digits: int = 0
+
+
+def exact_choice(options: Mapping[str, list[Option]]) -> Choice:
+    """Return for each module the format of the least effect, and of equals that with the most digits."""
+    return {name: _exact(of_module).format for name, of_module in options.items()}
+
+
+def path(options: Mapping[str, list[Option]]) -> list[Choice]:
+    """Return choices from the most exact to the cheapest; each changes the format of one module.
+
+    The next change is the one that saves the most cost for the effect that it adds. Formats of a module that save less
+    for their effect than a mixture of two others would, are left out, so that savings become more expensive all the
+    way: each choice is then the cheapest of its total effect, up to what the last change saves (the linear relaxation
+    of the multiple-choice knapsack problem, Kellerer, Pferschy and Pisinger 2004, chapter 11).
+
+    Example:
+        >>> a = [Option("float32", 4.0, 0.0), Option("bfloat16", 2.0, 1.0)]
+        >>> b = [Option("float32", 4.0, 0.0), Option("bfloat16", 2.0, 9.0)]
+        >>> [choice["b"] for choice in path({"a": a, "b": b})]
+        ['float32', 'float32', 'bfloat16']
+    """
+    changes: list[tuple[float, int, str, str]] = []
+    for name, of_module in options.items():
+        hull = _hull(of_module)
+        for place, (before, after) in enumerate(pairwise(hull)):
+            changes.append(((after.effect - before.effect) / (before.cost - after.cost), place, name, after.format))
+    choices = [exact_choice(options)]
+    for _, _, name, chosen in sorted(changes):
+        choices.append({**choices[-1], name: chosen})
+    return choices
+
+
+def _exact(options: list[Option]) -> Option:
+    return min(options, key=lambda option: (option.effect, -option.digits, option.cost))
+
+
+def _hull(options: list[Option]) -> list[Option]:
+    """Return the options on the lower convex hull of effect over cost, from the most exact on."""
+    hull = [_exact(options)]
+    while True:
+        last = hull[-1]
+        cheaper = [option for option in options if option.cost < last.cost and math.isfinite(option.effect)]
+        if not cheaper:
+            return hull
+        slopes = [(option.effect - last.effect) / (last.cost - option.cost) for option in cheaper]
+        hull.append(min(zip(slopes, cheaper, strict=True), key=lambda each: (each[0], each[1].cost))[1])

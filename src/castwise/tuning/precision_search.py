@@ -1,0 +1,425 @@
+"""`tune`: the cheapest policy that keeps a loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise._number_text import several
+from castwise._suggestions import listed, nearest
+from castwise.comparison.drift import Drift
+from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
+from castwise.comparison.objective import Forward, Loss, Objective, fresh
+from castwise.comparison.precision_drift import Comparison, Progress, mean, relative_loss_error, restored
+from castwise.comparison.precisions import Precision
+from castwise.comparison.starting_point import StartingPoint
+from castwise.policy.bound_policy import is_bound_to
+from castwise.policy.module_rules import decide
+from castwise.policy.policy import Policy
+from castwise.tuning import costs
+from castwise.tuning.greedy import Choice, Option, path
+from castwise.tuning.tuned import Frontier, Point, Tuned
+
+FORMATS = ("float16", "bfloat16", "float32")
+Cost = Literal["flops", "bytes", "measured"]
+# Policies that are run for each module that is chosen for: a third of a forward and backward each.
+_RUNS_FOR_EACH = 6
+_FRONTIER_POINTS = 8
+_HELD_OUT_RUNS = 16
+# Choices are run whose expected error is at most so many times the tolerance; of small models, any.
+_MARGINS = (1.0, 4.0)
+_MOST_CHOICES = 3**9
+_DIGITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+
+
+def tune(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Loss | None = None,
+    forward: Forward | None = None,
+    formats: Sequence[str] = FORMATS,
+    tolerance: float = 0.01,
+    cost: Cost = "flops",
+) -> Tuned:
+    """Search for the cheapest policy whose loss is within a tolerance of the loss in float32.
+
+    `compare` measures once what each module's rounding in each format does to the loss. Formats are then lowered module
+    by module, where the most cost is saved for the effect added. Policies on that path are run, and from the cheapest
+    one that keeps the loss, single modules are lowered further as long as it does. Every second batch is held out:
+    where the policy found is not within the tolerance on those, another one is taken, or modules are raised again.
+
+    The result is about single steps of these batches. It does not show that a long run with the policy ends where one
+    in float32 ends: train both for as long as you can afford, and compare.
+
+    Costs at most three forwards and backwards of each batch per module, or about twenty where there are only a few
+    modules. Everything is put back as by `compare`. Without "measured" costs, the same call has the same result.
+
+    Args:
+        model, loss, forward: As of `compare`.
+        batches: As of `compare`; two at least, of which every second is held out.
+        formats: To choose from: "float16", "bfloat16", "float32".
+        tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
+        cost: "flops" of matrix products and convolutions, half in 16 bits; "bytes" of what modules make and of the
+            weights that they read; or "measured", seconds of a forward on this machine.
+
+    Returns:
+        The policy, what it costs, its error, and what else was run. Where no policy is within the tolerance, the one of
+        the least error, with `is_within_tolerance` False.
+
+    Raises:
+        TypeError: As of `compare`.
+        ValueError: There is a single batch, a format or a cost is unknown, the loss is not finite in float32 (the text
+            has the diagnosis), or there is nothing to choose.
+
+    Example:
+        >>> import castwise
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> batches = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(4)]
+        >>> best = castwise.tune(model, batches, loss=nn.functional.cross_entropy, formats=("bfloat16", "float32"))
+        >>> best.policy, best.cost
+        (Policy(compute='bfloat16', modules={}, ops={}, output=None, in_place='raise'), 0.5)
+    """
+    return Search(model, loss, forward, formats, tolerance, cost).tuned(batches)
+
+
+class Search:
+    """A search for a policy; arguments as of `tune`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        forward: Forward | None,
+        formats: Sequence[str] = FORMATS,
+        tolerance: float = 0.01,
+        cost: str = "flops",
+    ) -> None:
+        self._comparison = Comparison(model, loss, forward, gradients=False)
+        self._model, self._device = self._comparison.model, self._comparison.device
+        self._objective = Objective(self._model, loss, forward)
+        if isinstance(formats, str) or not formats:
+            raise ValueError(f"formats must be some of {listed(FORMATS)}, got {formats!r}")
+        for name in formats:
+            if name not in FORMATS:
+                near = nearest(str(name), FORMATS)
+                raise ValueError(f"formats must be some of {listed(FORMATS)}, got {name!r}{near}")
+        if cost not in costs.COSTS:
+            near = nearest(str(cost), costs.COSTS)
+            raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
+        if not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
+            raise ValueError(f"tolerance must be a finite number > 0, got {tolerance!r}")
+        self._formats = list(dict.fromkeys(formats))
+        self._tolerance, self._kind = float(tolerance), cost
+        self._points: dict[Policy, Point] = {}
+        self._choices: dict[Policy, Choice] = {}
+        self._refusals: list[str] = []
+        self._progress: Progress = _no_progress
+
+    def tuned(self, batches: Any, progress: Progress | None = None) -> Tuned:
+        """Search with these batches.
+
+        Args:
+            batches: As of `tune`.
+            progress: Is called with what is done, how much of it, and how much there is.
+        """
+        found = self._objective.check(batches)
+        if len(found) < 2:
+            raise ValueError("batches must have at least two batches, as every second is held out, got one")
+        self._progress = progress or _no_progress
+        search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
+        uniform = {name: Policy(compute=name) for name in self._formats}
+        drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
+        with restored(self._model, found):
+            self._batches = found
+            self._options_by_name = options = self._options(drift, found[0])
+            reference = Precision(self._device, dtype=torch.float32)
+            reference.dtype = torch.float32 if reference.changes(self._model) else None
+            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+            self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
+            self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
+            self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
+            self._total = self._left
+            choice = self._improved(self._on_the_path(search), search)
+            choice, error = self._repaired(choice, search, held_out)
+        policy = self._policy(choice)
+        point = self._points[policy]
+        calls = {module.name for each in drift for module in each.modules if module.calls}
+        return Tuned(
+            policy=policy,
+            is_within_tolerance=error <= self._tolerance,
+            tolerance=self._tolerance,
+            error=error,
+            search_error=point.error,
+            cost=point.cost,
+            cost_kind=self._kind,
+            formats=choice,
+            frontier=self._frontier(policy),
+            drift=drift,
+            evaluations=len(self._points),
+            not_called=drift.not_called,
+            not_tried=tuple(self._not_tried(calls)),
+            notes=(*drift.notes, *self._notes()),
+        )
+
+    def _options(self, drift: Drift, batch: Any) -> dict[str, list[Option]]:
+        """Return by module what each format costs and adds to the loss; modules of no cost are left out."""
+        of_modules = self._costs(batch)
+        self._cost_in_fp32 = {tap.name: of_module["float32"] for tap, of_module in of_modules.items()}
+        effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
+        options = {}
+        for tap, of_module in of_modules.items():
+            is_called = all(tap.name in of_format for of_format in effects.values())
+            if is_called and len(set(of_module.values())) > 1:
+                options[tap.name] = [
+                    Option(
+                        name,
+                        of_module[name],
+                        _square(effects[name][tap.name].loss_shift) / drift.batches,
+                        _DIGITS[name],
+                    )
+                    for name in self._formats
+                ]
+        if not options:
+            raise ValueError(
+                f"no module that was called has any {self._kind} to save: give another cost, or batches that call them"
+            )
+        return options
+
+    def _costs(self, batch: Any) -> costs.Costs:
+        """Return the cost of each called module in each format, and in float32."""
+        names = list(dict.fromkeys([*self._formats, "float32"]))
+        with Watch(self._model) as watch:
+            if self._kind == "flops":
+                with costs.OwnFlops(watch) as flops:
+                    self._loss(Policy(compute="float32"), batch)
+                return costs.of_flops(flops.counts, names)
+            if self._kind == "bytes":
+                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
+                for name, counts in of_formats.items():
+                    with watch.telling(costs.OutputBytes(counts)):
+                        self._loss(Policy(compute=name), batch)
+                return {
+                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
+                    for tap, of_fp32 in of_formats["float32"].items()
+                }
+            run = ReferenceRun(self._device, {})
+            with watch.telling(run):
+                self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+            if written := run.overwritten():
+                run = ReferenceRun(self._device, written)
+                with watch.telling(run):
+                    self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+            # Policies without rules put nothing on a model, so they may stay bound.
+            precisions = {name: Precision(self._device, Policy(compute=name).bind(self._model)) for name in names}
+            return costs.measured(watch, list(run.calls.values()), self._device, precisions)
+
+    def _policy(self, choice: Choice) -> Policy:
+        """Return a choice as a policy: the format of most modules, and rules for those that do not follow it."""
+        modules = Counter(choice.values())
+        compute = max(self._formats, key=lambda name: (modules[name], -FORMATS.index(name)))
+        rules: dict[str, str] = {}
+        around: dict[str, str] = {}
+        for decision in decide(Policy(compute=compute), self._model):
+            outer = around.get(decision.name.rpartition(".")[0], compute) if decision.name else compute
+            around[decision.name] = choice.get(decision.name, outer)
+            if around[decision.name] != outer:
+                rules[decision.name] = around[decision.name]
+        return Policy(compute=compute, modules=rules)
+
+    def _cost(self, choice: Choice) -> float:
+        rest = sum(cost for name, cost in self._cost_in_fp32.items() if name not in choice)
+        return (rest + sum(self._option_of[each].cost for each in choice.items())) / sum(self._cost_in_fp32.values())
+
+    def _error(self, choice: Choice, places: list[int]) -> float:
+        """Run the policy of a choice on the search batches, unless it was; return its error."""
+        policy = self._policy(choice)
+        if policy not in self._points:
+            self._left -= 1
+            self._progress("policies", self._total - max(self._left, 0), self._total)
+            self._choices[policy] = choice
+            self._points[policy] = Point(self._cost(choice), self._mean_error(policy, places), policy)
+        return self._points[policy].error
+
+    def _mean_error(self, policy: Policy, places: list[int]) -> float:
+        try:
+            pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
+        except RuntimeError as error:  # such as of code that does not take a mixture of dtypes
+            self._refusals.append(str(error).partition("\n")[0])
+            return math.inf
+        return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
+
+    def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
+        was_bound = is_bound_to(policy, self._model) is not None
+        bound = policy.bind(self._model)
+        try:
+            return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
+        finally:
+            if not was_bound:
+                bound.unbind()
+
+    def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
+        start = StartingPoint(self._model)
+        graph = forgetting_graph() if forgets_graph else nullcontext()
+        try:
+            with precision.weights(self._model), precision.region(), torch.enable_grad(), graph:
+                return float(self._objective(fresh(batch, precision.cast))[1].detach())
+        finally:
+            start.restore()
+
+    def _on_the_path(self, places: list[int]) -> Choice:
+        """Return the cheapest choice on the greedy path that keeps the loss, or the first one if none does."""
+        choices = path(self._options_by_name)
+        last = len(choices) - 1
+        for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
+            self._error(choices[place], places)
+        kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
+        if not kept:
+            return choices[0]
+        low, high = max(kept), last + 1
+        run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
+        high = min(run, default=high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._error(choices[middle], places) <= self._tolerance:
+                low = middle
+            else:
+                high = middle
+        return choices[low]
+
+    def _is_kept(self, choice: Choice) -> bool:
+        point = self._points.get(self._policy(choice))
+        return point is not None and point.error <= self._tolerance
+
+    def _improved(self, choice: Choice, places: list[int]) -> Choice:
+        """Return a choice that costs less and keeps the loss, as far as runs are left to find one.
+
+        Those that are expected to keep it are run first, and then those that may do so by luck: errors of modules have
+        signs, and cancel.
+        """
+        if not self._is_kept(choice):
+            return choice
+        is_small = math.prod(map(len, self._options_by_name.values())) <= _MOST_CHOICES
+        for margin in (*_MARGINS, math.inf) if is_small else _MARGINS:
+            better: Choice | None = choice
+            while better is not None:
+                choice, better = better, None
+                for other in self._cheaper(choice, margin * self._tolerance):
+                    if self._left <= 0:
+                        return choice
+                    if self._error(other, places) <= self._tolerance:
+                        better = other
+                        break
+        return choice
+
+    def _cheaper(self, choice: Choice, most_error: float) -> list[Choice]:
+        """Return choices that cost less than another one, the cheapest first: all, or near ones if there are many.
+
+        Args:
+            choice: The other one.
+            most_error: Those that are expected to have more are left out.
+        """
+        options = self._options_by_name
+        changes = [
+            {name: option.format}
+            for name, of_module in options.items()
+            for option in of_module
+            if option.format != choice[name] and math.isfinite(option.effect)
+        ]
+        if math.prod(map(len, options.values())) <= _MOST_CHOICES:
+            finite = [[option.format for option in of if math.isfinite(option.effect)] for of in options.values()]
+            others = [dict(zip(options, formats, strict=True)) for formats in itertools.product(*finite)]
+        else:
+            pairs = [{**a, **b} for a, b in itertools.combinations(changes, 2)] if len(changes) <= 64 else []
+            others = [{**choice, **change} for change in [*changes, *pairs]]
+        cost = self._cost(choice)
+        rated = [(self._cost(other), self._expected_error(other), place) for place, other in enumerate(others)]
+        rated = [each for each in rated if each[0] < cost * (1 - 1e-9) and each[1] <= most_error]
+        return [others[place] for _, _, place in sorted(rated)]
+
+    def _expected_error(self, choice: Choice) -> float:
+        """Return what the effects say of the error of a choice, if the errors of modules are independent."""
+        chosen = [self._option_of[name, chosen] for name, chosen in choice.items()]
+        return math.sqrt(sum(option.effect for option in chosen)) / self._mean_loss
+
+    def _repaired(self, choice: Choice, places: list[int], held_out: list[int]) -> tuple[Choice, float]:
+        """Return a choice that is within the tolerance on held-out batches, and its error there.
+
+        Where the one that was found is not, the others that were run are asked, the cheapest first, and then modules of
+        the one with the least error are raised.
+        """
+        self._error(choice, places)
+        kept = [each for each in self._points.values() if each.error <= self._tolerance]
+        kept.sort(key=lambda each: (each.policy != self._policy(choice), each.cost, each.error))
+        best, least = choice, math.inf
+        for point in kept[:_HELD_OUT_RUNS]:
+            error = self._mean_error(point.policy, held_out)
+            if error < least:
+                best, least = self._choices[point.policy], error
+            if error <= self._tolerance:
+                return best, least
+        raised: Choice | None = best
+        while raised is not None:
+            self._error(raised, places)
+            error = self._mean_error(self._policy(raised), held_out)
+            if error < least:
+                best, least = raised, error
+            if error <= self._tolerance:
+                break
+            raised = self._raised(raised)
+        return best, least
+
+    def _raised(self, choice: Choice) -> Choice | None:
+        """Return a choice with the module raised that has the most effect for its cost; None if all are most exact."""
+        found: list[tuple[float, str, str]] = []
+        for name, of_module in self._options_by_name.items():
+            now = self._option_of[name, choice[name]]
+            for option in of_module:
+                if (option.effect, -option.digits) < (now.effect, -now.digits):
+                    gain = now.effect - option.effect if math.isfinite(now.effect) else math.inf
+                    found.append((gain / max(option.cost - now.cost, 1e-9 * now.cost), name, option.format))
+        return {**choice, max(found)[1]: max(found)[2]} if found else None
+
+    def _frontier(self, chosen: Policy) -> Frontier:
+        points: list[Point] = []
+        for point in sorted(self._points.values(), key=lambda each: (each.cost, each.error)):
+            is_chosen = point.policy == chosen
+            if is_chosen or not points or point.error < min(each.error for each in points):
+                points.append(Point(point.cost, point.error, point.policy, is_chosen))
+        return Frontier(tuple(points))
+
+    def _notes(self) -> list[str]:
+        if not self._refusals:
+            return []
+        return [
+            f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
+        ]
+
+    def _not_tried(self, called: set[str]) -> list[str]:
+        modules, count = len(self._options_by_name), len(self._formats)
+        left_out = [
+            f"{count}^{modules} policies less the {len(self._points)} that were run",
+            "op rules, formats of 8 bits, and the loss function outside of the region's rules",
+        ]
+        others = len(called - set(self._options_by_name))
+        if others:
+            left_out.append(
+                f"formats for {others} modules that have no {self._kind} of their own: they follow those around"
+            )
+        return left_out
+
+
+def _square(shift: float | None) -> float:
+    return math.inf if shift is None else shift * shift
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,157 @@
+"""What `tune` returns: a policy, what it costs, and how far it is from the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from castwise._text_table import aligned
+from castwise.comparison.drift import Drift, plain, plain_policy
+from castwise.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy that was run.
+
+    Args:
+        cost: Over that of float32 everywhere.
+        error: Mean over the search batches of `|loss - reference loss| / |reference loss|`.
+        policy: The policy.
+        is_chosen: Whether it is the one that `tune` returns.
+    """
+
+    cost: float
+    error: float
+    policy: Policy
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Policies of which no other that was run is both cheaper and nearer to the reference.
+
+    Args:
+        points: The policies, the cheapest first; the chosen one is among them in any case.
+    """
+
+    points: tuple[Point, ...]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table as text, its header first."""
+        rows = [
+            (f"{point.cost:.3f}", f"{point.error:.2e}", _formats(point.policy), "chosen" if point.is_chosen else "")
+            for point in self.points
+        ]
+        return [("cost", "error", "policy", ""), *rows]
+
+    def __str__(self) -> str:
+        return aligned(self.rows(), right={0, 1})
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The cheapest policy found that keeps the loss; prints as a summary.
+
+    It was judged by losses of single steps. That a long run ends where one in float32 ends is not known from them.
+
+    Args:
+        policy: The policy, not bound.
+        is_within_tolerance: Whether its error on held-out batches is at most `tolerance`. If not, it is the policy of
+            the least error that was found.
+        tolerance: As it was asked for.
+        error: Mean over the held-out batches of `|loss - reference loss| / |reference loss|`.
+        search_error: The same over the batches that the policy was chosen with.
+        cost: Over that of float32 everywhere.
+        cost_kind: "flops", "bytes" or "measured".
+        formats: The format of each module that was chosen for, by its name.
+        frontier: Cost against error of the policies that were run.
+        drift: What the uniform policies of the formats do, from which effects were taken.
+        evaluations: How many policies were run.
+        not_called: Modules that no batch has called, which are left at the default.
+        not_tried: What the search left out.
+        notes: What else is to be known, such as formats that the device emulates.
+    """
+
+    policy: Policy
+    is_within_tolerance: bool
+    tolerance: float
+    error: float
+    search_error: float
+    cost: float
+    cost_kind: str
+    formats: Mapping[str, str]
+    frontier: Frontier
+    drift: Drift
+    evaluations: int
+    not_called: tuple[str, ...]
+    not_tried: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        verdict = "within" if self.is_within_tolerance else "not within"
+        lines = [
+            f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_kind} of float32",
+            f"error on held-out batches: {self.error:.2e}, {verdict} the tolerance of {self.tolerance:g}",
+            "",
+            str(self.frontier),
+        ]
+        if not self.is_within_tolerance:
+            lines.insert(2, "no policy of these formats that was run is within the tolerance: this is the nearest")
+        lines += ["", *(f"not tried: {each}" for each in self.not_tried)]
+        if self.not_called:
+            lines.append(f"never called, left at the default: {', '.join(self.not_called)}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists and dicts, fit for JSON."""
+        points = [
+            {
+                "cost": point.cost,
+                "error": plain(point.error),
+                "policy": plain_policy(point.policy),
+                "is_chosen": point.is_chosen,
+            }
+            for point in self.frontier.points
+        ]
+        own = ("is_within_tolerance", "tolerance", "cost", "cost_kind", "evaluations")
+        return {
+            "policy": plain_policy(self.policy),
+            **{name: getattr(self, name) for name in own},
+            "error": plain(self.error),
+            "search_error": plain(self.search_error),
+            "formats": dict(self.formats),
+            "frontier": points,
+            "not_called": list(self.not_called),
+            "not_tried": list(self.not_tried),
+            "notes": list(self.notes),
+            "drift": self.drift.as_dict(),
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with pictures of the same.
+
+        Args:
+            path: Where to write; an older file there is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
+            OSError: The page cannot be written.
+        """
+        from castwise.report.drift_report import write_drift_report
+
+        return write_drift_report(self, path)
+
+
+def _formats(policy: Policy) -> str:
+    rules: dict[str, int] = {}
+    for chosen in policy.modules.values():
+        rules[chosen] = rules.get(chosen, 0) + 1
+    others = ", ".join(f"{count} in {name}" for name, count in rules.items())
+    return f"{policy.compute}, {others}" if others else policy.compute

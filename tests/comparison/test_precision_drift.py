@@ -1,0 +1,756 @@
+"""`compare`: effects and errors as computed by hand in fp64, whatever the model is made of, and everything put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from tests.comparison import planted
+from tests.distributed import ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import castwise
+from castwise import Policy, policies
+from castwise.comparison.drift import Drift
+from castwise.comparison.errors import Errors
+
+BF16 = {"bf16": policies.bf16}
+FP32 = {"fp32": Policy(compute="float32")}
+
+
+def mlp(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def batch(width: int = 8, size: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, width, generator=torch.Generator().manual_seed(1)), torch.arange(size) % 4
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float() if output.dtype is not torch.float64 else output, target.to(output.dtype))
+
+
+def relative_rms(errors: Errors | None) -> float:
+    assert errors is not None
+    return errors.relative_rms
+
+
+def rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+# By hand.
+
+
+def test_effects_and_errors_are_those_computed_by_hand_in_fp64() -> None:
+    model, (x, target) = mlp(), batch()
+    first, last = model[0], model[2]
+
+    def in_bf16(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return module(x)  # type: ignore[no-any-return]
+
+    # The reference in fp64, and what each module makes of its values, rounded as the policy hands them over.
+    double = copy.deepcopy(model).double()
+    a = double[0](x.double())
+    b = double[1](a)
+    y = double[2](b)
+    loss = F.cross_entropy(y, target)
+    gradients = torch.autograd.grad(loss, [a, b, y])
+    given = {"0": x, "1": a.detach().bfloat16(), "2": b.detach().bfloat16()}
+    errors = {
+        name: in_bf16(module, given[name]).double() - twin(given[name].double()).detach()
+        for name, module, twin in zip("012", model, double, strict=True)
+    }
+    policy_a = in_bf16(first, x)
+    policy_y = in_bf16(last, model[1](policy_a))
+
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, reference="float64")["bf16"]
+    for name, gradient in zip("012", gradients, strict=True):
+        found = drift[name]
+        assert found.effect == pytest.approx(rms(gradient * errors[name]), rel=1e-9)
+        assert found.loss_shift == pytest.approx(float((gradient * errors[name]).norm()), rel=1e-9)
+    introduced, total, carried = drift["2"].introduced, drift["2"].total, drift["2"].carried
+    assert introduced is not None
+    assert total is not None
+    assert carried is not None
+    twin_y = double[2](given["2"].double()).detach()
+    assert introduced.relative_rms == pytest.approx(rms(errors["2"]) / rms(twin_y), rel=1e-9)
+    assert introduced.largest == pytest.approx(float(errors["2"].abs().max()), rel=1e-9)
+    assert introduced.bias == pytest.approx(float(errors["2"].mean()) / rms(twin_y), rel=1e-9)
+    total_error = policy_y.double() - y.detach()
+    assert total.relative_rms == pytest.approx(rms(total_error) / rms(y.detach()), rel=1e-9)
+    assert carried.relative_rms == pytest.approx(rms(total_error - errors["2"]) / rms(y.detach()), rel=1e-9)
+    expected = torch.cosine_similarity(y.detach().flatten(), policy_y.double().flatten(), 0)
+    assert total.cosine == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_gradients_and_loss_are_those_of_the_policys_own_run() -> None:
+    model, (x, target) = mlp(), batch()
+    params = list(model.parameters())
+    expected = torch.autograd.grad(F.cross_entropy(model(x), target), params)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), target)
+    found = torch.autograd.grad(loss, params)
+    flat, flat_expected = (torch.cat([each.double().flatten() for each in grads]) for grads in (found, expected))
+
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)["bf16"]
+    summary = drift.summary
+    assert summary.loss == float(loss)
+    reference = float(F.cross_entropy(model(x), target).detach())
+    assert summary.reference_loss == reference
+    assert summary.relative_loss_error == pytest.approx(abs(float(loss) - reference) / reference)
+    assert summary.gradient_cosine == pytest.approx(float(torch.cosine_similarity(flat, flat_expected, 0)))
+    assert summary.gradient_norm_ratio == pytest.approx(float(flat.norm() / flat_expected.norm()))
+    of_last = torch.cat([each.flatten() for each in found[2:]]) - torch.cat([each.flatten() for each in expected[2:]])
+    scale = torch.cat([each.flatten() for each in expected[2:]])
+    assert relative_rms(drift["2"].gradients) == pytest.approx(rms(of_last) / rms(scale), rel=1e-5)
+    assert drift["1"].gradients is None
+
+
+def test_without_gradients_no_backward_of_a_policy_runs() -> None:
+    drift = castwise.compare(mlp(), [batch()], BF16, loss=F.cross_entropy, gradients=False)["bf16"]
+    assert drift.summary.gradient_cosine is None
+    assert drift["0"].gradients is None
+    assert drift["0"].effect is not None
+    assert drift["0"].effect > 0
+
+
+def test_a_policy_that_computes_as_the_reference_has_no_error_at_all() -> None:
+    drift = castwise.compare(mlp(), [batch()], FP32, loss=F.cross_entropy)["fp32"]
+    assert [module.effect for module in drift.modules] == [0.0] * 4
+    assert all(relative_rms(module.total) == 0.0 for module in drift.modules)
+    assert drift.summary.gradient_cosine == pytest.approx(1.0)
+    assert drift.summary.relative_loss_error == 0.0
+
+
+def test_rules_of_modules_decide_in_what_each_is_called_again() -> None:
+    policy = Policy(compute="float32", modules={"2": "bfloat16"})
+    drift = castwise.compare(mlp(), [batch()], {"last": policy}, loss=F.cross_entropy)["last"]
+    assert drift.modules[0].name == "2"
+    assert drift.modules[0].computes_in == "bfloat16"
+    assert [module.effect for module in drift.modules[1:]] == [0.0] * 3
+    assert relative_rms(drift["0"].total) == 0.0
+
+
+def test_op_rules_hold_in_modules_that_are_called_again() -> None:
+    class Softmax(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 8).softmax(-1)
+
+    model = nn.Sequential(nn.Linear(8, 8), Softmax(), nn.Linear(8, 4))
+    policy = Policy(compute="float32", ops={"softmax": "bfloat16"})
+    drift = castwise.compare(model, [batch()], {"softmax": policy}, loss=F.cross_entropy)["softmax"]
+    assert drift.modules[0].name == "1"
+    assert drift.modules[0].effect != 0.0
+    assert [module.effect for module in drift.modules[1:]] == [0.0] * 3
+
+
+def test_a_reference_may_be_a_policy() -> None:
+    bf16 = policies.bf16
+    drift = castwise.compare(
+        mlp(), [batch()], {"same": bf16, "fp32": Policy("float32")}, loss=F.cross_entropy, reference=bf16
+    )
+    assert drift.reference == "policy"
+    assert all(relative_rms(module.total) == 0.0 for module in drift["same"].modules)
+    assert relative_rms(drift["fp32"]["2"].introduced) > 0
+
+
+def test_policies_may_be_bound_and_stay_so() -> None:
+    model = mlp()
+    bound = Policy(compute="bfloat16", modules={"2": "float32"}).bind(model)
+    unbound = Policy(compute="bfloat16", modules={"0": "float32"})
+    drift = castwise.compare(model, [batch()], {"bound": bound, "unbound": unbound}, loss=F.cross_entropy)
+    assert drift["bound"]["2"].effect == 0.0
+    assert drift["unbound"]["0"].effect == 0.0
+    assert bound.is_bound
+    assert "forward" in vars(model[2])
+    assert "forward" not in vars(model[0])
+    bound.unbind()
+    with pytest.raises(RuntimeError, match="bind it again"):
+        castwise.compare(model, [batch()], {"bound": bound}, loss=F.cross_entropy)
+
+
+# What models are made of.
+
+
+class Attention(nn.Module):
+    """Attention whose softmax is an op of its own, between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return self.out((query @ key.T * 4).softmax(-1) @ value)  # type: ignore[no-any-return]
+
+
+def test_ops_between_modules_are_those_of_the_module_around() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    policy = Policy(compute="bfloat16", modules={"qkv": "float32", "out": "float32"})
+    x, target = batch()
+    drift = castwise.compare(model, [(x, target)], {"p": policy}, loss=F.cross_entropy, reference="float64")["p"]
+    assert drift.modules[0].name == ""
+    assert max(drift["out"].effect or 0.0, drift["qkv"].effect or 0.0) < 1e-8
+    double = copy.deepcopy(model).double()
+
+    def mixed(qkv: Tensor) -> Tensor:
+        query, key, value = qkv.chunk(3, -1)
+        return (query @ key.T * 4).softmax(-1) @ value
+
+    qkv = double.qkv(x.double())
+    passed = mixed(qkv)
+    [gradient] = torch.autograd.grad(F.cross_entropy(double.out(passed), target), [passed])
+    rounded = qkv.detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = mixed(rounded)
+    error = low.double() - mixed(rounded.double())
+    assert drift[""].effect == pytest.approx(rms(gradient * error), rel=1e-9)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        hidden = self.first(x)
+        hidden *= 2
+        return self.last(self.relu(hidden))  # type: ignore[no-any-return]
+
+
+class NotInPlace(InPlace):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.relu(self.first(x + 1) * 2))  # type: ignore[no-any-return]
+
+
+def test_writes_in_place_change_no_figure_and_no_batch() -> None:
+    figures = []
+    for kind in (InPlace, NotInPlace):
+        torch.manual_seed(0)
+        x, target = batch()
+        before = x.clone()
+        drift = castwise.compare(kind(), [(x, target)], BF16, loss=F.cross_entropy)["bf16"]
+        assert torch.equal(x, before)
+        assert not any(module.problem for module in drift.modules)
+        figures.append({module.name: module for module in drift.modules})
+    in_place, other = figures
+    for name in ("first", "relu", "last", ""):
+        assert in_place[name].effect == pytest.approx(other[name].effect)
+        assert relative_rms(in_place[name].introduced) == pytest.approx(relative_rms(other[name].introduced))
+    assert in_place["first"].total == other["first"].total
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.inner = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.unused = nn.Linear(3, 3)
+        self.again = self.shared
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Any]:
+        hidden = self.shared(self.again(x)) * mask
+        return {"logits": self.inner(hidden), "states": (x, [hidden]), "name": "nested"}
+
+
+def test_several_inputs_nested_outputs_and_shared_modules() -> None:
+    x, target = batch()
+    inputs = {"x": x, "mask": torch.ones(8)}
+    drift = castwise.compare(
+        Nested(), [(inputs, target)], BF16, loss=lambda out, target: F.cross_entropy(out["logits"], target)
+    )
+    found = drift["bf16"]
+    assert [module.name for module in found.modules if module.calls == 2] == ["shared"]
+    assert drift.not_called == ("unused",)
+    assert found.summary.log_probs is not None
+    assert found.summary.log_probs.tokens == 6
+    assert not drift.notes
+
+
+def test_a_tuple_is_several_arguments_and_forward_takes_any_batch() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x * y)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, (x, target) = Two(), batch()
+    pairs = castwise.compare(model, [((x, x), target)], BF16, loss=F.cross_entropy)["bf16"]
+    whole = castwise.compare(
+        model,
+        [{"x": x, "y": x, "target": target}],
+        BF16,
+        forward=lambda model, batch: F.cross_entropy(model(batch["x"], batch["y"]), batch["target"]),
+    )["bf16"]
+    assert whole.modules == pairs.modules
+    assert whole.summary.log_probs is None
+
+
+class Cache:
+    """An object that modules write to, as a cache of keys and values."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, value: Tensor) -> Tensor:
+        self.kept.append(value)
+        return torch.stack(self.kept).sum(0)
+
+
+def test_objects_that_modules_write_to_are_as_they_were_when_a_module_is_called_again() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            return cache.update(self.linear(x)).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = Cache()
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    torch.manual_seed(0)
+    drift = castwise.compare(Model(), [batch()], BF16, loss=F.cross_entropy)["bf16"]
+    assert not any(module.problem for module in drift.modules)
+    assert 1e-4 < relative_rms(drift["layers.1"].introduced) < 1e-2
+
+
+def test_dropout_draws_the_same_numbers_in_every_run() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = F.dropout(self.drop(self.first(F.dropout(x, 0.2))), 0.3)
+            return F.dropout(self.last(hidden), 0.3)
+
+    torch.manual_seed(0)
+    model = Dropping().train()
+    both = {**FP32, **BF16}
+    drift = castwise.compare(model, [batch(), batch()], both, loss=F.cross_entropy, reference="float64")
+    for module in drift["fp32"].modules:
+        assert relative_rms(module.introduced) < 1e-6
+        assert relative_rms(module.total) < 1e-6
+    assert all(relative_rms(module.introduced) < 1e-2 for module in drift["bf16"].modules)
+    assert drift["fp32"].summary.gradient_cosine == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_no_figure(use_reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.checkpoints = nn.Linear(8, 8), nn.Linear(8, 4), checkpoints
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(self.block, x, use_reentrant=use_reentrant) if self.checkpoints else self.block(x)
+            return self.last(x)  # type: ignore[no-any-return]
+
+    figures = []
+    for checkpoints in (True, False):
+        model = Model(checkpoints)
+        torch.manual_seed(1)
+        figures.append(castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)["bf16"])
+    assert figures[0] == figures[1]
+
+
+def test_a_recurrent_layer_keeps_its_weights_in_the_reference_too() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.last = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.rnn(x)[0])  # type: ignore[no-any-return]
+
+    model = Recurrent()
+    weights = list(model.rnn._flat_weights)
+    drift = castwise.compare(model, [batch()], FP32, loss=F.cross_entropy, reference="float64")["fp32"]
+    assert 0 < relative_rms(drift["rnn"].total) < 1e-6
+    assert all(a is b for a, b in zip(weights, model.rnn._flat_weights, strict=True))
+
+
+def test_weights_in_bf16_have_a_reference_in_fp32() -> None:
+    model = mlp().bfloat16()
+    x, target = batch()
+    drift = castwise.compare(model, [(x.bfloat16(), target)], {"as it is": Policy("float32")}, loss=F.cross_entropy)
+    assert 1e-4 < relative_rms(drift["as it is"]["2"].introduced) < 1e-2
+    assert all(param.dtype is torch.bfloat16 for param in model.parameters())
+
+
+def test_a_frozen_model_has_effects_too() -> None:
+    model = mlp()
+    expected = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)["bf16"]
+    frozen = castwise.compare(model.requires_grad_(False), [batch()], BF16, loss=F.cross_entropy)["bf16"]
+    assert [(each.name, each.effect) for each in frozen.modules] == [
+        (each.name, each.effect) for each in expected.modules
+    ]
+    assert frozen.summary.gradient_cosine is None
+
+
+def test_a_model_of_torchs_transformer_layers_in_evaluation() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(8, 4)).eval()
+    inputs = torch.randn(3, 5, 8), torch.randint(4, (3, 5))
+    drift = castwise.compare(model, [inputs], BF16, loss=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+    assert not any(module.problem for module in drift["bf16"].modules)
+    assert relative_rms(drift["bf16"]["0.layers.1.self_attn"].introduced) > 0
+
+
+def test_experts_that_get_other_tokens_are_told_and_end_nothing() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 2)
+            self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = self.router(x).argmax(-1)
+            y = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                mine = (chosen == number).nonzero().flatten()
+                y = y.index_add(0, mine, expert(x[mine]).to(y.dtype))
+            return y
+
+    torch.manual_seed(0)
+    model = Experts()
+    with torch.no_grad():
+        model.router.weight[1] = model.router.weight[0] * (1 + 1e-4)  # nearly a tie for each token
+        model.router.bias.zero_()
+    inputs = torch.randn(64, 8), torch.randint(8, (64,))
+    drift = castwise.compare(model, [inputs], BF16, loss=F.cross_entropy)
+    assert any("other shapes" in note for note in drift.notes)
+    assert drift["bf16"].summary.loss > 0
+
+
+def test_fsdp2_units_are_compared_on_each_rank(tmp_path: Path) -> None:
+    found = ranks.run(Path(__file__).with_name("fsdp2_worker.py"), 2, tmp_path / "store", "compare")
+    for of_rank in found:
+        assert of_rank["problems"] == []
+        assert of_rank["is_restored"]
+        assert of_rank["effects"] == pytest.approx(of_rank["effects_without"])
+        assert of_rank["cosine"] > 0.999
+
+
+def test_what_is_compiled_is_compared_as_its_eager_original() -> None:
+    model = mlp()
+    expected = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)
+    found = castwise.compare(torch.compile(model), [batch()], BF16, loss=F.cross_entropy)  # type: ignore[arg-type]
+    assert found["bf16"].modules == expected["bf16"].modules
+    assert found.notes[0] == "what is compiled was compared as its eager original"
+
+
+@pytest.mark.parametrize(
+    "around", [torch.no_grad, torch.inference_mode, lambda: castwise.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_what_the_caller_is_in_changes_no_figure(around: Any) -> None:
+    model, both = mlp(), {**BF16, "fp16": policies.fp16}
+    expected = castwise.compare(model, [batch()], both, loss=F.cross_entropy)
+    with around():
+        assert castwise.compare(model, [batch()], both, loss=F.cross_entropy) == expected
+
+
+# The noise.
+
+
+def test_samples_one_by_one_have_the_noise_of_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    x, target = torch.randn(4, 8), torch.arange(4)
+    drift = castwise.compare(model.eval(), [(x, target)], BF16, loss=F.cross_entropy, vary="batch_size")
+    assert drift.noise is not None
+    assert drift.noise.summary.relative_loss_error < 1e-5
+    assert relative_rms(drift.noise["1"].total) < 1e-5
+    in_order = castwise.compare(model.train(), [(x, target)], loss=F.cross_entropy, vary="batch_order")
+    assert in_order.policies == {}
+    assert in_order.noise is not None
+    assert relative_rms(in_order.noise["1"].total) < 1e-5
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):  # of a batch of one
+        castwise.compare(model, [(x, target)], loss=F.cross_entropy, vary="batch_size")
+
+
+@pytest.mark.parametrize("vary", ["batch_size", "batch_order"])
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+def test_a_module_that_mixes_samples_is_the_first_in_the_noise(vary: Any, reference: Any) -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * x.cumsum(0)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.Linear(8, 4))
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 1.0  # type: ignore[no-any-return]
+
+    outer = castwise.compare(Around(), [batch()], loss=F.cross_entropy, vary=vary, reference=reference).noise
+    assert outer is not None
+    assert outer.modules[0].name == "inner.1"
+    assert outer[""].effect == 0.0  # it only multiplies
+    drift = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy, vary=vary, reference=reference)
+    assert drift.noise is not None
+    assert drift.noise.modules[0].name == "1"
+    assert relative_rms(drift.noise["0"].total) < 1e-6
+    assert relative_rms(drift.noise["2"].introduced) < 1e-6 < relative_rms(drift.noise["2"].carried)
+    assert "noise" in str(drift)
+    assert drift.noise.summary.gradient_cosine is not None
+
+
+def test_with_forward_samples_one_by_one_have_the_mean_of_their_losses() -> None:
+    model, (x, target) = mlp(), batch()
+    drift = castwise.compare(
+        model, [(x, target)], vary="batch_size", forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    )
+    assert drift.noise is not None
+    assert drift.noise.summary.loss == pytest.approx(drift.noise.summary.reference_loss, rel=1e-6)
+
+
+# fp16.
+
+
+def test_small_gradients_in_fp16_are_scaled_as_in_training() -> None:
+    model, (x, target) = mlp(), batch()
+    drift = castwise.compare(
+        model, [(x, target)], {"fp16": policies.fp16}, loss=lambda y, t: F.cross_entropy(y, t) * 1e-6
+    )
+    summary = drift["fp16"].summary
+    assert summary.loss_scale == 2.0**16
+    assert summary.gradient_cosine is not None
+    assert summary.gradient_cosine > 0.999
+    large = castwise.compare(
+        model, [(x, target)], {"fp16": policies.fp16}, loss=lambda y, t: F.cross_entropy(y, t) * 1e3
+    )
+    assert large["fp16"].summary.loss_scale < 2.0**16
+    assert large["fp16"].summary.gradient_cosine is not None
+    assert large["fp16"].summary.gradient_cosine > 0.999
+
+
+def test_an_overflow_is_an_infinite_effect_and_comes_first() -> None:
+    model, (x, target) = mlp(), batch()
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    drift = castwise.compare(model, [(x, target)], {"fp16": policies.fp16}, loss=F.cross_entropy)["fp16"]
+    assert drift.modules[0].name == "0"
+    assert drift.modules[0].effect == math.inf
+    introduced = drift.modules[0].introduced
+    assert introduced is not None
+    assert introduced.nonfinite > 0.5
+    assert (
+        castwise.compare(model, [(x, target)], {"fp16": policies.fp16}, loss=F.cross_entropy).as_dict()["policies"][
+            "fp16"
+        ]["modules"][0]["effect"]
+        == "inf"
+    )
+
+
+# Everything is put back.
+
+
+class State:
+    """All of a model that a comparison may not change."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        self._model, self._inputs = model, inputs
+        self._tensors = {name: (id(each), each.clone()) for name, each in self._named()}
+        self._rest = self._other()
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self._model.named_parameters():
+            yield name, param
+            if param.grad is not None:
+                yield f"{name}.grad", param.grad
+        yield from self._model.named_buffers()
+        yield from ((f"inputs {place}", tensor) for place, tensor in enumerate(self._inputs))
+
+    def _other(self) -> Any:
+        modules = [
+            (each.training, dict(vars(each)).get("forward"), len(each._forward_hooks), len(each._forward_pre_hooks))
+            for each in self._model.modules()
+        ]
+        hooks = [dict(param._backward_hooks or {}) for param in self._model.parameters()]
+        return modules, hooks, torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled()
+
+    def check(self) -> None:
+        now = dict(self._named())
+        assert now.keys() == self._tensors.keys()
+        for name, (identity, before) in self._tensors.items():
+            assert id(now[name]) == identity, name
+            assert torch.equal(now[name], before), name
+        assert self._other() == self._rest
+
+
+class Changing(nn.Module):
+    """Writes to whatever it can reach, and raises when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.last, self.scale = nn.Linear(8, 4), nn.Identity()
+        self.register_buffer("count", torch.zeros(()))
+        self.error: Callable[[], BaseException] | None = None
+        self.calls, self.fail_at = 0, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fail_at and self.error is not None:
+            raise self.error()
+        self.count = self.count + random.random()
+        self.first.weight.data.mul_(1.01)
+        self.train(not self.training) if self.calls % 2 else None
+        self.scale(self.norm.weight)
+        return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+@pytest.mark.parametrize("fail_at", [-1, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseException]) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Changing(), batch()
+    F.cross_entropy(model(x), target).backward()
+    model.fail_at, model.error = fail_at + model.calls if fail_at > 0 else -1, lambda: error("planted")
+    state = State(model, [x, target])
+    policy = Policy(compute="bfloat16", modules={"last": "float32"})
+
+    def run() -> Drift:
+        return castwise.compare(
+            model, [(x, target)] * 2, {"p": policy}, loss=F.cross_entropy, reference=reference, vary="batch_order"
+        )
+
+    with contextlib.suppress(error):  # what a module raises where it is called again by itself is a note
+        run()
+    state.check()
+
+
+def test_two_comparisons_of_one_model_have_the_same_figures() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+    first, second = (
+        castwise.compare(model, [batch()], BF16, loss=F.cross_entropy, vary="batch_order") for _ in range(2)
+    )
+    assert first == second
+
+
+# What cannot be done.
+
+
+def test_bad_input_is_refused_with_what_to_do() -> None:
+    model, one = mlp(), batch()
+    compare: Any = castwise.compare
+    with pytest.raises(TypeError, match=r"batches\[0\] must be \(inputs, targets\), got Tensor: .* give forward="):
+        compare(model, [one[0]], BF16, loss=mse)
+    with pytest.raises(TypeError, match=r"run more than once, got generator: give list\(batches\)"):
+        compare(model, (each for each in [one]), BF16, loss=mse)
+    with pytest.raises(ValueError, match="at least one batch, got none"):
+        compare(model, [], BF16, loss=mse)
+    with pytest.raises(ValueError, match="at least one policy, got none"):
+        compare(model, [one], {}, loss=mse)
+    with pytest.raises(TypeError, match=r'policies must be a mapping such as {"bf16": policy}, got Policy'):
+        compare(model, [one], policies.bf16, loss=mse)
+    with pytest.raises(TypeError, match=r"policies\['a'\] must be a castwise.Policy, bound or not, got str"):
+        compare(model, [one], {"a": "bf16"}, loss=mse)
+    with pytest.raises(TypeError, match="give either loss="):
+        compare(model, [one], BF16)
+    with pytest.raises(ValueError, match="got 'float46'; did you mean 'float64'"):
+        compare(model, [one], BF16, loss=mse, reference="float46")
+    with pytest.raises(ValueError, match="vary must be one of 'batch_size', 'batch_order', or None, got 'batch_sizes'"):
+        compare(model, [one], BF16, loss=mse, vary="batch_sizes")
+    with pytest.raises(ValueError, match=r"clip_band must be two ratios, 0 <= low < high, got \(2, 1\)"):
+        compare(model, [one], BF16, loss=mse, clip_band=(2, 1))
+    with pytest.raises(TypeError, match="loss must return the loss as a tensor, got float"):
+        compare(model, [one], BF16, loss=lambda y, t: 1.0)
+    with pytest.raises(ValueError, match=r"one element, got shape \(6, 4\)"):
+        compare(model, [one], BF16, loss=lambda y, t: y)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
+        compare(mse, [one], BF16, loss=mse)
+
+
+def test_a_module_that_returns_a_generator_is_refused_by_name() -> None:
+    class Generating(nn.Module):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Generating(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(next(self.inner(x)))  # type: ignore[no-any-return]
+
+    with pytest.raises(TypeError, match="module 'inner' returns a generator, which can be read only once"):
+        castwise.compare(Model(), [batch()], BF16, loss=F.cross_entropy)
+
+
+def test_a_reference_that_is_not_finite_is_diagnosed() -> None:
+    model, one = mlp(), batch()
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"the loss of batches\[0\] is nan in the reference(.|\n)*2.weight is nan at"):
+        castwise.compare(model, [one], BF16, loss=F.cross_entropy)
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_planted_fault_is_named_first(seed: int) -> None:
+    case = planted.case(seed)
+    drift = castwise.compare(case.model, [case.batch], {"p": case.policy}, loss=case.loss, gradients=False)["p"]
+    assert planted.is_named(case.culprit, drift.modules[0].name)
+
+
+def test_tables_and_plain_data_say_the_same() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    x, target = batch()
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, vary="batch_size")
+    text = str(drift)
+    assert "bf16: modules by effect on the loss" in text
+    assert "and 6 more modules: drift['bf16'].modules" in text
+    record = drift.as_dict()
+    assert record["reference"] == "float32"
+    assert record["batches"] == 1
+    modules = record["policies"]["bf16"]["modules"]
+    assert [module["name"] for module in modules] == [module.name for module in drift["bf16"].modules]
+    assert modules[0]["introduced"]["relative_rms"] == relative_rms(drift["bf16"].modules[0].introduced)
+    assert record["policies"]["bf16"]["policy"]["compute"] == "bfloat16"
+    assert record["noise"]["policy"] is None
+    with pytest.raises(KeyError, match="nothing"):
+        drift["bf16"]["nothing"]

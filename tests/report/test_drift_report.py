@@ -1,0 +1,148 @@
+"""The page about what precisions do to a model, in a real Chromium."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from selenium.webdriver.common.by import By
+from tests.report.test_report_browser import EVIL, Browser, contrast
+from torch import nn
+
+import castwise
+from castwise import policies
+from castwise.comparison.drift import Drift
+from castwise.tuning.tuned import Tuned
+
+LAYERS = 300
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.driver.quit()
+
+
+def batches(count: int = 1) -> list[Any]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def drift() -> Drift:
+    """Of 300 layers, one of which overflows in fp16, and one of which has a name that is markup."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS // 2)))
+    blocks.add_module(EVIL.replace(".", ""), nn.Linear(8, 8))
+    model = nn.Sequential(blocks, nn.Linear(8, 4))
+    with torch.no_grad():
+        blocks[7][0].bias.add_(1e5)
+    both = {"bf16": policies.bf16, "fp16": policies.fp16}
+    return castwise.compare(model, batches(), both, loss=F.cross_entropy, vary="batch_size")
+
+
+@pytest.fixture(scope="module")
+def page(drift: Drift, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return drift.report(tmp_path_factory.mktemp("drift") / "drift.html")
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    return castwise.tune(model, batches(4), loss=F.cross_entropy, formats=("bfloat16", "float32"), tolerance=2e-4)
+
+
+def bars(browser: Browser, trace: int = 0) -> list[Any]:
+    found: list[Any] = browser.run(f"document.getElementById('bars').data[{trace}].x")
+    return found
+
+
+def choose(browser: Browser, control: str, value: str) -> None:
+    script = f"""
+        const field = document.getElementById('bars-controls').elements.{control};
+        field.value = {value!r};
+        field.dispatchEvent(new Event('input', {{bubbles: true}}));
+        field.dispatchEvent(new Event('change', {{bubbles: true}}));
+    """
+    browser.driver.execute_script(script)
+
+
+def test_the_largest_effects_are_drawn_in_the_models_order_and_all_on_request(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert len(bars(browser)) == len(bars(browser, 1)) == 40
+    assert browser.run("document.getElementById('bars').layout.xaxis.type") == "log"
+    assert browser.run("document.querySelectorAll('#bars .barlayer .point').length") > 40
+    assert "40 of" in browser.driver.find_element(By.ID, "bars-caption").text
+    browser.driver.find_element(By.CSS_SELECTOR, "#bars-controls [name=all]").click()
+    browser.wait_for("document.getElementById('bars').data[0].x.length > 300")
+    assert browser.run("document.getElementById('bars').clientHeight") > 26 * LAYERS
+    labels = browser.run("document.getElementById('bars').layout.yaxis.ticktext")
+    places = [labels.index(f"0.{place}.0") for place in (0, 7, 100)]
+    assert places == sorted(places)
+
+
+def test_names_are_filtered_and_policies_picked(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    choose(browser, "search", "0.7.")
+    browser.wait_for("document.getElementById('bars').data[0].x.length === 2")
+    choose(browser, "policy", "fp16")
+    browser.wait_for("document.getElementById('bars').data[0].text[0].includes('effect inf')")
+    shown = "[...document.querySelectorAll('.effects:not([hidden])')].map((each) => each.dataset.policy)"
+    assert browser.run(shown) == ["fp16"]
+    of_rows = ".effects:not([hidden]) tbody tr:not([hidden]) th"
+    rows = f"[...document.querySelectorAll('{of_rows}')].map((each) => each.innerText)"
+    assert sorted(browser.run(rows)) == ["0.7.0", "0.7.1"]
+    choose(browser, "policy", "batch_size")
+    browser.wait_for(f"{shown}[0] === 'batch_size'")
+
+
+def test_names_stay_text_and_nothing_is_asked_of_the_network(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    choose(browser, "search", "img")
+    browser.wait_for("document.getElementById('bars').data[0].x.length === 1")
+    assert browser.run("window.hacked") is None
+    assert browser.run("document.querySelectorAll('main img, main .plot a').length") == 0
+    outside = [url for url in browser.requests() if not url.startswith(("data:", "blob:"))]
+    assert outside == [page.as_uri()]
+    assert browser.logs("browser") == []
+
+
+def test_text_and_plots_can_be_read_in_light_and_dark_on_screens_of_any_width(browser: Browser, page: Path) -> None:
+    for width in (1400, 380):
+        browser.open(page, width=width)
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    for theme in ("light", "dark"):
+        browser.open(page, theme=theme)
+        for selector in ("h2", ".lead", "figcaption", "th"):
+            assert contrast(browser, selector, "color") >= 4.5, selector
+        for selector in ("#bars .xtick text", "#bars .ytick text", "#bars .legendtext"):
+            assert contrast(browser, selector, "fill") >= 4.5, selector
+
+
+def test_the_frontier_is_a_curve_with_the_chosen_point(browser: Browser, tuned: Tuned, tmp_path: Path) -> None:
+    browser.open(tuned.report(tmp_path / "tuned.html"))
+    assert browser.run("document.documentElement.dataset.drawn") == "2"
+    found = browser.run("document.getElementById('frontier-plot').data.map((each) => [each.name, each.x])")
+    assert found == [
+        ["policies", [point.cost for point in tuned.frontier.points]],
+        ["chosen", [tuned.cost]],
+    ]
+    assert browser.run("document.getElementById('frontier-plot').layout.shapes[0].y0") == 2e-4
+    text = browser.driver.find_element(By.ID, "summary").text
+    assert f"{tuned.cost:.3f}" in text
+    assert "within the tolerance" in text
+    assert "Not tried" in browser.driver.find_element(By.ID, "notes").text
+    assert browser.logs("browser") == []
+
+
+def test_without_plotly_the_extra_is_named(drift: Drift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"a report needs jinja2: pip install 'castwise\[report\]'"):
+        drift.report(tmp_path / "page.html")
