@@ -159,8 +159,7 @@ def test_weights_in_bf16_are_judged_by_a_reference_in_fp32() -> None:
     best = castwise.tune(model, given, loss=loss, formats=("bfloat16", "float32"), tolerance=1e-9)
     assert best.error > 0
     assert not best.is_within_tolerance
-    # A module in float32 is given float32, and has weights in bf16.
-    assert "mat1 and mat2 must have the same dtype" in best.notes[-1]
+    assert best.notes == ()  # a module in float32 computes with its weights in fp32
     assert all(param.dtype is torch.bfloat16 for param in model.parameters())
 
 

@@ -177,8 +177,8 @@ class Comparison:
         """Compare batches under policies.
 
         Args:
-            batches: As of `compare`.
-            policies: As of `compare`.
+            batches: See `compare`.
+            policies: See `compare`.
             progress: Is called with what is done, how much of it, and how much there is.
         """
         found = self._objective.check(batches)

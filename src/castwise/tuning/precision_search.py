@@ -63,8 +63,8 @@ def tune(
     modules. Everything is put back as by `compare`. Without "measured" costs, the same call has the same result.
 
     Args:
-        model, loss, forward: As of `compare`.
-        batches: As of `compare`; two at least, of which every second is held out.
+        model, loss, forward: See `compare`.
+        batches: See `compare`; two at least, of which every second is held out.
         formats: To choose from: "float16", "bfloat16", "float32".
         tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
         cost: "flops" of matrix products and convolutions, half in 16 bits; "bytes" of what modules make and of the
@@ -75,7 +75,7 @@ def tune(
         the least error, with `is_within_tolerance` False.
 
     Raises:
-        TypeError: As of `compare`.
+        TypeError: See `compare`.
         ValueError: There is a single batch, a format or a cost is unknown, the loss is not finite in float32 (the text
             has the diagnosis), or there is nothing to choose.
 
@@ -128,7 +128,7 @@ class Search:
         """Search with these batches.
 
         Args:
-            batches: As of `tune`.
+            batches: See `tune`.
             progress: Is called with what is done, how much of it, and how much there is.
         """
         found = self._objective.check(batches)
