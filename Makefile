@@ -38,6 +38,7 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/tune.py
 	$(BIN)/python benchmarks/gradient_exponents.py
 	$(BIN)/python benchmarks/ranks_apart.py
+	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python examples/compare_schedules.py --write
 	for each in loss_scaling number_formats ranks step_traffic; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 

@@ -2,7 +2,7 @@
 
     python examples/compare_schedules.py [TRACE ...]
     python examples/compare_schedules.py --record    # train the demo's model and write the traces anew
-    python examples/compare_schedules.py --write     # write benchmarks/results/schedules.json and README.md's table
+    python examples/compare_schedules.py --write     # write benchmarks/results/schedules.json and the manual's table
 
 The traces are of 600 steps of `castwise demo`'s smallest GPT: as it is, with a learning rate at which gradients spike,
 and with a batch now and then whose loss is not finite. They were recorded in fp32, so that no gradient was lost before
@@ -49,7 +49,7 @@ SCHEDULES = {
 }
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "schedules.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference" / "schedules.md"
 
 
 def record(name: str) -> None:
@@ -109,7 +109,7 @@ def result(compared: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(written: dict[str, Any]) -> str:
-    """Return the README's table of a result."""
+    """Return the manual's table of a result."""
     of = {name: compared["schedules"] for name, compared in written["traces"].items()}
     lines = [
         f"| {STEPS} steps of the demo's smallest GPT | wasted: steady | spiking | bad batches "
@@ -124,11 +124,11 @@ def table(written: dict[str, Any]) -> str:
 
 
 def write(written: dict[str, Any]) -> None:
-    """Write the result, and its table between the marks in the README."""
+    """Write the result, and its table between the marks on the page."""
     RESULT.write_text(json.dumps(written, indent=2) + "\n")
-    before, begin, rest = README.read_text().partition("<!-- schedules begins -->\n")
+    before, begin, rest = PAGE.read_text().partition("<!-- schedules begins -->\n")
     _, end, after = rest.partition("<!-- schedules ends -->\n")
-    README.write_text(f"{before}{begin}{table(written)}\n{end}{after}")
+    PAGE.write_text(f"{before}{begin}{table(written)}\n{end}{after}")
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The examples run, and print what the README says."""
+"""The examples run, and print what the manual says."""
 
 from __future__ import annotations
 
@@ -42,10 +42,13 @@ def test_the_result_of_the_comparison_is_what_it_finds_now(example: Any) -> None
     assert all(eval(name, vars(schedules)) == schedule for name, schedule in example["SCHEDULES"].items())
 
 
-def test_the_readmes_table_of_schedules_is_the_result(example: Any) -> None:
+def test_the_manuals_table_of_schedules_is_the_result(example: Any) -> None:
     written = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
     table = example["table"](written)
-    assert f"<!-- schedules begins -->\n{table}\n<!-- schedules ends -->\n" in (ROOT / "README.md").read_text()
+    assert (
+        f"<!-- schedules begins -->\n{table}\n<!-- schedules ends -->\n"
+        in (ROOT / "docs/reference/schedules.md").read_text()
+    )
     assert len(table.splitlines()) == 2 + len(example["SCHEDULES"])
 
 

@@ -34,3 +34,11 @@ def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: p
 def test_every_table_is_tied_to_a_record() -> None:
     page = (BENCHMARKS / "README.md").read_text()
     assert sorted(re.findall(r"<!-- (\S+) begins -->", page)) == sorted(TABLES.values())
+
+
+def test_the_first_pages_show_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    readme = importlib.import_module("readme")
+    for page in readme.PAGES:
+        assert readme.BEGINS + readme.figures() + readme.ENDS in page.read_text()
+    assert len(readme.PAGES[0].read_text().splitlines()) <= 120

@@ -78,7 +78,8 @@ def test_state_is_fp32_whatever_the_parameters_are() -> None:
     model, optimizer = wrapped(adamw)
     train(model, optimizer, 3)
     saved = optimizer.state_dict()
-    _, loaded = wrapped(adamw)
+    other, loaded = wrapped(adamw)
+    other.load_state_dict(model.state_dict())
     loaded.load_state_dict(saved)
     assert all(same_bits(loaded.state_dict()["state"][number], saved["state"][number]) for number in saved["state"])
     assert loaded.state[loaded.param_groups[0]["params"][1]]["exp_avg"].dtype is torch.float32

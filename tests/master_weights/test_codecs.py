@@ -134,27 +134,35 @@ def test_kahan_holds_more_bits_and_a_step_that_changes_nothing_changes_nothing(d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chance_is_right_on_average_and_leaves_what_the_format_holds(dtype: torch.dtype) -> None:
-    key = torch.tensor(5, dtype=torch.int32)
+    key, step = torch.tensor(5, dtype=torch.int32), torch.tensor(0, dtype=torch.int32)
     for value in (0.3, -3.3e-6, 1000.1, 65000.0):
         values = torch.full((1 << 20,), value)
-        rounded = round_by_chance(values, random_bits(values, key), dtype)
+        rounded = round_by_chance(values, random_bits(values, key, step), dtype)
         assert torch.equal(rounded, rounded.to(dtype).float())
         assert len(rounded.unique()) == 2
         # Of n draws the mean is off by a step / (2 sqrt(n)), or less.
-        step = float(rounded.amax() - rounded.amin())
-        assert abs(rounded.double().mean().item() - values[0].item()) < 5 * step / (2 * 2**10)
+        spacing = float(rounded.amax() - rounded.amin())
+        assert abs(rounded.double().mean().item() - values[0].item()) < 5 * spacing / (2 * 2**10)
     held = torch.cat([torch.randn(1 << 16).to(dtype).float(), torch.tensor([math.inf, -math.inf, 0.0])])
-    assert torch.equal(round_by_chance(held, random_bits(held, key), dtype), held)
+    assert torch.equal(round_by_chance(held, random_bits(held, key, step), dtype), held)
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert round_by_chance(nan, torch.full((3,), 0xFFFF, dtype=torch.int32), dtype).isnan().all()
 
 
-def test_random_bits_are_even_and_depend_on_the_key() -> None:
+def test_random_bits_are_even_and_depend_on_key_step_and_place() -> None:
     like = torch.empty(1 << 18)
-    one, other = (random_bits(like, torch.tensor(key, dtype=torch.int32)) for key in (1, 2))
-    assert torch.equal(one, random_bits(like, torch.tensor(1, dtype=torch.int32)))
-    assert (one == other).float().mean() < 1e-4
+    drawn = {
+        (key, step): random_bits(like, torch.tensor(key, dtype=torch.int32), torch.tensor(step, dtype=torch.int32))
+        for key in (1, 2)
+        for step in (0, 1, 2)
+    }
+    one = drawn[1, 0]
     assert one.amin() >= 0
+    for other in drawn.values():
+        for shift in (0, 1, 2, 7):  # neither the same bits, nor those of a neighbour
+            if other is not one or shift:
+                same = (one[: len(one) - shift] == other[shift:]).float().mean().item()
+                assert same < 1e-3
     for bit in range(16):
         assert abs((one >> bit & 1).float().mean().item() - 0.5) < 0.01
     cells = torch.bincount(one >> 8, minlength=256).double()

@@ -12,6 +12,7 @@ from castwise._torch_private import version
 from castwise.master_weights.codecs import Codec
 
 _ALIGNED = 8  # elements: 32 bytes of fp32
+_PIECE, _ODD = 1 << 20, 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,6 +22,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with torch.no_grad():
         return to_local().detach()
+
+
+def writes_to(param: torch.Tensor) -> int:
+    """Return how many writes torch has counted: of a DTensor, itself and what this rank holds count apart."""
+    here = local(param)
+    return version(here) + (version(param) if hasattr(param, "to_local") else 0)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,14 +54,15 @@ class Weight:
     name: str
     shape: torch.Size
     stretches: list[Stretch] = field(default_factory=list)
+    stride: tuple[int, ...] = ()
+    """Of what this rank holds."""
     version: int = 0
     """Of the parameter when its fp32 weight was last known."""
-    checksum: int | None = None
-    """Of its bits, until the first step: frameworks write the weights that are there already (DDP broadcasts them)."""
-    had_state: bool = False
-    """Whether the optimizer had state of it before the step under way."""
+    bits: int | None = None
+    """Digest of the 16 bits that belong to what is kept, before the first step and after a checkpoint was loaded:
+    frameworks write weights that are there already (DDP broadcasts them), and checkpoints of models come later."""
     awaits_weights: bool = False
-    """Whether a checkpoint was loaded, and that of the model may be yet to come."""
+    """Whether a checkpoint without a digest was loaded: the next write is that of the model."""
 
     def is_cut(self) -> bool:
         """Return True if it is in several buckets."""
@@ -64,10 +72,20 @@ class Weight:
         """Return the device of what is kept beside it."""
         return self.stretches[0].bucket.device
 
+    def digest(self) -> int:
+        """Return a number that other bits, or the same in another order, hardly have. Syncs."""
+        here = flat(local(self.param)).view(torch.int16)
+        total = 0
+        for start in range(0, here.numel(), _PIECE):
+            piece = here[start : start + _PIECE].to(torch.int64)
+            places = torch.arange(start + 1, start + 1 + len(piece), device=piece.device)
+            total += int((piece * (places * _ODD)).sum().item())
+        return total % (1 << 62)
+
     def note_written(self) -> None:
         """Note that the parameter is what the fp32 weight rounds to."""
-        self.version = version(local(self.param))
-        self.checksum, self.awaits_weights = None, False
+        self.version = writes_to(self.param)
+        self.bits, self.awaits_weights = None, False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +138,8 @@ class Bucket:
     dtype: torch.dtype
     stretches: list[Stretch] = field(default_factory=list)
     length: int = 0
+    sum: int | None = None
+    """Of the 16-bit weights, read as whole numbers, when they were last written; on a CPU."""
     codec: Codec = field(init=False)
 
     def add(self, weight: Weight, start: int, length: int) -> None:
@@ -135,10 +155,19 @@ class Bucket:
 
     def decode(self, workspace: Workspace) -> torch.Tensor:
         """Return the fp32 weights, shape (length,)."""
+        weights = self._gathered(workspace)
+        return self.codec.decode(weights, workspace.get("values", self.length, torch.float32, self.device))
+
+    def is_changed(self, workspace: Workspace) -> bool:
+        """Return True if weights are others than those last written, as far as is known: on accelerators it is not."""
+        return self.sum is not None and self.sum != _sum(self._gathered(workspace))
+
+    def _gathered(self, workspace: Workspace) -> torch.Tensor:
         weights = self._weights(workspace)
         if len(self.stretches) > 1:
+            weights.zero_()  # between stretches too, which are aligned
             torch._foreach_copy_([each.in_bucket(weights) for each in self.stretches], self._params(self.stretches))
-        return self.codec.decode(weights, workspace.get("values", self.length, torch.float32, self.device))
+        return weights
 
     def _weights(self, workspace: Workspace) -> torch.Tensor:
         """Return the memory of the 16-bit weights, or if they are several memory for copies."""
@@ -156,10 +185,19 @@ class Bucket:
             other.load(saved)
         if len(self.stretches) > 1:
             torch._foreach_copy_(self._params(stepped), [each.in_bucket(weights) for each in stepped])
+        if self.device.type == "cpu":
+            self.sum = _sum(weights if not others else self._gathered(workspace))
 
     @staticmethod
     def _params(stretches: list[Stretch]) -> list[torch.Tensor]:
         return [stretch.of(local(stretch.weight.param)) for stretch in stretches]
+
+
+def _sum(weights: torch.Tensor) -> int:
+    whole = weights.view(torch.int16)
+    if whole.numel() % 4 == 0 and whole.storage_offset() % 4 == 0:
+        whole = whole.view(torch.int64)  # eight bytes at a time
+    return int(whole.sum(dtype=torch.int64).item())
 
 
 def fill(weights: list[Weight], size: int, dtype: torch.dtype, *, cuts: bool) -> list[Bucket]:

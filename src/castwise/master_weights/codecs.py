@@ -147,33 +147,35 @@ class _Split(Codec):
     """bfloat16 weights and 16-bit residues: every fp32 number comes back bit for bit, but for the payload of NaNs."""
 
     def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
-        padded = torch.zeros(math.ceil(length / _ROW) * _ROW, dtype=torch.int16, device=device)
-        self._residue, self._rows = padded[:length], padded.view(-1, _ROW)
-        super().__init__(residue=self._residue)
+        # In whole rows. Views are made where they are needed: pickle would make tensors of their own of them.
+        super().__init__(residue=torch.zeros(math.ceil(length / _ROW) * _ROW, dtype=torch.int16, device=device))
+        self._length = length
         self._is_compiled = compiled
         self._ties: _ListedTies | _PackedTies | None = None
         if rounding == "nearest_even":
             self._ties = _ListedTies(length) if device.type == "cpu" else _PackedTies(length, device)
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        residue = self._kept["residue"][: self._length]
         if self._can_pair(weights):
-            int32 = weights.view(torch.int32), self._residue.view(torch.int32)
-            _compiled(_decode_pairs)(*int32, out.view(torch.int64))
+            _compiled(_decode_pairs)(weights.view(torch.int32), residue.view(torch.int32), out.view(torch.int64))
         else:
-            _decode(weights, self._residue, out)
+            _decode(weights, residue, out)
         if self._ties is not None:
             self._ties.add_to(out.view(torch.int32))
         return out
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        padded = self._kept["residue"]
+        residue = padded[: self._length]
         if self._can_pair(weights):
-            int32 = weights.view(torch.int32), self._residue.view(torch.int32)
+            int32 = weights.view(torch.int32), residue.view(torch.int32)
             _compiled(_encode_pairs)(values.view(torch.int64), *int32, self._ties is not None)
         else:
             encode = _encode_away if self._ties is None else _encode
-            encode(values, weights, self._residue)
+            encode(values, weights, residue)
         if self._ties is not None:
-            self._ties.find(values.view(torch.int32), self._rows)
+            self._ties.find(values.view(torch.int32), padded.view(-1, _ROW))
 
     def _can_pair(self, weights: torch.Tensor) -> bool:
         return self._is_compiled and weights.numel() % 2 == 0 and weights.storage_offset() % 2 == 0
@@ -370,11 +372,12 @@ class Chance:
 
     def round(self, values: torch.Tensor, dtype: torch.dtype, stream: str) -> torch.Tensor:
         """Round by chance, as `round_by_chance` does."""
-        start = zlib.crc32(f"{self.seed} {stream}".encode()) + self.taken * 0x9E3779B1
-        key = torch.full((), _signed(start), dtype=torch.int32, device=values.device)
+        key = torch.full((), _signed(zlib.crc32(f"{self.seed} {stream}".encode())), dtype=torch.int32)
+        step = torch.full((), _signed(self.taken), dtype=torch.int32)
+        key, step = key.to(values.device), step.to(values.device)
         if values.device in self._taken_on:
-            key = key + self._taken_on[values.device] * _signed(0x9E3779B1)
-        return round_by_chance(values, random_bits(values, key).view(values.shape), dtype)
+            step = step + self._taken_on[values.device]
+        return round_by_chance(values, random_bits(values, key, step).view(values.shape), dtype)
 
 
 def _signed(number: int) -> int:
@@ -406,19 +409,22 @@ def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dty
     return torch.where(values.isfinite(), rounded, values)
 
 
-def random_bits(like: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return 16 random bits for each element, a function of the key and the element's position alone.
+def random_bits(like: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each element, a function of key, step and the element's position alone.
 
-    Source: the finalizer of MurmurHash3, with the multipliers of xxHash.
+    Source: the finalizer of MurmurHash3, with the multipliers of xxHash; once for the key and once for the step.
 
     Args:
         like: For its number of elements and its device.
         key: int32, shape (), on the same device.
+        step: As `key`.
 
     Returns:
         int32, within [0, 65536); flat.
     """
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
-    x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
-    x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
-    return x.bitwise_xor_(x >> 16).bitwise_and_(0xFFFF)
+    for salt in (step, 0):
+        x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
+        x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
+        x.bitwise_xor_(x >> 16).add_(salt)
+    return x.bitwise_and_(0xFFFF)

@@ -48,6 +48,12 @@ def check(optimizer: object) -> None:
         raise TypeError("MasterWeights cannot wrap LBFGS: its closure computes with the weights while it steps")
     if isinstance(optimizer, optim.SparseAdam):
         raise TypeError("MasterWeights cannot wrap SparseAdam: sparse gradients keep fp32 weights; step it beside")
+    inside = [name for name, value in vars(optimizer).items() if isinstance(value, optim.Optimizer)]
+    if inside:
+        raise TypeError(
+            f"{type(optimizer).__name__} steps the optimizer that it keeps in {inside[0]!r}, which has the parameters: "
+            "give MasterWeights that one"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("MasterWeights cannot wrap a differentiable optimizer: autograd does not see lent weights")
 
@@ -68,10 +74,11 @@ def note_stepped(optimizer: optim.Optimizer) -> None:
 
 
 def state_names(optimizer: optim.Optimizer) -> set[str]:
-    """Return the names of state that has the shape of its weight, found by one step on a weight of no one's."""
+    """Return the names of state that has the shape of its weight, found by one step on a weight made for it."""
     probe = copy.copy(optimizer)
-    weight = torch.zeros(2, 3)
-    weight.grad = torch.zeros(2, 3)
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
+    weight = torch.zeros(2, 3, device=device)
+    weight.grad = torch.zeros(2, 3, device=device)
     probe.state = defaultdict(dict)
     probe.param_groups = [
         {**group, "params": [weight] if index == 0 else []} for index, group in enumerate(optimizer.param_groups)

@@ -20,7 +20,7 @@ class LowState:
     dtypes: dict[str, torch.dtype]
     """By name of the state."""
     round: Callable[[torch.Tensor, torch.dtype, str], torch.Tensor]
-    """Rounds fp32 numbers to a dtype; given the name of the state."""
+    """Rounds fp32 numbers to a dtype by chance; given a name of its own for each tensor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +98,7 @@ def lent(
     optimizer: torch.optim.Optimizer,
     members: dict[int, list[Loan | torch.Tensor]],
     low_state: LowState | None,
+    new: set[torch.Tensor],
 ) -> Iterator[None]:
     """Let an optimizer have loans instead of parameters; take its state over when the body ends without an error.
 
@@ -105,6 +106,10 @@ def lent(
         optimizer: Whose `param_groups` and `state` are exchanged meanwhile.
         members: By index of the group what is in it: loans, and parameters that are as they are.
         low_state: Which state is stored in 16 bits.
+        new: Parameters without state before this step: each part of one makes its own.
+
+    Raises:
+        RuntimeError: The optimizer has kept state of a tensor that it does not have.
     """
     groups, state = optimizer.param_groups, optimizer.state
     params_before = [group["params"] for group in groups]
@@ -114,10 +119,8 @@ def lent(
         for member in of_group:
             if isinstance(member, Loan):
                 loans.append(member)
-                of_param, weight = state.get(member.stretch.weight.param), member.stretch.weight
-                if member.stretch is weight.stretches[0]:
-                    weight.had_state = bool(of_param)
-                if of_param is not None and weight.had_state:  # else each part makes its own
+                param = member.stretch.weight.param
+                if param not in new and (of_param := state.get(param)) is not None:
                     borrowed[member.stand_in] = _lent_state(of_param, member, low_state)
             elif member in state:
                 borrowed[member] = state[member]
@@ -128,6 +131,7 @@ def lent(
         optimizer.param_groups = [groups[index] for index in members]
         optimizer.state = borrowed
         yield
+        borrowed = optimizer.state  # which an optimizer may replace
     finally:
         optimizer.param_groups, optimizer.state = groups, state
         for group, params in zip(groups, params_before, strict=True):
@@ -135,6 +139,12 @@ def lent(
     for loan in loans:
         if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
             _take_over(state, of_stand_in, loan, low_state)
+    known = {param for group in groups for param in group["params"]}
+    if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps state of tensors that it was not given, as optimizers made of another "
+            "one do: give MasterWeights the innermost one"
+        )
     state.update(borrowed)
 
 
@@ -171,7 +181,7 @@ def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: L
         new = local(value)
         if dtype.itemsize < 4:
             assert low_state is not None
-            new = low_state.round(new, dtype, str(name))
+            new = low_state.round(new, dtype, f"{name} of {stretch.weight.name} from {stretch.start}")
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(new)
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_fsdp_flattened, version
+from castwise._torch_private import is_fsdp_flattened, never_traced
 from castwise._warnings import warn
 from castwise.amp.closures import given, no_momentum_of_a_skipped_step
 from castwise.amp.iteration import Snapshot
 from castwise.amp.measure import check_bound, check_norm_type
 from castwise.master_weights import narrowing
-from castwise.master_weights.buckets import Bucket, Stretch, Weight, Workspace, fill, flat, is_dense, local
+from castwise.master_weights.buckets import Bucket, Stretch, Weight, Workspace, fill, flat, is_dense, local, writes_to
 from castwise.master_weights.codecs import Chance, codec_of
 from castwise.master_weights.inner_optimizers import (
     Reach,
@@ -40,6 +40,11 @@ from castwise.master_weights.lending import Loan, LowState, as_dtensor, lent, lo
 _METHODS = ("split", "fp32", "stochastic", "kahan")
 _ROUNDINGS = ("nearest_even", "nearest_away")
 _DTYPES = (torch.bfloat16, torch.float16)
+_STATE = {
+    *("defaults", "_inner", "_dtype", "_method", "_rounding", "_grad_dtype", "_compiles", "_bucket_length", "_chance"),
+    *("_low_state", "_reach", "_weights", "_buckets"),
+}
+_NO_DIGEST = -1
 _PREFIX = "master_weights."  # of entries in a checkpoint of the optimizer
 
 _OWNERS = WeakTensorKeyDictionary()  # parameters that have a MasterWeights
@@ -72,7 +77,7 @@ class MasterWeights(torch.optim.Optimizer):
         grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
             and not with DDP and FSDP, whose reducers know one dtype for both).
         bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
-        compile: Compile decoding and encoding; the results have the same bits.
+        compile: Compile decoding and encoding; the results have the same bits. On CPUs so far it is not faster.
         generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
 
     Raises:
@@ -125,6 +130,10 @@ class MasterWeights(torch.optim.Optimizer):
             raise ValueError(f"grad_dtype=torch.float32 needs torch >= 2.13, this is {torch.__version__}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 4096:
             raise ValueError(f"bucket_bytes must be a whole number >= 4096, got {bucket_bytes!r}")
+        if not isinstance(compile, bool):
+            raise TypeError(f"compile must be True or False, got {compile!r}")
+        if not isinstance(generator, (torch.Generator, type(None))):
+            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
         self._dtype, self._method, self._rounding = dtype, method, rounding
         self._narrow, self._grad_dtype, self._compiles = narrow, grad_dtype, compile
         self._bucket_length = bucket_bytes // 4096 * 1024
@@ -136,8 +145,9 @@ class MasterWeights(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []
         self._workspace = Workspace()
         self._clipped: tuple[Snapshot, torch.Tensor] | None = None
+        self._new: set[torch.Tensor] = set()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        chosen = self._check_params(model, params)
+        chosen = self._check_params(optimizer, model, params)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         # A hook that was registered on the inner optimizer runs once a step as well.
@@ -170,11 +180,22 @@ class MasterWeights(torch.optim.Optimizer):
         """The optimizer that steps the fp32 weights."""
         return self._inner
 
-    def _check_params(self, model: nn.Module, params: list[torch.Tensor]) -> set[torch.Tensor]:
+    def _check_params(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, params: list[torch.Tensor]
+    ) -> set[torch.Tensor]:
         """Return the parameters that are to be 16-bit, or raise with nothing changed."""
         names = narrowing.names_of(model)
         chosen = narrowing.choose(model, self._narrow, self._dtype, params)
         low = [param for param in params if param in chosen or param.dtype is self._dtype]
+        other = torch.float16 if self._dtype is torch.bfloat16 else torch.bfloat16
+        for param in params:
+            name = names.get(param, "a parameter that the model does not have")
+            if param.dtype is other and self._narrow is None:
+                raise ValueError(f"{name!r} is {other} already: say dtype={other}, or make the model fp32 first")
+            if any(str(key).startswith(_PREFIX) for key in optimizer.state.get(param, ())):
+                raise ValueError(
+                    f"the optimizer has state of a MasterWeights for {name!r}: load the checkpoint into it"
+                )
         for param in low:
             name = names.get(param, "a parameter that the model does not have")
             if _owner_of(param) not in (None, self):
@@ -189,6 +210,8 @@ class MasterWeights(torch.optim.Optimizer):
                     f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: leave grad_dtype out, and "
                     "reduce in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
+            if self._grad_dtype is torch.float32 and param.grad is not None:
+                raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() before")
             if not is_dense(local(param)):
                 raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
             if self._dtype is torch.float16 and param.dtype is not torch.float16:
@@ -206,7 +229,7 @@ class MasterWeights(torch.optim.Optimizer):
         fp32 = {param: flat(local(param)).clone() for param in chosen if param.dtype is torch.float32}
         narrowing.narrow_(model, chosen, self._dtype)
         new = [
-            Weight(param, names.get(param, f"parameter {index}"), param.shape)
+            Weight(param, names.get(param, f"parameter {index}"), param.shape, stride=local(param).stride())
             for index, param in enumerate(params)
             if param in chosen
         ]
@@ -232,14 +255,41 @@ class MasterWeights(torch.optim.Optimizer):
                 bucket.encode(values, bucket.stretches, self._workspace)
         for weight in new:
             weight.note_written()
-            weight.checksum = _checksum(weight)
+            weight.bits = weight.digest()
             _OWNERS[weight.param] = ref(self)
             if self._grad_dtype is torch.float32:
                 weight.param.grad_dtype = torch.float32
-            for name, value in self.state.get(weight.param, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype is self._dtype and value.shape == weight.shape:
-                    self.state[weight.param][name] = value.to(self._stored_as(name))
+            of_param = self.state.get(weight.param, {})
+            of_param.update({name: self._as_stored(name, value, weight.param) for name, value in of_param.items()})
         self._weights += new
+        if not self._weights:
+            warn(
+                "MasterWeights has nothing to do: the optimizer has no weight of a linear or convolution layer of this "
+                'model; narrow="all" takes others as well',
+                UserWarning,
+                3,
+            )
+
+    @staticmethod
+    def narrow_(model: nn.Module, dtype: torch.dtype = torch.bfloat16, narrow: object = None) -> None:
+        """Make the weights 16-bit that a `MasterWeights` would, before DDP or FSDP1 wraps the model.
+
+        What fp32 weights lose by it is lost. Lightning wraps a model before it asks for optimizers: call this in
+        `configure_model`.
+
+        Args:
+            model: Is changed in place.
+            dtype: bfloat16 or float16.
+            narrow: As in the constructor.
+
+        Raises:
+            TypeError: `narrow` is none of its values.
+            ValueError: `dtype` is another, or the model is wrapped already.
+        """
+        _check_choice("dtype", dtype, _DTYPES)
+        chosen = narrowing.choose(model, narrow, dtype, model.parameters())
+        narrowing.check_is_possible(model, chosen, dtype)
+        narrowing.narrow_(model, chosen, dtype)
 
     def _stored_as(self, name: object) -> torch.dtype:
         return torch.float32 if self._low_state is None else self._low_state.dtypes.get(str(name), torch.float32)
@@ -257,10 +307,12 @@ class MasterWeights(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         if model is None:
             raise RuntimeError("the model is gone, whose parameters these would be")
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f'a group is a dict with "params", got {param_group!r}')
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else [*params]
         tensors = [param[1] if isinstance(param, tuple) else param for param in params]
-        chosen = self._check_params(model, [param for param in tensors if isinstance(param, torch.Tensor)])
+        chosen = self._check_params(self._inner, model, [each for each in tensors if isinstance(each, torch.Tensor)])
         self._inner.add_param_group({**param_group, "params": params})
         self._adopt(model, tensors, chosen)
 
@@ -283,11 +335,13 @@ class MasterWeights(torch.optim.Optimizer):
             The p-norm before clipping: fp32, shape (), as `torch.nn.utils.clip_grad_norm_` has it of fp32 gradients.
 
         Raises:
-            RuntimeError: The norm is not finite, and `error_if_nonfinite` is set.
+            RuntimeError: The norm is not finite, and `error_if_nonfinite` is set; or the model is in FSDP1.
             TypeError: An argument has the wrong type.
             ValueError: An argument is out of its range.
         """
         max_norm, norm_type = check_bound("max_norm", max_norm), check_norm_type(norm_type)
+        if any(is_fsdp_flattened(weight.param) for weight in self._weights):
+            raise RuntimeError("FSDP1 has a part of the gradients on each rank: call the model's clip_grad_norm_")
         grads = _grads(self.param_groups)
         if not grads:
             return torch.zeros(())
@@ -313,6 +367,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
         return factor if snapshot.matches(grads) else None
 
+    @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the fp32 weights, and write what they round to.
 
@@ -336,6 +391,8 @@ class MasterWeights(torch.optim.Optimizer):
             UserWarning: A weight was written from outside since the last step; it is taken as it is.
         """
         loss = None
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure must be a function, got {type(closure).__name__}")
         if closure is not None:
             if self._reach is Reach.ALL:
                 raise TypeError(
@@ -346,15 +403,29 @@ class MasterWeights(torch.optim.Optimizer):
                 loss = closure()
         self._check_weights()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None and self._clipped is not None:
+            raise RuntimeError(
+                "the gradients are scaled, and were clipped as if they were not: instead of the optimizer's, call "
+                "scaler.clip_grad_norm_(optimizer, ...)"
+            )
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
         returned = None
         clips = self._clip_factor()
-        with torch.no_grad(), self._scaling(scale, found_inf, is_fused=is_fused) as unscales:
-            factor = clips if unscales is None else unscales
-            for buckets, members in self._rounds():
-                returned = self._step_round(buckets, members, factor, writes_grads=scale is not None)
+        # Each part of a parameter that is cut makes state of its own in the first step.
+        self._new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
+        try:
+            with torch.no_grad(), self._scaling(scale, found_inf, is_fused=is_fused) as unscales:
+                factor = clips if unscales is None else unscales
+                for buckets, members in self._rounds():
+                    returned = self._step_round(buckets, members, factor, writes_grads=scale is not None)
+        except BaseException:
+            for param in self._new:  # not all parts may have made theirs
+                self.state.pop(param, None)
+            raise
+        finally:
+            self._new = set()
         note_stepped(self._inner)
         self._chance.count(found_inf)
         return returned if closure is None else loss
@@ -436,6 +507,7 @@ class MasterWeights(torch.optim.Optimizer):
             members: By index of the group which parameters the inner optimizer has meanwhile.
             all_: Whether weights without gradients are lent as well.
         """
+        all_ = all_ or self._reach is Reach.ALL  # such optimizers may count parameters by their places
         workspaces, decoded, loans = {}, {}, {}
         for bucket in buckets:
             if all_ or bucket.has_grads():
@@ -447,8 +519,14 @@ class MasterWeights(torch.optim.Optimizer):
             for index, of_group in members.items()
         }
         lent_members = {index: [each for each in of_group if each is not None] for index, of_group in stand_ins.items()}
-        with lent(self._inner, lent_members, self._low_state):
+        versions = {stretch.weight: writes_to(stretch.weight.param) for stretch in loans}
+        with lent(self._inner, lent_members, self._low_state, self._new):
             yield list(loans.values())
+        if any(writes_to(weight.param) != before for weight, before in versions.items()):
+            raise RuntimeError(
+                f"{type(self._inner).__name__} has written to parameters from a list of its own, not from its groups: "
+                "MasterWeights cannot wrap it"
+            )
         for bucket, values in decoded.items():
             bucket.encode(values, [each for each in bucket.stretches if each in loans], workspaces[bucket])
         for stretch in loans:
@@ -462,19 +540,24 @@ class MasterWeights(torch.optim.Optimizer):
         return functools.partial(self._switch, getattr(inner, name))
 
     def _switch(self, method: Callable[[], object]) -> None:
+        self._check_weights()
         with torch.no_grad(), self._lent(self._buckets, self._members(), all_=True):
             method()
 
     def _check_weights(self) -> None:
         """Raise if weights are not what they were made; take over those that were written from outside."""
+        in_groups = {param for group in self.param_groups for param in group["params"]}
         for weight in self._weights:
-            param = weight.param
-            if param.dtype is not self._dtype or param.shape != weight.shape or local(param).device != weight.device():
+            param, here = weight.param, local(weight.param)
+            was = self._dtype, weight.shape, weight.stride, weight.device()
+            if (param.dtype, param.shape, here.stride(), here.device) != was:
                 raise RuntimeError(
-                    f"{weight.name!r} was {self._dtype} of shape {tuple(weight.shape)} on {weight.device()}, and is "
-                    f"{param.dtype} of shape {tuple(param.shape)} on {local(param).device} now: make a new "
-                    "MasterWeights after changing a model, and do not cast one that has one"
+                    f"{weight.name!r} was {self._dtype} of shape {tuple(weight.shape)}, strides {weight.stride}, on "
+                    f"{weight.device()}, and is {param.dtype} of shape {tuple(param.shape)}, strides {here.stride()}, "
+                    f"on {here.device} now: make a new MasterWeights after changing a model"
                 )
+            if param not in in_groups:
+                raise RuntimeError(f"{weight.name!r} is in no group any more: make a new MasterWeights without it")
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise TypeError(
                     f"{weight.name!r} has a gradient of layout {param.grad.layout}: keep its weight in fp32"
@@ -482,34 +565,51 @@ class MasterWeights(torch.optim.Optimizer):
         self._take_over_written()
 
     def _take_over_written(self) -> None:
+        """Have weights that were written from outside as the new fp32 weights."""
+        if self._method == "stochastic":  # nothing is kept that could belong to other weights
+            return
         written = []
         for weight in self._weights:
-            if version(local(weight.param)) == weight.version:
-                continue
-            if weight.awaits_weights or (weight.checksum is not None and weight.checksum == _checksum(weight)):
-                weight.version = version(local(weight.param))
-                continue
-            written.append(weight)
-        for weight in written:
-            self._set_values(weight, local(weight.param).float())
-        if written:
-            names = ", ".join(repr(weight.name) for weight in written[:3])
-            warn(
-                f"{len(written)} weights were written since the last step of MasterWeights, {names} among them: they "
-                "are taken as they are. To load fp32 weights, use load_fp32_state_dict; ranks need the same seed",
-                UserWarning,
-                3,
-            )
+            now = writes_to(weight.param)
+            if weight.bits is not None and (now != weight.version or weight.awaits_weights):
+                is_known = weight.bits == weight.digest()
+            else:
+                is_known = now == weight.version or weight.awaits_weights
+            if is_known and (now != weight.version or weight.awaits_weights):
+                weight.version, weight.awaits_weights = now, weight.awaits_weights and now == weight.version
+                for stretch in weight.stretches:
+                    stretch.bucket.sum = None
+            elif not is_known:
+                written.append(weight)
+        for bucket in self._buckets:
+            weights = [stretch.weight for stretch in bucket.stretches]
+            # Through `.data` or numpy, which no version counts.
+            if not any(each in written for each in weights) and bucket.is_changed(self._workspace):
+                written += [each for each in weights if each.bits is None or each.bits != each.digest()]
+        if not written:
+            return
+        self._set_values({weight: local(weight.param).float() for weight in written})
+        names = ", ".join(repr(weight.name) for weight in written[:3])
+        warn(
+            f"{len(set(written))} weights were written since the last step of MasterWeights, {names} among them: they "
+            "are taken as they are, in 16 bits. To load fp32 weights, use load_fp32_state_dict. If ranks started from "
+            "different weights, seed them alike",
+            UserWarning,
+            3,
+        )
 
-    def _set_values(self, weight: Weight, values: torch.Tensor) -> None:
-        """Take over fp32 values of one weight, laid out as it is in memory."""
+    def _set_values(self, values: Mapping[Weight, torch.Tensor]) -> None:
+        """Set fp32 weights, laid out as the parameters are in memory."""
         with torch.no_grad():
-            for stretch in weight.stretches:
-                bucket = stretch.bucket
-                decoded = bucket.decode(self._workspace)
-                stretch.in_bucket(decoded).copy_(stretch.of(values))
-                bucket.encode(decoded, [stretch], self._workspace)
-        weight.note_written()
+            for bucket in self._buckets:
+                given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
+                if given_here:
+                    decoded = bucket.decode(self._workspace)
+                    for stretch in given_here:
+                        stretch.in_bucket(decoded).copy_(stretch.of(values[stretch.weight]))
+                    bucket.encode(decoded, given_here, self._workspace)
+        for weight in values:
+            weight.note_written()
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -519,8 +619,9 @@ class MasterWeights(torch.optim.Optimizer):
         Returns:
             "state" and "param_groups". Beside its fp32 (or `state_dtype`) state each 16-bit parameter has, in its own
             shape, "master_weights.residue" (int16; "half_residue" with float16) and "master_weights.ties" (bool),
-            "master_weights.compensation" (of its dtype) or "master_weights.master" (fp32), by method; and
-            "master_weights.seed" and "master_weights.steps" if anything is rounded by chance. These are copies.
+            "master_weights.compensation" (of its dtype) or "master_weights.master" (fp32), by method; a
+            "master_weights.digest" of the weight they belong to, -1 for a DTensor; and "master_weights.seed" and
+            "master_weights.steps" if anything is rounded by chance. These are copies.
         """
         self._take_over_written()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -558,6 +659,9 @@ class MasterWeights(torch.optim.Optimizer):
             for stretch in weight.stretches:
                 stretch.of(entry).copy_(stretch.saved()[name])
             entries[_PREFIX + name] = as_dtensor(entry, weight.param)
+        if entries:  # of a DTensor, this rank's part has none: it may be another one when it is loaded
+            is_whole = not hasattr(weight.param, "to_local")
+            entries[_PREFIX + "digest"] = torch.tensor(weight.digest() if is_whole else _NO_DIGEST)
         if self._has_chance():
             entries[_PREFIX + "seed"] = torch.tensor(self._chance.seed)
             entries[_PREFIX + "steps"] = torch.tensor(self._chance.steps())
@@ -576,12 +680,20 @@ class MasterWeights(torch.optim.Optimizer):
             ValueError: Groups or shapes are others, or the entries are those of another method, rounding or dtype.
                 Nothing has been changed then.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError('a state_dict of an optimizer has "state" and "param_groups"')
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
         ours, of_inner = self._separated(state_dict["state"])
         numbers = self._numbers(state_dict["param_groups"])
+        low = {numbers[weight.param] for weight in self._weights}
+        if stray := [number for number in ours if number not in low]:
+            raise ValueError(
+                f"the checkpoint has bits of a 16-bit weight for parameter {stray[0]!r}, which is fp32 here: use the "
+                "narrow=... it was saved with"
+            )
         for weight in self._weights:
             self._check_entries(weight, ours.get(numbers[weight.param], {}))
         self._load_inner({**state_dict, "state": of_inner})
@@ -595,8 +707,10 @@ class MasterWeights(torch.optim.Optimizer):
                     for name in stretch.bucket.codec.entries()
                 }
                 stretch.load(of_stretch)
-            weight.awaits_weights = True
-            if self._has_chance():
+            digest = int(entries.get(_PREFIX + "digest", _NO_DIGEST))
+            is_known = digest != _NO_DIGEST and not hasattr(weight.param, "to_local")
+            weight.bits, weight.awaits_weights = digest if is_known else None, True
+            if self._has_chance() and _PREFIX + "seed" in entries:
                 self._chance.set(int(entries[_PREFIX + "seed"]), int(entries[_PREFIX + "steps"]))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -620,7 +734,7 @@ class MasterWeights(torch.optim.Optimizer):
         if not entries:
             return
         expected = {_PREFIX + name for name in weight.stretches[0].bucket.codec.entries()}
-        given_names = entries.keys() - {_PREFIX + "seed", _PREFIX + "steps"}
+        given_names = entries.keys() - {_PREFIX + "seed", _PREFIX + "steps", _PREFIX + "digest"}
         if given_names != expected:
             raise ValueError(
                 f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, and "
@@ -628,6 +742,12 @@ class MasterWeights(torch.optim.Optimizer):
                 f"{listed(sorted(expected)) or 'none'}: use the settings it was saved with"
             )
         for name in expected:
+            dtype = weight.stretches[0].bucket.codec.entries()[name.removeprefix(_PREFIX)]
+            if entries[name].dtype is not dtype:
+                raise ValueError(
+                    f"{name!r} of {weight.name!r} is {entries[name].dtype} in the checkpoint, not {dtype}: another "
+                    "optimizer has cast it"
+                )
             if entries[name].shape != weight.shape:
                 raise ValueError(
                     f"{name!r} of {weight.name!r} has shape {tuple(entries[name].shape)} in the checkpoint, and the "
@@ -671,8 +791,13 @@ class MasterWeights(torch.optim.Optimizer):
                 group.update({**loaded, "params": params})
 
     def _as_stored(self, name: object, value: Any, param: torch.Tensor) -> Any:
-        is_of_weight = isinstance(value, torch.Tensor) and value.shape == param.shape and value.is_floating_point()
-        return value.to(self._stored_as(name)) if is_of_weight and param.dim() else value
+        """Return state of a 16-bit weight in the dtype it is stored in, laid out as the weight."""
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
+            return value
+        if value.shape != param.shape:
+            return value.float() if value.dtype.itemsize < 4 else value
+        stored = value.to(self._stored_as(name))
+        return stored if hasattr(param, "to_local") else _as_laid_out(stored, local(param))
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return `model.state_dict()` with the fp32 weights: an ordinary checkpoint of an fp32 model.
@@ -682,13 +807,15 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: The model's checkpoint does not have the parameters as they are (FSDP1).
+            ValueError: It is another model: it has none of the 16-bit weights.
         """
         self._take_over_written()
-        saved = model.state_dict()
-        for name, weight in self._named(model).items():
+        saved, named = model.state_dict(), self._named(model)
+        fp32 = self._fp32_of(set(named.values()))
+        for name, weight in named.items():
             if name not in saved:
                 raise RuntimeError(f"{name!r} is not in the model's state_dict(), which therefore cannot be in fp32")
-            saved[name] = self._fp32_of(weight)
+            saved[name] = fp32[weight]
         return saved
 
     def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -711,35 +838,50 @@ class MasterWeights(torch.optim.Optimizer):
                     f"{tuple(weight.shape)}"
                 )
         result = model.load_state_dict(state_dict, strict=strict)
-        for name, weight in named.items():
-            if name in state_dict:
-                here = local(weight.param)
-                values = torch.empty_like(here, dtype=torch.float32).copy_(local(state_dict[name]))
-                self._set_values(weight, values)
+        owners = {_owner_of(param) for param in model.parameters()}  # other parameters may have another MasterWeights
+        for owner in (each for each in owners if isinstance(each, MasterWeights)):
+            owner._set_values(
+                {
+                    weight: torch.empty_like(local(weight.param), dtype=torch.float32).copy_(local(state_dict[name]))
+                    for name, weight in owner._named(model).items()
+                    if name in state_dict
+                }
+            )
         return result
 
     def _named(self, model: nn.Module) -> dict[str, Weight]:
         of_param = {weight.param: weight for weight in self._weights}
         named = model.named_parameters(remove_duplicate=False)
-        return {name: of_param[param] for name, param in named if param in of_param}
+        found = {name: of_param[param] for name, param in named if param in of_param}
+        if self._weights and not found:
+            raise ValueError("the model has none of the weights of this MasterWeights: give it the one it was made for")
+        return found
 
-    def _fp32_of(self, weight: Weight) -> torch.Tensor:
-        """Return the fp32 weight, in a tensor of its own."""
-        values = torch.empty_like(local(weight.param), dtype=torch.float32)
+    def _fp32_of(self, weights: set[Weight]) -> dict[Weight, torch.Tensor]:
+        """Return fp32 weights, in tensors of their own."""
+        values = {weight: torch.empty_like(local(weight.param), dtype=torch.float32) for weight in weights}
         with torch.no_grad():
-            for stretch in weight.stretches:
-                stretch.of(values).copy_(stretch.in_bucket(stretch.bucket.decode(self._workspace)))
-        return as_dtensor(values, weight.param)
+            for bucket in self._buckets:
+                if any(stretch.weight in values for stretch in bucket.stretches):
+                    decoded = bucket.decode(self._workspace)
+                    for stretch in bucket.stretches:
+                        if stretch.weight in values:
+                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(decoded))
+        return {weight: as_dtensor(value, weight.param) for weight, value in values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         self._take_over_written()
-        # The model is not part of the optimizer; nor is a policy that is bound to it.
-        return {**self.__dict__, "_model": None, "_narrow": None, "_workspace": Workspace(), "_clipped": None}
+        # Hooks, what schedulers have put on the optimizer, and the model stay here, as with torch's optimizers.
+        state = {name: value for name, value in self.__dict__.items() if name in _STATE}
+        return {**state, "_model": None, "_narrow": None, "_workspace": Workspace(), "_clipped": None, "_new": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_weights" in state:
+            self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
+            self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
         for weight in self.__dict__.get("_weights", []):
-            weight.version = version(local(weight.param))
+            weight.version = writes_to(weight.param)
             _OWNERS[weight.param] = ref(self)
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -786,10 +928,6 @@ def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(here, factor.to(device))
 
 
-def _checksum(weight: Weight) -> int:
-    return int(flat(local(weight.param)).view(torch.int16).sum(dtype=torch.int64).item())
-
-
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         hint = nearest(value, [each for each in allowed if isinstance(each, str)]) if isinstance(value, str) else ""
@@ -799,11 +937,15 @@ def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None
 def _low_state(
     optimizer: torch.optim.Optimizer, state_dtype: Mapping[str, torch.dtype] | None, chance: Chance
 ) -> LowState | None:
+    if not isinstance(state_dtype, (Mapping, type(None))):
+        raise TypeError(f"state_dtype must be a dict of names and dtypes, got {state_dtype!r}")
     if not state_dtype:
         return None
     for name, dtype in state_dtype.items():
         if dtype not in (*_DTYPES, torch.float32):
-            raise ValueError(f"state_dtype[{name!r}] must be one of {', '.join(map(repr, _DTYPES))}, got {dtype!r}")
+            raise ValueError(
+                f"state_dtype[{name!r}] must be one of {', '.join(map(repr, (*_DTYPES, torch.float32)))}, got {dtype!r}"
+            )
     known = state_names(optimizer)
     unknown = [name for name in state_dtype if name not in known]
     if unknown:

@@ -6,6 +6,7 @@ well. Then a run under autocast computes what it computes with fp32 weights, bit
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -16,8 +17,10 @@ from castwise._warnings import warn
 from castwise.policy.bound_policy import BoundPolicy, note_dtypes
 from castwise.policy.module_rules import decide
 
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CAST_BY_AUTOCAST = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
@@ -53,10 +56,22 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
     chosen: set[torch.Tensor] = set()
     others: set[torch.Tensor] = set()
     for module in model.modules():
-        is_cast = computes.get(module, False) and isinstance(module, _CAST_BY_AUTOCAST + _TRANSPOSED)
-        (chosen if is_cast else others).update(param for _, param in module.named_parameters(recurse=False))
+        is_cast = computes.get(module, False) and _casts_its_weights(module)
+        for name, param in module.named_parameters(recurse=False):
+            (chosen if is_cast and name in ("weight", "bias") else others).add(param)
     is_fp32 = {param for param in chosen if param.dtype is torch.float32}
     return (is_fp32 - others) & of_optimizer
+
+
+def _casts_its_weights(module: nn.Module) -> bool:
+    """Return True for a layer that only gives its weights to its op. Those with a forward of their own may do more."""
+    kind = next((kind for kind in _CAST_BY_AUTOCAST if isinstance(module, kind)), None)
+    forward = vars(module).get("forward")
+    return (
+        kind is not None
+        and all(getattr(type(module), name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
+        and (forward is None or type(forward).__module__.startswith("castwise."))
+    )
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -94,12 +109,13 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
     """
     names = names_of(model)
     new = {param for param in chosen if param.dtype is not dtype}
-    for name, module in model.named_modules():
-        if new and isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                f"{repr(name) if name else 'the model'} is in DistributedDataParallel, which has made its buckets for "
-                "fp32 gradients: make MasterWeights before it"
-            )
+    if new and torch.distributed.is_available() and torch.distributed.is_initialized():
+        for wrapper in (each for each in gc.get_objects() if isinstance(each, nn.parallel.DistributedDataParallel)):
+            for param in new.intersection(wrapper.parameters()):
+                raise ValueError(
+                    f"{names.get(param)!r} is in DistributedDataParallel, which has made its buckets for fp32 "
+                    "gradients: make MasterWeights before it, or only its weights 16-bit: MasterWeights.narrow_(model)"
+                )
     for param in new:
         if is_fsdp_flattened(param):
             raise ValueError(

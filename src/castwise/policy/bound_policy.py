@@ -372,6 +372,8 @@ class _Fp32Weights(TorchFunctionMode):
 
 @only_inlined
 def _widened(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)) and any(isinstance(each, nn.Parameter) for each in arg):  # of torch.stack
+        return type(arg)([_widened(each) for each in arg])
     return arg.float() if isinstance(arg, nn.Parameter) and arg.dtype in _LOW_PRECISION.values() else arg
 
 

@@ -1,0 +1,300 @@
+"""What other code does to weights and optimizers behind the back of `MasterWeights`: found, or harmless."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.master_weights.training import Net, net, same_bits, train, wrapped
+from torch import nn, optim
+
+import castwise
+from castwise import GradScaler, MasterWeights
+
+
+def adamw(params: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=1e-2)
+
+
+WRITES: dict[str, Callable[[Net], object]] = {
+    "part of .data": lambda model: model.up.weight.data[:, :8].zero_(),
+    "all of .data": lambda model: setattr(model.up.weight, "data", torch.zeros_like(model.up.weight)),
+    "numpy": lambda model: model.up.weight.data.view(torch.int16).numpy().fill(0),
+    "in place": lambda model: nn.init.zeros_(model.up.weight),
+    "another order": lambda model: model.up.weight.detach().copy_(model.up.weight.detach().flip(0)),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_writes_are_found_also_where_torch_counts_none(how: str, steps: int) -> None:
+    model, optimizer = wrapped(adamw)
+    train(model, optimizer, steps)
+    WRITES[how](model)
+    written = model.up.weight.detach().clone().float()
+    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights"):
+        weights = optimizer.fp32_state_dict(model)
+    assert torch.equal(weights["up.weight"], written)
+    train(model, optimizer, 1)
+    assert all(value.isfinite().all() for value in optimizer.fp32_state_dict(model).values())
+
+
+def test_weights_that_are_written_after_a_checkpoint_was_loaded_are_not_those_it_is_for() -> None:
+    model, optimizer = wrapped(adamw)
+    train(model, optimizer, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as Accelerate's prepare() does
+    with torch.no_grad():
+        model.up.weight.zero_()
+    with pytest.warns(UserWarning, match="weights were written"):
+        assert not optimizer.fp32_state_dict(model)["up.weight"].any()
+
+
+def test_a_copy_of_an_optimizer_with_a_scheduler_steps_its_own_weights() -> None:
+    model, optimizer = wrapped(adamw)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    train(model, optimizer, 1)
+    before = optimizer.fp32_state_dict(model)
+    for twin, its_optimizer in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        train(twin, its_optimizer, 1)
+        assert not same_bits(its_optimizer.fp32_state_dict(twin), before)
+        assert same_bits(optimizer.fp32_state_dict(model), before)
+
+
+def test_copies_keep_ties() -> None:
+    model = nn.Linear(40, 30)
+    nn.init.constant_(model.weight, 1.00390625)  # rounds down to 1, and is a tie
+    optimizer = MasterWeights(adamw(model.parameters()), model)
+    for twin, its_optimizer in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        for param in twin.parameters():
+            param.grad = torch.zeros_like(param)
+        its_optimizer.param_groups[0]["weight_decay"] = 0.0
+        its_optimizer.step()
+        assert its_optimizer.fp32_state_dict(twin)["weight"].eq(1.00390625).all()
+
+
+def test_a_first_step_that_is_interrupted_leaves_no_state_of_a_part() -> None:
+    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    calls = []
+    step = optim.SGD.step.__wrapped__  # type: ignore[attr-defined]
+
+    def interrupting(self: Any, closure: None = None) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        interrupting.hooked = False  # type: ignore[attr-defined]
+        patch.setattr(optim.SGD, "step", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    cut = [weight for weight in optimizer._weights if weight.is_cut()]
+    assert cut
+    assert not any(optimizer.state.get(weight.param) for weight in cut if weight.stretches[-1].weight.bits is not None)
+    optimizer.step()
+    assert all(value.isfinite().all() for value in optimizer.fp32_state_dict(model).values())
+    buffers = [optimizer.state[weight.param]["momentum_buffer"] for weight in cut]
+    assert all(buffer.abs().amax() <= 2 for buffer in buffers)
+
+
+def test_another_memory_format_is_found() -> None:
+    model: Any = nn.Sequential(nn.Conv2d(4, 8, 3))
+    optimizer = MasterWeights(adamw(model.parameters()), model)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match=r"^'0.weight' was .* strides \(36, 9, 3, 1\), .* strides \(36, 1, 12, 4\)"):
+        optimizer.step()
+
+
+def test_a_parameter_that_left_its_group_is_named() -> None:
+    model, optimizer = wrapped(adamw)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if p is not model.up.bias]
+    with pytest.raises(RuntimeError, match=r"^'up.bias' is in no group any more"):
+        optimizer.step()
+    assert same_bits(model.state_dict(), weights)
+
+
+class Nested(optim.Optimizer):
+    """As SAM and Lookahead are made: another optimizer with the same groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class OwnList(optim.Optimizer):
+    """Steps parameters that it has noted in its constructor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.mine = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.mine:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+def test_optimizers_that_reach_the_parameters_by_another_way_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"^Nested steps the optimizer that it keeps in 'base', which has the parameters"
+    ):
+        wrapped(Nested)
+    model, optimizer = wrapped(OwnList)
+    with pytest.raises(RuntimeError, match=r"^OwnList has written to parameters from a list of its own"):
+        train(model, optimizer, 1)
+
+
+def test_scaled_gradients_are_not_clipped_as_if_they_were_not() -> None:
+    model, optimizer = wrapped(adamw)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.zeros(2, 5, dtype=torch.int64)).float().square().mean()
+    scaler.scale(loss).backward()
+    optimizer.clip_grad_norm_(1.0)
+    weights = optimizer.fp32_state_dict(model)
+    with pytest.raises(RuntimeError, match=r"^the gradients are scaled, and were clipped as if they were not"):
+        scaler.step(optimizer)
+    assert same_bits(optimizer.fp32_state_dict(model), weights)
+
+
+class Standardized(nn.Conv1d):
+    """Computes with its weight before autocast sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = (self.weight - self.weight.mean()) / self.weight.std()
+        return nn.functional.conv1d(x, weight, self.bias, padding=1)
+
+
+class Gained(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+
+def test_layers_that_do_more_with_their_weights_keep_them_in_fp32() -> None:
+    model: Any = nn.ModuleDict({"std": Standardized(4, 4, 3), "gained": Gained(), "patched": nn.Linear(4, 4)})
+    model["patched"].forward = lambda x: x @ model["patched"].weight
+    model["normed"] = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    model["attention"] = nn.MultiheadAttention(4, 2)
+    MasterWeights(adamw(model.parameters()), model)
+    low = {name for name, param in model.named_parameters() if param.dtype is torch.bfloat16}
+    assert low == {
+        *("gained.weight", "gained.bias", "normed.bias", "attention.out_proj.weight", "attention.out_proj.bias")
+    }
+
+
+def test_an_optimizer_with_nothing_to_do_is_told_of() -> None:
+    model, other = net(), net()
+    with pytest.warns(UserWarning, match=r"^MasterWeights has nothing to do"):
+        MasterWeights(adamw(other.parameters()), model)
+    with pytest.raises(ValueError, match=r"^'token.weight' is torch.float16 already: say dtype=torch.float16, or make"):
+        MasterWeights(adamw((half := net().half()).parameters()), half)
+
+
+def test_a_model_is_made_16_bit_before_it_is_wrapped() -> None:
+    model = net()
+    MasterWeights.narrow_(model)
+    optimizer = MasterWeights(adamw(model.parameters()), model)
+    assert model.up.weight.dtype is torch.bfloat16
+    assert model.norm.weight.dtype is torch.float32
+    assert torch.equal(optimizer.fp32_state_dict(model)["up.weight"], net().up.weight.bfloat16().float())
+    with pytest.raises(ValueError, match=r"^dtype must be one of"):
+        MasterWeights.narrow_(model, torch.float32)
+
+
+def test_two_optimizers_of_one_model_load_a_checkpoint_together() -> None:
+    def pair() -> tuple[Net, list[MasterWeights]]:
+        model = net()
+        first = [param for name, param in model.named_parameters() if "up" in name]
+        rest = [param for name, param in model.named_parameters() if "up" not in name]
+        return model, [MasterWeights(adamw(params), model) for params in (first, rest)]
+
+    model, optimizers = pair()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for each in optimizers:
+        each.step()
+    saved = {}
+    for each in optimizers:
+        for name, value in each.fp32_state_dict(model).items():
+            saved[name] = (
+                value
+                if value.dtype is torch.float32 and (name not in saved or saved[name].dtype is not torch.float32)
+                else saved.get(name, value)
+            )
+    again, loaded = pair()
+    loaded[0].load_fp32_state_dict(again, saved)
+    for name in ("up.weight", "down.weight"):
+        fp32 = [each.fp32_state_dict(again)[name] for each in loaded]
+        assert any(torch.equal(value, saved[name]) for value in fp32 if value.dtype is torch.float32)
+    with pytest.raises(ValueError, match=r"^the model has none of the weights of this MasterWeights"):
+        loaded[0].fp32_state_dict(net())
+
+
+def test_checkpoints_of_another_choice_of_weights_are_refused() -> None:
+    model, everything = wrapped(adamw, narrow="all")
+    train(model, everything, 1)
+    saved = everything.state_dict()
+    _, optimizer = wrapped(adamw)
+    with pytest.raises(ValueError, match=r"^the checkpoint has bits of a 16-bit weight for parameter 0, which is fp32"):
+        optimizer.load_state_dict(saved)
+    plain = adamw((low := net().bfloat16()).parameters())
+    plain.load_state_dict(saved)  # which casts residues to bfloat16
+    with pytest.raises(
+        ValueError, match=r"is torch.bfloat16 in the checkpoint, not torch.int16: another optimizer has"
+    ):
+        wrapped(adamw, narrow="all")[1].load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match=r"^the optimizer has state of a MasterWeights for 'token.weight': load"):
+        MasterWeights(plain, low)
+    with pytest.raises(ValueError, match=r'^a state_dict of an optimizer has "state" and "param_groups"'):
+        optimizer.load_state_dict({"a": 1})
+
+
+def test_low_state_is_rounded_apart_for_each_weight() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    low = {"momentum_buffer": torch.bfloat16}
+    optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.0, momentum=0.9), model, state_dtype=low)
+    buffers = []
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.3)
+        optimizer.step()
+        buffers += [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters()]
+    assert not torch.equal(buffers[2], buffers[3])
+
+
+def test_state_that_is_there_already_is_stored_as_wished() -> None:
+    model = net()
+    inner = adamw(model.parameters())
+    train(model, inner, 2)
+    optimizer = MasterWeights(inner, model, state_dtype={"exp_avg": torch.bfloat16})
+    assert optimizer.state[model.up.weight]["exp_avg"].dtype is torch.bfloat16
+    assert optimizer.state[model.up.weight]["exp_avg_sq"].dtype is torch.float32
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"generator": 3}, TypeError, r"^generator must be a torch.Generator, got int"),
+        ({"compile": "no"}, TypeError, r"^compile must be True or False, got 'no'"),
+        ({"state_dtype": ["exp_avg"]}, TypeError, r"^state_dtype must be a dict of names and dtypes"),
+    ],
+)
+def test_types_of_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        wrapped(adamw, **settings)
+    gc.collect()
