@@ -7,8 +7,7 @@ Trains the demo's GPT under autocast in bf16 from the same weights on the same b
 weights, with linear layers in bf16 and nothing else, with what other libraries do about it, and with
 `castwise.MasterWeights`. Only linear layers are in bf16, for all of them: what differs is how weights are stepped. What
 is compared is the loss of held-out data at the end. What is not installed is left out. Writes the results to
-benchmarks/results/learning-cpu.json and the table to benchmarks/README.md. Takes about ten minutes on
-two quiet cores.
+benchmarks/results/learning-cpu.json and the table to benchmarks/README.md. Takes about ten minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Family:
 
 
 # Rates small enough that updates are often less than half a step of a bf16 weight, and large enough to learn in so few
-# steps. At 1e-3, its default, AdamW on bf16 weights alone came close to fp32 ones.
+# steps. At 1e-3, its default, AdamW on bf16 weights alone came within 0.004 of fp32 ones (two layers, one seed).
 FAMILIES = {
     "AdamW": Family(adamw, 3e-4, ("exp_avg", "exp_avg_sq"), (OPTIMI, TORCHAO)),
     "Muon": Family(muon, 3e-4, ("momentum_buffer", "exp_avg", "exp_avg_sq")),

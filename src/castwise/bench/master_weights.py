@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ KEPT_IN_MEMORY = (FP32, SPLIT, SPLIT_LOW, STOCHASTIC_LOW)
 BYTES = {SPLIT: 14.2, SPLIT_LOW: 10.2, STOCHASTIC_LOW: 8.1}
 OPTIMIZER_STEP = {SPLIT: 2.0, COMPILED: 1.3}
 TRAINING_STEP = {SPLIT: 1.03}
+AS_IT_IS, GIVES_BACK = "malloc as it is", "malloc that gives back"
+PEAKS = ((GIVES_BACK, "of steps"), (AS_IT_IS, "of steps"), (GIVES_BACK, "until the first step"))
 ROWS = 8  # of a batch for the blocks, so that activations are small beside weights
 
 
@@ -163,26 +166,27 @@ def with_limit(record: Record, name: str, limit: float | None) -> Record:
 
 
 def peaks(variant: str, count: int, width: int, device: str) -> Record:
-    """Train a few steps, and return the most memory taken by making the optimizer and by the steps after.
+    """Train a few steps; return the most bytes taken, over all parameters, by making the optimizer and by the steps.
 
-    Call it in a process of its own, before anything else has taken memory.
+    Call it in a process of its own: what others have freed would seem to need no memory.
     """
-    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)  # loads what a first op loads
+    _few_steps(Rival(variant, blocks(1, 64).to(device)), 64, device)  # loads what first steps load
     memory = PeakMemory(torch.device(device))
-    model = blocks(count, width).to(device)
-    rival = Rival(variant, model)
+    rival = Rival(variant, blocks(count, width).to(device))
     made = memory.read()
     PeakMemory(torch.device(device))  # forgets the mark; growth is counted from the same start
+    _few_steps(rival, width, device)
+    number = sum(param.numel() for param in rival.model.parameters())
+    taken = {"until the first step": made, "of steps": memory.read()}
+    return {"parameters": number, **{when: peak and peak / number for when, peak in taken.items()}}
+
+
+def _few_steps(rival: Rival, width: int, device: str) -> None:
     x = torch.randn(ROWS, 1, width, device=device)
     for _ in range(4):
         rival.optimizer.zero_grad()
         rival.backward(lambda model: model(x).float().square().mean(), device)
         rival.optimizer.step()
-    return {
-        "parameters": sum(param.numel() for param in model.parameters()),
-        "made_bytes": made,
-        "steps_bytes": memory.read(),
-    }
 
 
 _CHILD = """\
@@ -193,10 +197,19 @@ print(json.dumps(peaks(variant, int(blocks), int(width), device)))
 """
 
 
-def peaks_of_a_child(variant: str, count: int, width: int, device: str) -> Record:
-    """Return `peaks` of a new process."""
+def peaks_of_a_child(variant: str, count: int, width: int, device: str, *, gives_back: bool) -> Record:
+    """Return `peaks` of a new process.
+
+    Args:
+        variant: Which.
+        count: Transformer blocks.
+        width: Of them.
+        device: "cpu" or "cuda".
+        gives_back: Whether glibc's malloc gives back what is freed, so that the peak is what tensors need.
+    """
     asked = python(_CHILD, variant, str(count), str(width), device)
-    done = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": str(1 << 16)} if gives_back else {})}
+    done = subprocess.run(asked, check=True, env=environment, stdout=subprocess.PIPE, text=True)
     found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -280,7 +293,13 @@ def measure(device: str, plan: Plan) -> Record:
     """Measure bytes, peaks of children, optimizer steps and training steps."""
     record: Record = {
         "bytes per parameter": {name: bytes_of(name, device) for name in KEPT_IN_MEMORY},
-        "peaks": {name: peaks_of_a_child(name, plan.blocks, plan.width, device) for name in plan.children},
+        "peaks": {
+            name: {
+                malloc: peaks_of_a_child(name, plan.blocks, plan.width, device, gives_back=malloc == GIVES_BACK)
+                for malloc in (AS_IT_IS, GIVES_BACK)
+            }
+            for name in plan.children
+        },
         "optimizer steps": {},
     }
     for optimizer in plan.optimizers:
@@ -299,16 +318,17 @@ def tables(record: Record) -> list[Table]:
 def _bytes_table(record: Record) -> Table:
     kinds = ("weights", "casts", "kept", "gradients", "state")
     table = Table(
-        ["bytes of a parameter", *kinds, "sum", "limit", "peak of steps", "peak until the first step"],
-        above="AdamW, linear layers in bf16:",
-        below="Peaks are of processes that train the blocks below, over all their parameters.",
+        ["", *kinds, "sum", "limit", *(f"peak {when}, {malloc}" for malloc, when in PEAKS)],
+        above="Bytes of a parameter, AdamW, linear layers in bf16:",
+        below="Peaks are the growth of processes that train the blocks of the next table, over all their parameters. "
+        "glibc's malloc keeps much of what is freed, unless MALLOC_MMAP_THRESHOLD_ is set to a low number of bytes.",
     )
     for name, found in record["bytes per parameter"].items():
         cells = [name, *(f"{found[kind]:.3f}" for kind in kinds), f"{found['sum']:.3f}", _limit(found)]
-        peak = record["peaks"].get(name)
-        for mark in ("steps_bytes", "made_bytes"):
-            known = peak is not None and peak[mark] is not None
-            cells.append(f"{peak[mark] / peak['parameters']:.1f}" if known else "-")
+        peak = record["peaks"].get(name, {})
+        for malloc, when in PEAKS:
+            value = peak.get(malloc, {}).get(when)
+            cells.append("-" if value is None else f"{value:.1f}")
         table.rows.append(cells)
     return table
 
