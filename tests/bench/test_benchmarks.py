@@ -19,6 +19,7 @@ from castwise.bench import (
     host_time,
     imports,
     machine,
+    master_weights,
     monitor_cost,
     policy_overhead,
     scale_out,
@@ -236,6 +237,36 @@ def test_weight_cache() -> None:
     ]
     assert [len(verdicts(record)), len(rows)] == [3, 3]
     assert all(row["bytes of copies / of weights"] < 0.51 for row in record["cases"].values())
+
+
+def test_master_weights() -> None:
+    plan = master_weights.Plan(
+        TWICE, blocks=1, width=8, gpt=TINY, optimizers=("fused AdamW",), children=("split",), compiles=False
+    )
+    record, rows = run(master_weights.BENCHMARK, plan)
+    found = record["bytes per parameter"]
+    assert found["fp32 weights"]["sum"] == 18.0
+    assert all(found[name]["within the limit"] for name in master_weights.BYTES)
+    assert [peak["parameters"] for peak in record["peaks"]["split"].values()] == [872, 872]
+    variants = ["split", "split, nearest_away", "split, bf16 states", "stochastic, bf16 states"]
+    steps, training = record["optimizer steps"]["fused AdamW"], record["training step"]
+    assert list(steps["to fp32 weights"]) == variants
+    assert list(training["to fp32 weights"]) == variants[:2]
+    assert training["same losses as fp32 weights"]["split"] is True
+    assert [len(verdicts(record)), len(rows)] == [6, 10]
+
+
+@pytest.mark.parametrize(("found", "cell"), [(2.0, "2: kept"), (2.1, "2: MISSED")])
+def test_a_missed_limit_is_said_to_be(found: float, cell: str) -> None:
+    assert master_weights._limit(master_weights.with_limit({"median": found}, "median", 2.0)) == cell
+
+
+def test_a_cast_is_counted_once_for_each_parameter_that_autocast_copies() -> None:
+    layer = torch.nn.Linear(4, 4)
+    other = torch.nn.Linear(4, 4)
+    with master_weights.CastBytes(list(layer.parameters())) as casts, torch.autocast("cpu", dtype=torch.bfloat16):
+        other(layer(layer(torch.ones(2, 4))))
+    assert casts.count == 2 * (4 * 4 + 4)
 
 
 def test_monitor_cost() -> None:

@@ -1,0 +1,324 @@
+"""Do 16-bit weights learn as fp32 weights do?
+
+    pip install scipy torch-optimi torchao schedulefree
+    python benchmarks/learning.py
+
+Trains the demo's GPT under autocast in bf16 from the same weights on the same batches, with five seeds each: with fp32
+weights, with linear layers in bf16 and nothing else, with what other libraries do about it, and with
+`castwise.MasterWeights`. Only linear layers are in bf16, for all of them: what differs is how weights are stepped. What
+is compared is the loss of held-out data at the end. What is not installed is left out. Writes the results to
+benchmarks/results/learning-cpu.json and the table to benchmarks/README.md. Takes about ten minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import scipy
+import torch
+from torch import Tensor, nn
+
+import castwise
+import recording
+from castwise.bench.recording import headline
+from castwise.demo.corpus import Corpus, derive_seed, read_text
+from castwise.demo.gpt import GPT, Size
+from castwise.demo.gpt import loss as loss_of_text
+from fidelity import difference, spread
+
+SEEDS = range(5)
+STEPS = 300
+WINDOW = 25  # steps that training losses are averaged over
+VALIDATION_BATCHES = 16
+SIZE = Size(layers=1, heads=2, width=64, context=64, batch=8)
+BF16 = torch.bfloat16
+REFERENCE, BARE = "fp32 weights", "bf16 weights"
+SPLIT, SPLIT_LOW = "split", "split, bf16 states"
+AWAY = "split, nearest_away"
+STOCHASTIC, STOCHASTIC_LOW = "stochastic", "stochastic, bf16 states"
+OPTIMI, TORCHAO = "torch-optimi: Kahan", "torchao: stochastic"
+NAMES = {REFERENCE: REFERENCE, BARE: f"{BARE}, nothing kept", OPTIMI: OPTIMI, TORCHAO: TORCHAO}
+LOW_STATES = (SPLIT_LOW, STOCHASTIC_LOW)
+PACKAGES = {OPTIMI: "torch-optimi", TORCHAO: "torchao", "AdamWScheduleFree": "schedulefree"}
+MASTER_WEIGHTS: dict[str, dict[str, Any]] = {
+    SPLIT: {},
+    AWAY: {"rounding": "nearest_away"},
+    "fp32": {"method": "fp32"},
+    "kahan": {"method": "kahan"},
+    STOCHASTIC: {"method": "stochastic"},
+    SPLIT_LOW: {},
+    STOCHASTIC_LOW: {"method": "stochastic"},
+}
+BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's for AdamW; torch-optimi has others
+Optimizers = list[torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module, lr: float) -> Optimizers:
+    return [torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, eps=EPS, weight_decay=DECAY)]
+
+
+def adafactor(model: nn.Module, lr: float) -> Optimizers:
+    return [torch.optim.Adafactor(model.parameters(), lr=lr)]
+
+
+def muon(model: nn.Module, lr: float) -> Optimizers:
+    """Matrices of the blocks by Muon, all else by AdamW."""
+    assert isinstance(model, GPT)
+    matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if not any(param is each for each in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr),
+    ]
+
+
+def schedule_free(model: nn.Module, lr: float) -> Optimizers:
+    import schedulefree
+
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=lr)
+    optimizer.train()
+    return [optimizer]
+
+
+@dataclass(frozen=True)
+class Family:
+    """An optimizer, and which of its states are as large as a weight."""
+
+    make: Callable[[nn.Module, float], Optimizers]
+    learning_rate: float
+    states: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+
+    def methods(self) -> list[str]:
+        """Return what is compared, the reference first."""
+        ours = [name for name in MASTER_WEIGHTS if self.states or name not in LOW_STATES]
+        return [REFERENCE, BARE, *self.peers, *ours]
+
+
+# Rates small enough that updates are often less than half a step of a bf16 weight, and large enough to learn in so few
+# steps. At 1e-3, its default, AdamW on bf16 weights alone came within 0.004 of fp32 ones (two layers, one seed).
+FAMILIES = {
+    "AdamW": Family(adamw, 3e-4, ("exp_avg", "exp_avg_sq"), (OPTIMI, TORCHAO)),
+    "Muon": Family(muon, 3e-4, ("momentum_buffer", "exp_avg", "exp_avg_sq")),
+    "Adafactor": Family(adafactor, 3e-3),
+    "AdamWScheduleFree": Family(schedule_free, 1e-3, ("exp_avg_sq",)),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished training run: the loss of each step and of held-out data, and bytes of a linear layer's parameter."""
+
+    losses: list[float]
+    held_out: float
+    bytes_per_parameter: float
+
+
+def linear_params(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that are 16-bit in all methods but the reference."""
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return [param for module in linear for param in module.parameters()]
+
+
+def optimizers_of(model: nn.Module, family: Family, method: str) -> Optimizers:
+    """Narrow the model as the method does, and return what steps it."""
+    if method in MASTER_WEIGHTS:
+        return [
+            castwise.MasterWeights(inner, model, state_dtype=low_state(inner, family, method), **MASTER_WEIGHTS[method])
+            for inner in family.make(model, family.learning_rate)
+        ]
+    if method != REFERENCE:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.to(BF16)
+    if method == OPTIMI:
+        import optimi
+
+        options = {"lr": family.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+        return [optimi.AdamW(model.parameters(), kahan_sum=True, **options)]
+    if method == TORCHAO:
+        from torchao.optim import _AdamW
+
+        options = {"lr": family.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+        return [_AdamW(model.parameters(), bf16_stochastic_round=True, **options)]
+    return family.make(model, family.learning_rate)
+
+
+def low_state(inner: torch.optim.Optimizer, family: Family, method: str) -> dict[str, torch.dtype] | None:
+    """Return which states of an optimizer are in bf16."""
+    if method not in LOW_STATES:
+        return None
+    is_muon = isinstance(inner, torch.optim.Muon)
+    return {name: BF16 for name in family.states if (name == "momentum_buffer") == is_muon}
+
+
+def train(family: Family, method: str, seed: int, steps: int) -> Outcome:
+    corpus = Corpus(read_text(None), SIZE.context)
+    torch.manual_seed(derive_seed(seed, "weights"))
+    model = GPT(SIZE)
+    optimizers = optimizers_of(model, family, method)
+    switch(optimizers, "train")
+    losses = []
+    for step in range(steps):
+        tokens, targets = corpus.batch(SIZE, seed, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with castwise.autocast("cpu", dtype=BF16):
+            loss = loss_of_text(model(tokens), targets)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    taken = bytes_per_parameter(model, optimizers)
+    switch(optimizers, "eval")
+    held_out = []
+    with torch.no_grad(), castwise.autocast("cpu", dtype=BF16):
+        for tokens, targets in corpus.validation(SIZE, VALIDATION_BATCHES):
+            held_out.append(loss_of_text(model(tokens), targets).item())
+    return Outcome(losses, statistics.fmean(held_out), taken)
+
+
+def switch(optimizers: Optimizers, mode: str) -> None:
+    """Call `train` or `eval` of schedule-free optimizers."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, mode):
+            getattr(optimizer, mode)()
+
+
+def bytes_per_parameter(model: nn.Module, optimizers: Optimizers) -> float:
+    """Return bytes of weights, autocast's copies, what is kept beside them, gradients and state, after a step."""
+    params = linear_params(model)
+    number = sum(param.numel() for param in params)
+    total = sum(param.nbytes for param in params)
+    total += sum(param.grad.nbytes for param in params if param.grad is not None)
+    total += sum(2 * param.numel() for param in params if param.dtype is torch.float32)  # what autocast makes of them
+    for optimizer in optimizers:
+        if isinstance(optimizer, castwise.MasterWeights):
+            total += optimizer.memory()["kept"]
+        for param in params:
+            values = optimizer.state[param].values() if param in optimizer.state else ()
+            total += sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
+    return total / number
+
+
+def why_not(name: str) -> str | None:
+    """Return why an optimizer or a method is left out, or None."""
+    package = PACKAGES.get(name)
+    return None if package is None or version(package) else f"left out: {package} is not installed"
+
+
+def version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def attempt(name: str, method: str, seed: int, steps: int) -> Outcome | str:
+    """Train in a process of the pool; of a peer that fails, return why."""
+    torch.set_num_threads(1)  # the model is too small to be shared
+    try:
+        return train(FAMILIES[name], method, seed, steps)
+    except Exception as error:
+        if method not in FAMILIES[name].peers:
+            raise
+        return f"fails on this CPU: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def measure(name: str, pool: Executor, seeds: Sequence[int], steps: int = STEPS) -> dict[str, Any]:
+    """Train with an optimizer by all methods and with all seeds."""
+    family = FAMILIES[name]
+    skipped = {method: reason for method in family.methods() if (reason := why_not(name) or why_not(method))}
+    asked = {
+        method: [pool.submit(attempt, name, method, seed, steps) for seed in seeds]
+        for method in family.methods()
+        if method not in skipped
+    }
+    methods: dict[str, Any] = {}
+    reference: list[Outcome] = []
+    for method in family.methods():
+        if method in skipped:
+            methods[method] = {"skipped": skipped[method]}
+            continue
+        outcomes = [found for future in asked[method] if isinstance(found := future.result(), Outcome)]
+        if len(outcomes) < len(seeds):
+            methods[method] = {"skipped": next(each.result() for each in asked[method] if str is type(each.result()))}
+            continue
+        reference = reference or outcomes
+        methods[method] = row(outcomes) if method == REFERENCE else {**row(outcomes), **beside(outcomes, reference)}
+    return {"learning rate": family.learning_rate, "methods": methods}
+
+
+def row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    by_step = [statistics.fmean(losses) for losses in zip(*(each.losses for each in outcomes), strict=True)]
+    return {
+        **spread([outcome.held_out for outcome in outcomes]),
+        "bytes per parameter": outcomes[0].bytes_per_parameter,
+        "training loss, means of 25 steps": [
+            round(statistics.fmean(by_step[begin : begin + WINDOW]), 5) for begin in range(0, len(by_step), WINDOW)
+        ],
+    }
+
+
+def beside(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> dict[str, Any]:
+    pairs = list(zip(outcomes, reference, strict=True))
+    return {
+        "minus fp32 weights": difference([a.held_out for a, _ in pairs], [b.held_out for _, b in pairs]),
+        "seeds identical to fp32 weights": sum(a.losses == b.losses and a.held_out == b.held_out for a, b in pairs),
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [
+        headline(record["machine"]),
+        "",
+        "| optimizer, learning rate | weights | bytes of a parameter | held-out loss, mean ± standard deviation of "
+        f"{record['seeds']} seeds | minus fp32 weights (95% interval) | seeds identical to fp32 weights |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in record["optimizers"].items():
+        for method, found in result["methods"].items():
+            label = NAMES.get(method, f"MasterWeights, {method}")
+            cells = [f"{name}, {result['learning rate']:g}", label]
+            if "skipped" in found:
+                lines.append(f"| {' | '.join([*cells, found['skipped'], '-', '-', '-'])} |")
+                continue
+            cells += [f"{found['bytes per parameter']:.1f}", f"{found['mean']:.4f} ± {found['sd']:.4f}"]
+            if method == REFERENCE:
+                cells += ["-", "-"]
+            else:
+                low, high = found["minus fp32 weights"]["interval"]
+                cells += [f"{found['minus fp32 weights']['mean']:+.5f} ({low:+.5f} to {high:+.5f})"]
+                cells += [f"{found['seeds identical to fp32 weights']} of {record['seeds']}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    about = {**recording.machine(), "scipy": scipy.__version__}
+    about |= {package: version(package) for package in PACKAGES.values()}
+    record: dict[str, Any] = {"machine": about, "seeds": len(SEEDS), "steps": STEPS, "optimizers": {}}
+    # Spawned: a fork of a process that has used torch's threads may hang.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for name in FAMILIES:
+            record["optimizers"][name] = measure(name, pool, SEEDS)
+            print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    record["took_s"] = round(time.perf_counter() - start, 1)
+    recording.write("learning-cpu", record, table(record))
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
