@@ -1,6 +1,6 @@
 """Write the figures of README.md and of the manual's start page from committed results, between their marks.
 
-    python benchmarks/readme.py
+python benchmarks/readme.py
 """
 
 from __future__ import annotations
