@@ -23,15 +23,20 @@ def figures() -> str:
     """Return the lines that have figures."""
     step = result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]["scaled + clipped step + update"]
     inference = result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
-    found = [of["castwise.diagnose"] for of in result("fault_finding")["results"].values()]
+    faults = result("fault_finding")
+    by_anomaly_mode, named = (
+        [of[tool]["named"] for of in faults["results"].values() if of[tool]["named"] is not None]
+        for tool in ("set_detect_anomaly", "castwise.diagnose")
+    )
     sizes = result("master_weights")["bytes per parameter"]
-    planted = result("fault_finding")["rounds"] * len(found)
+    planted = faults["rounds"] * len(named)
     lines = [
         f"A scaled and clipped step takes {step['median']:.2f} of `torch.amp`'s time: gradients are read once.",
         f"Inference in bf16 from fp32 weights is {inference['median']:.1f} times as fast: weights are cast once.",
-        f"Of {planted} planted faults {sum(of['named'] for of in found)} are named, down to the module and the line.",
-        f"A weight takes {sizes['split']['sum']:.0f} bytes instead of {sizes['fp32 weights']['sum']:.0f} with AdamW, "
-        "and the numbers stay the same: 16-bit weights learn as fp32 ones.",
+        f"Of {planted} planted faults {sum(named)} are traced to their module, and {sum(by_anomaly_mode)} by torch's "
+        "anomaly mode.",
+        f"With AdamW a weight takes {sizes['split']['sum']:.0f} bytes instead of {sizes['fp32 weights']['sum']:.0f}, "
+        "with the same numbers: 16-bit weights learn as fp32 ones.",
     ]
     return "".join(f"- {line}\n" for line in lines)
 
