@@ -11,7 +11,6 @@ side included, and 16 bits tell 65,536 apart. `nearest_even` therefore also note
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -147,16 +146,14 @@ class _Split(Codec):
     """bfloat16 weights and 16-bit residues: every fp32 number comes back bit for bit, but for the payload of NaNs."""
 
     def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
-        # In whole rows. Views are made where they are needed: pickle would make tensors of their own of them.
-        super().__init__(residue=torch.zeros(math.ceil(length / _ROW) * _ROW, dtype=torch.int16, device=device))
-        self._length = length
+        super().__init__(residue=torch.zeros(length, dtype=torch.int16, device=device))
         self._is_compiled = compiled
         self._ties: _ListedTies | _PackedTies | None = None
         if rounding == "nearest_even":
             self._ties = _ListedTies(length) if device.type == "cpu" else _PackedTies(length, device)
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        residue = self._kept["residue"][: self._length]
+        residue = self._kept["residue"]
         if self._can_pair(weights):
             _compiled(_decode_pairs)(weights.view(torch.int32), residue.view(torch.int32), out.view(torch.int64))
         else:
@@ -166,8 +163,7 @@ class _Split(Codec):
         return out
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        padded = self._kept["residue"]
-        residue = padded[: self._length]
+        residue = self._kept["residue"]
         if self._can_pair(weights):
             int32 = weights.view(torch.int32), residue.view(torch.int32)
             _compiled(_encode_pairs)(values.view(torch.int64), *int32, self._ties is not None)
@@ -175,7 +171,7 @@ class _Split(Codec):
             encode = _encode_away if self._ties is None else _encode
             encode(values, weights, residue)
         if self._ties is not None:
-            self._ties.find(values.view(torch.int32), padded.view(-1, _ROW))
+            self._ties.find(values.view(torch.int32), residue)
 
     def _can_pair(self, weights: torch.Tensor) -> bool:
         return self._is_compiled and weights.numel() % 2 == 0 and weights.storage_offset() % 2 == 0
@@ -204,11 +200,16 @@ class _ListedTies:
         self._length = length
         self._positions = torch.zeros(0, dtype=torch.int64)
 
-    def find(self, bits: torch.Tensor, rows: torch.Tensor) -> None:
+    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
+        in_rows = self._length // _ROW * _ROW
+        rows = residue[:in_rows].view(-1, _ROW)
         found = (rows.amin(1) == _TIE).nonzero().view(-1)
         if len(found):
             row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
             found = found[row].mul_(_ROW).add_(column)
+        if in_rows < self._length:
+            found = torch.cat([found, (residue[in_rows:] == _TIE).nonzero().view(-1).add_(in_rows)])
+        if len(found):
             found = found[bits[found].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
         self._positions = found
 
@@ -236,7 +237,7 @@ class _PackedTies:
         self._length = length
         self._bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
 
-    def find(self, bits: torch.Tensor, rows: torch.Tensor) -> None:
+    def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
         self._pack((bits.bitwise_and(0x1FFFF)).eq_(1 << 15).to(torch.uint8))
 
     def add_to(self, bits: torch.Tensor) -> None:
