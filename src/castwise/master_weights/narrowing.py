@@ -111,9 +111,9 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
     new = {param for param in chosen if param.dtype is not dtype}
     if new and torch.distributed.is_available() and torch.distributed.is_initialized():
         for wrapper in (each for each in gc.get_objects() if isinstance(each, nn.parallel.DistributedDataParallel)):
-            for param in filter(new.__contains__, wrapper.parameters()):
+            for wrapped in filter(new.__contains__, wrapper.parameters()):
                 raise ValueError(
-                    f"{names.get(param)!r} is in DistributedDataParallel, which has made its buckets for fp32 "
+                    f"{names.get(wrapped)!r} is in DistributedDataParallel, which has made its buckets for fp32 "
                     "gradients: make MasterWeights before it, or only its weights 16-bit: MasterWeights.narrow_(model)"
                 )
     for param in new:
