@@ -286,6 +286,24 @@ def test_state_that_is_there_already_is_stored_as_wished() -> None:
     train(model, optimizer, 1)
 
 
+class OnlyInTraining(optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert self.param_groups[0].get("train_mode"), "not in train mode"
+        super().step()
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+
+def test_names_of_state_are_not_checked_of_an_optimizer_that_cannot_step_yet() -> None:
+    model, optimizer = wrapped(
+        lambda params: OnlyInTraining(params, lr=0.1, momentum=0.9), state_dtype={"momentum_buffer": torch.bfloat16}
+    )
+    optimizer.train()
+    train(model, optimizer, 1)
+    assert optimizer.state[model.up.weight]["momentum_buffer"].dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [

@@ -73,8 +73,11 @@ def note_stepped(optimizer: optim.Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # theirs
 
 
-def state_names(optimizer: optim.Optimizer) -> set[str]:
-    """Return the names of state that has the shape of its weight, found by one step on a weight made for it."""
+def state_names(optimizer: optim.Optimizer) -> set[str] | None:
+    """Return the names of state that has the shape of its weight, found by one step on a weight made for it.
+
+    None if it cannot step now, as schedule-free optimizers cannot before `train()`.
+    """
     probe = copy.copy(optimizer)
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
     weight = torch.zeros(2, 3, device=device)
@@ -83,8 +86,11 @@ def state_names(optimizer: optim.Optimizer) -> set[str]:
     probe.param_groups = [
         {**group, "params": [weight] if index == 0 else []} for index, group in enumerate(optimizer.param_groups)
     ]
-    with torch.no_grad():
-        step_without_hooks(probe)
+    try:
+        with torch.no_grad():
+            step_without_hooks(probe)
+    except Exception:  # of any optimizer
+        return None
     return {
         str(name)
         for name, value in probe.state[weight].items()

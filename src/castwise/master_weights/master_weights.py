@@ -947,8 +947,8 @@ def _low_state(
                 f"state_dtype[{name!r}] must be one of {', '.join(map(repr, (*_DTYPES, torch.float32)))}, got {dtype!r}"
             )
     known = state_names(optimizer)
-    unknown = [name for name in state_dtype if name not in known]
-    if unknown:
+    unknown = [] if known is None else [name for name in state_dtype if name not in known]
+    if known is not None and unknown:
         raise ValueError(
             f"{type(optimizer).__name__} keeps no state {unknown[0]!r} of the shape of its weights; "
             f"it keeps {listed(sorted(known)) or 'none'}"
