@@ -90,6 +90,20 @@ def test_a_tolerance_out_of_reach_returns_the_nearest_and_says_so() -> None:
     assert "this is the nearest" in str(best)
 
 
+def test_of_policies_out_of_tolerance_the_one_with_the_least_held_out_error_is_returned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
+    given = [(x.bfloat16(), target) for x, target in batches(8)]
+    options: Any = {"loss": F.cross_entropy, "formats": ("bfloat16", "float32")}
+    best = castwise.tune(model, given, tolerance=1e-6, **options)
+    assert not best.is_within_tolerance
+    points = {point.policy: point for point in best.frontier.points}
+    drift = castwise.compare(model, given[1::2], {str(policy): policy for policy in points}, loss=F.cross_entropy)
+    errors = {policy: drift[str(policy)].summary.relative_loss_error for policy in points}
+    assert errors[best.policy] == pytest.approx(best.error)
+    assert best.error == pytest.approx(min(errors.values()))
+
+
 def test_the_same_call_has_the_same_result() -> None:
     assert str(tuned(2e-4)) == str(tuned(2e-4))
     assert tuned(2e-4).as_dict() == tuned(2e-4).as_dict()

@@ -276,14 +276,14 @@ class Search:
             start.restore()
 
     def _on_the_path(self, places: list[int]) -> Choice:
-        """Return the cheapest choice on the greedy path that keeps the loss, or the first one if none does."""
+        """Return the cheapest choice on the greedy path that keeps the loss, or the nearest if none does."""
         choices = path(self._options_by_name)
         last = len(choices) - 1
         for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
             self._error(choices[place], places)
         kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
-        if not kept:
-            return choices[0]
+        if not kept:  # errors of modules cancel, so that the most exact choice need not be the nearest
+            return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
         low, high = max(kept), last + 1
         run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
         high = min(run, default=high)
@@ -354,28 +354,36 @@ class Search:
         """Return a choice that is within the tolerance on held-out batches, and its error there.
 
         Where the one that was found is not, the others that were run are asked, the cheapest first, and then modules of
-        the one with the least error are raised.
+        the one with the least error are raised. Where no choice is within the tolerance, the nearest ones on the search
+        batches are run on the held-out ones, and the one with the least error there is returned.
         """
+        errors: dict[Policy, float] = {}
+
+        def error_of(policy: Policy) -> float:
+            if policy not in errors:
+                errors[policy] = self._mean_error(policy, held_out)
+            return errors[policy]
+
+        def nearest_run() -> Policy:
+            return min(errors, key=lambda policy: (errors[policy], self._points[policy].cost))
+
         self._error(choice, places)
-        kept = [each for each in self._points.values() if each.error <= self._tolerance]
-        kept.sort(key=lambda each: (each.policy != self._policy(choice), each.cost, each.error))
-        best, least = choice, math.inf
-        for point in kept[:_HELD_OUT_RUNS]:
-            error = self._mean_error(point.policy, held_out)
-            if error < least:
-                best, least = self._choices[point.policy], error
-            if error <= self._tolerance:
-                return best, least
-        raised: Choice | None = best
+        first = self._policy(choice)
+        kept = [each for each in self._points.values() if each.error <= self._tolerance and each.policy != first]
+        kept.sort(key=lambda each: (each.cost, each.error))
+        for policy in [first, *(point.policy for point in kept[: _HELD_OUT_RUNS - 1])]:
+            if error_of(policy) <= self._tolerance:
+                return self._choices[policy], errors[policy]
+        raised = self._raised(self._choices[nearest_run()])
         while raised is not None:
             self._error(raised, places)
-            error = self._mean_error(self._policy(raised), held_out)
-            if error < least:
-                best, least = raised, error
-            if error <= self._tolerance:
-                break
+            if error_of(self._policy(raised)) <= self._tolerance:
+                return raised, errors[self._policy(raised)]
             raised = self._raised(raised)
-        return best, least
+        by_error = sorted(self._points.values(), key=lambda each: (each.error, each.cost))
+        for point in [*by_error[:_HELD_OUT_RUNS], *self._frontier(first).points]:
+            error_of(point.policy)
+        return self._choices[nearest_run()], errors[nearest_run()]
 
     def _raised(self, choice: Choice) -> Choice | None:
         """Return a choice with the module raised that has the most effect for its cost; None if all are most exact."""
