@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
+from castwise.comparison.module_calls import Watch
 from castwise.tuning import precision_search
+from castwise.tuning.costs import OutputBytes
 from castwise.tuning.tuned import Tuned
 
 
@@ -116,6 +118,31 @@ def test_each_cost_has_its_result(cost: str) -> None:
     assert 0 < best.cost <= 1.0
     assert best.is_within_tolerance
     assert best.not_tried
+
+
+def test_no_policy_claims_to_save_bytes_that_it_does_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy, cost="bytes", tolerance=1e-7)
+
+    def nbytes(policy: Policy) -> float:
+        counts: dict[Any, float] = {}
+        bound = policy.bind(model)
+        with Watch(model) as watch, watch.telling(OutputBytes(counts)), castwise.autocast("cpu", policy=bound):
+            model(batches()[0][0])
+        bound.unbind()
+        return sum(counts.values())
+
+    assert len(best.frontier.points) > 1
+    for point in best.frontier.points:
+        assert nbytes(point.policy) / nbytes(Policy(compute="float32")) <= point.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cost", ["bytes", "measured"])
+def test_modules_that_compute_in_the_dtype_of_their_inputs_are_not_chosen_for(cost: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy, cost=cost)  # type: ignore[arg-type]
+    assert set(best.formats) == {"0", "3"}
 
 
 def test_formats_that_overflow_are_not_chosen() -> None:

@@ -202,15 +202,6 @@ class Search:
                 with costs.OwnFlops(watch) as flops:
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
-            if self._kind == "bytes":
-                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
-                for name, counts in of_formats.items():
-                    with watch.telling(costs.OutputBytes(counts)):
-                        self._loss(Policy(compute=name), batch)
-                return {
-                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
-                    for tap, of_fp32 in of_formats["float32"].items()
-                }
             run = ReferenceRun(self._device, {})
             with watch.telling(run):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
@@ -220,7 +211,23 @@ class Search:
                     self._loss(Policy(compute="float32"), batch, forgets_graph=False)
             # Policies without rules put nothing on a model, so they may stay bound.
             precisions = {name: Precision(self._device, Policy(compute=name).bind(self._model)) for name in names}
-            return costs.measured(watch, list(run.calls.values()), self._device, precisions)
+            calls = list(run.calls.values())
+            casting = costs.casting(watch, calls, self._device, precisions)
+            if self._kind == "measured":
+                found = costs.measured(watch, calls, self._device, precisions)
+            else:
+                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
+                for name, counts in of_formats.items():
+                    with watch.telling(costs.OutputBytes(counts)):
+                        self._loss(Policy(compute=name), batch)
+                found = {
+                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
+                    for tap, of_fp32 in of_formats["float32"].items()
+                }
+            return {
+                tap: of_module if tap in casting else dict.fromkeys(names, of_module["float32"])
+                for tap, of_module in found.items()
+            }
 
     def _policy(self, choice: Choice) -> Policy:
         """Return a choice as a policy: the format of most modules, and rules for those that do not follow it."""
