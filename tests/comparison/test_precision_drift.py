@@ -754,3 +754,107 @@ def test_tables_and_plain_data_say_the_same() -> None:
     assert record["noise"]["policy"] is None
     with pytest.raises(KeyError, match="nothing"):
         drift["bf16"]["nothing"]
+
+
+# What cannot be run or known.
+
+
+class RefusesHalf(nn.Module):
+    """A layer without a kernel for fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.dtype is torch.float16:
+            raise ValueError("no kernel for Half")
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_policy_that_cannot_run_leaves_the_results_of_others() -> None:
+    given: dict[str, Any] = {"fp16": policies.fp16, **BF16}
+    model = RefusesHalf()
+    drift = castwise.compare(model, [batch(), batch()], given, loss=F.cross_entropy)
+    assert drift["fp16"].problem == "cannot be run: ValueError: no kernel for Half"
+    assert math.isnan(drift["fp16"].summary.loss)
+    assert drift["fp16"].modules == ()
+    assert "note: fp16: cannot be run: ValueError: no kernel for Half" in str(drift)
+    alone = castwise.compare(model, [batch(), batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"] == alone["bf16"]
+    with pytest.raises(ValueError, match="no kernel for Half"):
+        castwise.compare(model, [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)
+
+
+def test_running_out_of_memory_is_no_problem_of_a_policy() -> None:
+    class Full(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.bfloat16:
+                raise MemoryError
+            return x.float()
+
+    given = {"fp32": Policy(compute="float32"), **BF16}
+    with pytest.raises(MemoryError):
+        castwise.compare(nn.Sequential(nn.Linear(8, 4), Full()), [batch()], given, loss=F.cross_entropy)
+
+
+def test_a_policy_with_rules_that_is_bound_to_another_model_is_refused() -> None:
+    bound = Policy(compute="bfloat16", modules={"2": "float32"}).bind(mlp())
+    with pytest.raises(ValueError, match=r"policies\['p'\] is bound to another model: give its policy"):
+        castwise.compare(mlp(), [batch()], {"p": bound}, loss=F.cross_entropy)
+
+
+def test_the_effect_of_a_module_that_runs_without_gradients_is_not_known() -> None:
+    policy = Policy(compute="bfloat16", modules={"encoder": "float32"})
+    drift = castwise.compare(planted.FrozenEncoder(), [batch()], {**BF16, "fp32": policy}, loss=F.cross_entropy)
+    assert drift["bf16"]["encoder"].effect is None
+    assert drift["bf16"]["encoder"].loss_shift is None
+    assert relative_rms(drift["bf16"]["encoder"].introduced) > 0
+    assert drift["fp32"]["encoder"].effect == 0.0  # it has no errors
+    assert "bf16: encoder runs under torch.no_grad(), so its effect is not known" in drift.notes
+
+
+def test_effects_on_a_loss_without_a_gradient_are_not_known() -> None:
+    drift = castwise.compare(mlp(), [batch()], BF16, loss=lambda out, target: F.cross_entropy(out, target).detach())
+    assert {module.effect for module in drift["bf16"].modules} == {None}
+    assert drift.notes == ("the loss has no gradient, so effects are not known",)
+
+
+def test_the_loss_scale_is_the_least_that_a_batch_has_needed() -> None:
+    model, (x, target) = nn.Linear(8, 1, bias=False), batch()
+    fp16 = {"fp16": policies.fp16}
+    batches = [(x * size, target) for size in (3e4, 1.0)]  # the first overflows with any scale but 1
+    nn.init.ones_(model.weight)
+    found = [
+        castwise.compare(model, each, fp16, loss=lambda out, target: out.float().sum())["fp16"].summary.loss_scale
+        for each in (batches[:1], batches[1:], batches)
+    ]
+    assert found[0] < found[1]
+    assert found[2] == found[0]
+
+
+def test_the_noise_of_a_loss_that_the_model_returns_is_that_of_its_mean() -> None:
+    class ReturnsLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+    x, target = batch()
+    drift = castwise.compare(
+        ReturnsLoss(), [({"x": x, "labels": target}, None)], loss=lambda out, _: out["loss"], vary="batch_size"
+    )
+    assert drift.noise is not None
+    assert drift.noise.summary.relative_loss_error < 1e-6
+    assert drift.notes == ()
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_noted_beside_the_noise() -> None:
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    drift = castwise.compare(mlp(), [batch()], forward=total, vary="batch_size")
+    assert "the loss of a batch is not the mean of the losses of its samples" in drift.notes[0]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from tests.comparison import planted
 from tests.tuning import small_models
 from torch import Tensor, nn
 
@@ -253,3 +254,37 @@ def test_rules_name_only_what_differs_from_the_module_around() -> None:
     policy = search._policy(choice)
     assert policy == Policy(compute="bfloat16", modules={"": "float32", "qkv": "bfloat16", "head": "bfloat16"})
     assert dict(search._policy({"qkv": "bfloat16", "head": "float32"}).modules) == {"head": "float32"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_format_that_the_model_does_not_run_in_is_left_out_and_named(error: type[Exception]) -> None:
+    class RefusesHalf(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            if output.dtype is torch.float16:
+                raise error("no kernel for Half")
+            return output
+
+    model = nn.Sequential(RefusesHalf(8, 8), nn.Linear(8, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy)
+    assert best.policy == Policy(compute="bfloat16")
+    assert f"float16, in which the model cannot be run: {error.__name__}: no kernel for Half" in best.not_tried
+    with pytest.raises(ValueError, match="the model runs in none of the formats but float32; float16: cannot be run"):
+        castwise.tune(model, batches(), loss=F.cross_entropy, formats=("float16", "float32"))
+
+
+@pytest.mark.parametrize("place", [2, 3])
+def test_a_batch_that_is_not_finite_in_the_reference_is_found_wherever_it_is(place: int) -> None:
+    given = batches()
+    given[place] = torch.full((16, 8), float("nan")), given[place][1]
+    with pytest.raises(ValueError, match=rf"the loss of batches\[{place}\] is nan in the reference(.|\n)*nan") as found:
+        castwise.tune(Model(), given, loss=F.cross_entropy)
+    assert len(str(found.value).splitlines()) > 1  # the diagnosis
+
+
+def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
+    best = castwise.tune(
+        planted.FrozenEncoder(), batches(), loss=F.cross_entropy, formats=("bfloat16", "float32"), tolerance=0.5
+    )
+    assert best.formats == {"encoder": "float32", "head": "bfloat16"}
+    assert any("encoder runs under torch.no_grad()" in note for note in best.notes)

@@ -208,6 +208,8 @@ def _print(drift: Drift) -> None:
     summary = drift.summary_rows()
     _print_table(console, summary, set(range(1, len(summary[0]))))
     for each in drift:
+        if each.problem:  # which the notes tell
+            continue
         rows = each.rows(drift.noise)
         console.print(f"{each.name}: modules by effect on the loss")
         _print_table(console, rows[: SHOWN_MODULES + 1], MODULE_NUMBERS)

@@ -261,6 +261,10 @@ class ReferenceRun:
                 found[key] = places
         return found
 
+    def without_gradient(self) -> list[Call]:
+        """List the calls that ran without gradients, and were not run again with them in the backward."""
+        return [call for calls in self._without_gradient.values() for call in calls]
+
     def end_backward(self) -> None:
         """Hand over the gradients whose calls wait for others in vain."""
         while self._arrived:

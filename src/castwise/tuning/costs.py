@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from castwise.comparison.module_calls import Call, Site, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.objective import is_of_memory
 from castwise.comparison.precisions import Precision, Region
 
 COSTS = ("flops", "bytes", "measured")
@@ -109,7 +110,12 @@ def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[s
     found = set()
     for call in calls:
         if call.tap.has_own_ops and call.tap not in found:
-            made = [run() for run in _runs(watch, call, device, precisions).values()]
+            try:
+                made = [run() for run in _runs(watch, call, device, precisions).values()]
+            except Exception as error:
+                if is_of_memory(error):
+                    raise
+                continue  # it cannot be run by itself
             dtypes = {tuple((site, tensor.dtype) for site, tensor in each.items()) for each in made}
             if len(dtypes) > 1:
                 found.add(call.tap)

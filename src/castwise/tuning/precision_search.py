@@ -16,8 +16,15 @@ from castwise._number_text import several
 from castwise._suggestions import listed, nearest
 from castwise.comparison.drift import Drift
 from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
-from castwise.comparison.objective import Forward, Loss, Objective, fresh
-from castwise.comparison.precision_drift import Comparison, Progress, mean, relative_loss_error, restored
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
+from castwise.comparison.precision_drift import (
+    Comparison,
+    Progress,
+    mean,
+    nonfinite_error,
+    relative_loss_error,
+    restored,
+)
 from castwise.comparison.precisions import Precision
 from castwise.comparison.starting_point import StartingPoint
 from castwise.policy.bound_policy import is_bound_to
@@ -136,14 +143,21 @@ class Search:
             raise ValueError("batches must have at least two batches, as every second is held out, got one")
         self._progress = progress or _no_progress
         search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
+        reference = Precision(self._device, dtype=torch.float32)
+        reference.dtype = torch.float32 if reference.changes(self._model) else None
+        with restored(self._model, found):
+            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+            for number, reference_loss in enumerate(self._reference_losses):
+                if not math.isfinite(reference_loss):
+                    raise nonfinite_error(self._objective, reference, found[number], number)
         uniform = {name: Policy(compute=name) for name in self._formats}
         drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
+        self._formats = [name for name in self._formats if not drift[name].problem]
+        if self._formats == ["float32"]:
+            raise ValueError("; ".join(("the model runs in none of the formats but float32", *drift.notes)))
         with restored(self._model, found):
             self._batches = found
             self._options_by_name = options = self._options(drift, found[0])
-            reference = Precision(self._device, dtype=torch.float32)
-            reference.dtype = torch.float32 if reference.changes(self._model) else None
-            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
             self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
             self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
@@ -166,7 +180,7 @@ class Search:
             drift=drift,
             evaluations=len(self._points),
             not_called=drift.not_called,
-            not_tried=tuple(self._not_tried(calls)),
+            not_tried=tuple(self._not_tried(calls, drift)),
             notes=(*drift.notes, *self._notes()),
         )
 
@@ -259,8 +273,10 @@ class Search:
     def _mean_error(self, policy: Policy, places: list[int]) -> float:
         try:
             pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
-        except RuntimeError as error:  # such as of code that does not take a mixture of dtypes
-            self._refusals.append(str(error).partition("\n")[0])
+        except Exception as error:  # such as of code that does not take a mixture of dtypes
+            if is_of_memory(error):
+                raise
+            self._refusals.append(first_line(error))
             return math.inf
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
@@ -418,12 +434,13 @@ class Search:
             f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
         ]
 
-    def _not_tried(self, called: set[str]) -> list[str]:
+    def _not_tried(self, called: set[str], drift: Drift) -> list[str]:
         modules, count = len(self._options_by_name), len(self._formats)
         left_out = [
             f"{count}^{modules} policies less the {len(self._points)} that were run",
             "op rules, formats of 8 bits, and the loss function outside of the region's rules",
         ]
+        left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(
