@@ -18,8 +18,8 @@ from castwise.comparison.module_calls import (
     Tap,
     Watch,
     call_again,
-    direct_tensors,
     dtypes_in,
+    returned_tensors,
 )
 from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import Precision, Region
@@ -109,7 +109,7 @@ class PolicyRun:
         if call is None:
             sums.problem = "is called more often than in the reference"
         else:
-            self._compare(call, note, direct_tensors(output), sums)
+            self._compare(call, note, returned_tensors(output), sums)
         return output
 
     def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
