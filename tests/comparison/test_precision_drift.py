@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -756,6 +757,47 @@ def test_tables_and_plain_data_say_the_same() -> None:
         drift["bf16"]["nothing"]
 
 
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    states: tuple[Tensor, ...] = ()
+
+
+def test_outputs_in_a_dataclass_have_the_figures_of_those_in_a_dict() -> None:
+    class Layer(nn.Module):
+        def __init__(self, kind: Callable[..., Any]) -> None:
+            super().__init__()
+            self.weight, self.kind = nn.Parameter(torch.eye(8)), kind
+
+        def forward(self, x: Tensor) -> Any:
+            return self.kind(hidden=x @ self.weight)
+
+    class Model(nn.Module):
+        def __init__(self, kind: Callable[..., Any]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = Layer(kind), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            output = self.layer(x)
+            return self.head(output["hidden"] if isinstance(output, dict) else output.hidden)
+
+    found = [castwise.compare(Model(kind), [batch()], BF16, loss=F.cross_entropy)["bf16"] for kind in (dict, Output)]
+    assert found[0]["layer"].effect != 0.0
+    assert found[1].modules == found[0].modules
+
+
+def test_printed_are_the_reference_with_its_loss_and_what_was_not_called() -> None:
+    x, target = batch()
+    inputs = {"x": x, "mask": torch.ones(8)}
+    drift = castwise.compare(
+        Nested(), [(inputs, target)], BF16, loss=lambda out, target: mse(out["logits"].sum(1), target)
+    )
+    loss = drift["bf16"].summary.reference_loss
+    assert str(drift).startswith(f"against float32, whose loss is {loss:.6g}, over 1 batch\n")
+    assert "never called: unused" in str(drift)
+
+
 # What cannot be run or known.
 
 
@@ -789,8 +831,11 @@ def test_a_policy_that_cannot_run_leaves_the_results_of_others() -> None:
 
 def test_running_out_of_memory_is_no_problem_of_a_policy() -> None:
     class Full(nn.Module):
+        calls = 0
+
         def forward(self, x: Tensor) -> Tensor:
-            if x.dtype is torch.bfloat16:
+            self.calls += x.dtype is torch.bfloat16
+            if self.calls == 2:  # when it is called again by itself
                 raise MemoryError
             return x.float()
 
@@ -858,3 +903,20 @@ def test_a_loss_that_is_no_mean_over_samples_is_noted_beside_the_noise() -> None
 
     drift = castwise.compare(mlp(), [batch()], forward=total, vary="batch_size")
     assert "the loss of a batch is not the mean of the losses of its samples" in drift.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"loss": "mse"}, TypeError, "loss must be a function that returns the loss as a tensor, got 'mse'"),
+        ({"clip_band": 0.2}, TypeError, r"clip_band must be two ratios such as \(0.8, 1.2\), got 0.2"),
+        ({"clip_band": ("a", "b")}, TypeError, "clip_band must be two ratios"),
+        ({"clip_band": (1.2, 0.8)}, ValueError, "clip_band must be two ratios, 0 <= low < high"),
+        ({"reference": ["float32"]}, ValueError, r"reference must be one of .*, or a policy, got \['float32'\]"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_with_what_is_allowed(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        castwise.compare(mlp(), [batch()], BF16, **{"loss": F.cross_entropy, **options})

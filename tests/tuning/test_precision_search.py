@@ -231,6 +231,12 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         tune(model, given, loss=F.cross_entropy, cost="flop")
     with pytest.raises(ValueError, match="tolerance must be a finite number > 0, got 0"):
         tune(model, given, loss=F.cross_entropy, tolerance=0)
+    with pytest.raises(ValueError, match="tolerance must be a finite number > 0, got True"):
+        tune(model, given, loss=F.cross_entropy, tolerance=True)
+    with pytest.raises(ValueError, match="formats must have one besides 'float32'"):
+        tune(model, given, loss=F.cross_entropy, formats=("float32",))
+    with pytest.raises(ValueError, match=r"formats must be some of .* got torch.bfloat16"):
+        tune(model, given, loss=F.cross_entropy, formats=torch.bfloat16)
     with pytest.raises(ValueError, match="no module that was called has any flops to save"):
         tune(nn.Sequential(nn.LayerNorm(8)), given, loss=lambda y, t: y.square().mean())
     with torch.no_grad():
@@ -288,3 +294,32 @@ def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
     )
     assert best.formats == {"encoder": "float32", "head": "bfloat16"}
     assert any("encoder runs under torch.no_grad()" in note for note in best.notes)
+
+
+def test_formats_may_be_an_iterator() -> None:
+    assert tuned(0.5, formats=iter(("bfloat16", "float32"))).policy == Policy(compute="bfloat16")
+
+
+@pytest.mark.parametrize("cost", ["flops", "bytes", "measured"])
+def test_modules_that_only_a_later_search_batch_calls_are_chosen_for(cost: str) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            return (self.second if which else self.first)(x)  # type: ignore[no-any-return]
+
+    given = [((x, which), target) for (x, target), which in zip(batches(), (0, 0, 1, 1), strict=True)]
+    best = castwise.tune(Two(), given, loss=F.cross_entropy, cost=cost, tolerance=0.5)  # type: ignore[arg-type]
+    assert set(best.formats) == {"first", "second"}
+    if cost == "flops":
+        assert best.cost == 0.5
+
+
+def test_the_modules_that_have_rules_are_printed() -> None:
+    best = tuned(2e-4)
+    for chosen in set(best.policy.modules.values()):
+        names = [name or "(root)" for name, each in best.policy.modules.items() if each == chosen]
+        assert f"\nin {chosen}: {', '.join(names)}\n" in str(best)
+    assert "head" in str(best).partition("cost")[0]

@@ -155,7 +155,7 @@ class Drift:
         return iter(self.policies.values())
 
     def __str__(self) -> str:
-        parts = [aligned(self.summary_rows(), right=range(1, 20))]
+        parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
         for each in self:
             if each.problem:  # which the notes tell
                 continue
@@ -164,8 +164,17 @@ class Drift:
             table = aligned(rows[: SHOWN_MODULES + 1], {place for place in MODULE_NUMBERS if place < len(rows[0])})
             rest = f"\nand {several(more, 'more module')}: drift[{each.name!r}].modules" if more > 0 else ""
             parts.append(f"{each.name}: modules by effect on the loss\n{table}{rest}")
+        if self.not_called:
+            parts.append(f"never called: {', '.join(self.not_called)}")
         parts += [f"note: {note}" for note in self.notes]
         return "\n\n".join(parts)
+
+    def headline(self) -> str:
+        """Return what was compared with what, as one line."""
+        reference = "a policy" if self.reference == "policy" else self.reference
+        each = next(iter(self), self.noise)
+        loss = "" if each is None else f", whose loss is {each.summary.reference_loss:.6g}"
+        return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
 
     def summary_rows(self) -> list[tuple[str, ...]]:
         """Return the table of summaries as text, its header first: a row for each policy, and one for the noise."""

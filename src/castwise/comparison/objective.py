@@ -32,6 +32,9 @@ class Objective:
             raise TypeError(
                 "give either loss=, a function of outputs and targets, or forward=, a function of the model and a batch"
             )
+        for name, given in (("loss", loss), ("forward", forward)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function that returns the loss as a tensor, got {given!r}")
         self.model, self.loss, self._forward = model, loss, forward
 
     def __call__(self, batch: Any) -> tuple[Any, torch.Tensor]:

@@ -165,9 +165,13 @@ class Comparison:
         self._is_compiled = any(map(is_compiled, [*model.modules()]))
         if vary is not None and vary not in _VARY:
             raise ValueError(f"vary must be one of {listed(_VARY)}, or None, got {vary!r}{nearest(str(vary), _VARY)}")
-        if not isinstance(reference, (Policy, BoundPolicy)) and reference not in _REFERENCES:
+        is_named = isinstance(reference, str) and reference in _REFERENCES
+        if not is_named and not isinstance(reference, (Policy, BoundPolicy)):
             near = nearest(reference, _REFERENCES) if isinstance(reference, str) else ""
             raise ValueError(f"reference must be one of {listed(_REFERENCES)}, or a policy, got {reference!r}{near}")
+        is_pair = isinstance(clip_band, (tuple, list)) and len(clip_band) == 2
+        if not (is_pair and all(isinstance(each, (int, float)) for each in clip_band)):
+            raise TypeError(f"clip_band must be two ratios such as {CLIP_BAND}, got {clip_band!r}")
         low, high = clip_band
         if not 0 <= low < high:
             raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")

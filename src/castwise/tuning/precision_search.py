@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -113,18 +113,21 @@ class Search:
         self._comparison = Comparison(model, loss, forward, gradients=False)
         self._model, self._device = self._comparison.model, self._comparison.device
         self._objective = Objective(self._model, loss, forward)
-        if isinstance(formats, str) or not formats:
+        names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
+        if not names:
             raise ValueError(f"formats must be some of {listed(FORMATS)}, got {formats!r}")
-        for name in formats:
+        for name in names:
             if name not in FORMATS:
                 near = nearest(str(name), FORMATS)
                 raise ValueError(f"formats must be some of {listed(FORMATS)}, got {name!r}{near}")
         if cost not in costs.COSTS:
             near = nearest(str(cost), costs.COSTS)
             raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
-        if not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
+        if set(names) == {"float32"}:
+            raise ValueError("formats must have one besides 'float32', or there is nothing to choose from")
+        if not (isinstance(tolerance, (int, float)) and tolerance is not True and 0 < tolerance < math.inf):
             raise ValueError(f"tolerance must be a finite number > 0, got {tolerance!r}")
-        self._formats = list(dict.fromkeys(formats))
+        self._formats = list(dict.fromkeys(names))
         self._tolerance, self._kind = float(tolerance), cost
         self._points: dict[Policy, Point] = {}
         self._choices: dict[Policy, Choice] = {}
@@ -157,7 +160,7 @@ class Search:
             raise ValueError("; ".join(("the model runs in none of the formats but float32", *drift.notes)))
         with restored(self._model, found):
             self._batches = found
-            self._options_by_name = options = self._options(drift, found[0])
+            self._options_by_name = options = self._options(drift, search)
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
             self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
             self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
@@ -184,21 +187,22 @@ class Search:
             notes=(*drift.notes, *self._notes()),
         )
 
-    def _options(self, drift: Drift, batch: Any) -> dict[str, list[Option]]:
+    def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
         """Return by module what each format costs and adds to the loss; modules of no cost are left out."""
-        of_modules = self._costs(batch)
-        self._cost_in_fp32 = {tap.name: of_module["float32"] for tap, of_module in of_modules.items()}
+        of_modules: dict[str, dict[str, float]] = {}
+        for place in places:  # a batch may call modules that another one does not
+            for tap, of_formats in self._costs(self._batches[place]).items():
+                before = of_modules.get(tap.name, {})
+                of_modules[tap.name] = {each: before.get(each, 0.0) + cost for each, cost in of_formats.items()}
+        self._cost_in_fp32 = {name: of_module["float32"] for name, of_module in of_modules.items()}
         effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
         options = {}
-        for tap, of_module in of_modules.items():
-            is_called = all(tap.name in of_format for of_format in effects.values())
+        for module, of_module in of_modules.items():
+            is_called = all(module in of_format for of_format in effects.values())
             if is_called and len(set(of_module.values())) > 1:
-                options[tap.name] = [
+                options[module] = [
                     Option(
-                        name,
-                        of_module[name],
-                        _square(effects[name][tap.name].loss_shift) / drift.batches,
-                        _DIGITS[name],
+                        name, of_module[name], _square(effects[name][module].loss_shift) / drift.batches, _DIGITS[name]
                     )
                     for name in self._formats
                 ]
@@ -209,7 +213,7 @@ class Search:
         return options
 
     def _costs(self, batch: Any) -> costs.Costs:
-        """Return the cost of each called module in each format, and in float32."""
+        """Return the cost of each module that a batch calls in each format, and in float32."""
         names = list(dict.fromkeys([*self._formats, "float32"]))
         with Watch(self._model) as watch:
             if self._kind == "flops":
