@@ -35,6 +35,15 @@ def no_model():
     return 1, 2, 3
 def no_loss():
     return (*task()[:2], 3)
+def norms():
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return x.square()
+    return Norm(), [(torch.tensor(3.0), None), (torch.tensor(4.0), None)], lambda outputs, targets: outputs.mean()
+def refusing():
+    def loss(outputs, targets):
+        raise ValueError("the model's own")
+    return (*task()[:2], loss)
 def interrupted():
     def loss(outputs, targets):
         raise KeyboardInterrupt
@@ -125,7 +134,11 @@ def test_ctrl_c_is_exit_code_130(command: str) -> None:
         (["compare", "--model", "task_of_test.py:empty"], "batches must have at least one batch, got none"),
         (["compare", "--model", "nothing"], "--model must be MODULE:FACTORY or FILE:FACTORY"),
         (["compare", *TASK, "--policy", "bf61"], "did you mean 'bf16'"),
-        (["compare", *TASK, "--reference", "float46"], "--policy must be"),
+        (["compare", *TASK, "--reference", "fp32"], "--reference must be one of 'float32', 'float64', 'bf16'"),
+        (["compare", "--model", "task_of_test.py:norms", "--vary", "batch_size"], "vary needs batches of samples"),
+        (["tune", "--model", "task_of_test.py:norms"], "no module that was called has any flops to save"),
+        (["tune", *TASK, "-o", "no/policy.toml"], "cannot write no/policy.toml"),
+        (["tune", *TASK, "--report", "no/page.html"], "cannot write no/page.html"),
         (["compare", *TASK, "--vary", "batch"], "vary must be one of 'batch_size', 'batch_order'"),
         (["compare", *TASK, "--report", "no/page.html"], "cannot write no/page.html"),
         (["tune", "--model", "task_of_test.py:single"], "at least two batches, as every second is held out, got one"),
@@ -156,3 +169,34 @@ def test_names_on_the_command_line_are_those_of_the_library() -> None:
     assert names.COSTS == costs.COSTS
     assert list(names.REFERENCES) == list(precision_drift._REFERENCES)
     assert names.VARIATIONS == precision_drift._VARY
+
+
+@pytest.mark.parametrize("command", ["compare", "tune"])
+def test_where_nothing_can_be_written_is_found_before_the_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drift(*args: object) -> None:
+        raise AssertionError("the run has begun")
+
+    monkeypatch.setattr(precision_drift.Comparison, "drift", drift)
+    code, _, told = run(command, *TASK, "--report", "no/page.html")
+    assert code == 2
+    assert "cannot write no/page.html: there is no folder no" in told
+
+
+@pytest.mark.parametrize("command", ["compare", "tune"])
+def test_what_the_model_itself_raises_stays_a_traceback(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--model", "task_of_test.py:refusing"])
+    assert isinstance(result.exception, ValueError)
+    assert "the model's own" in str(result.exception)
+
+
+def test_files_of_one_stem_keep_their_results_apart(here: Path) -> None:
+    for folder, rule in (("a", "0"), ("b", "2")):
+        (here / folder).mkdir()
+        Policy(compute="bfloat16", modules={rule: "float32"}).to_file(here / folder / "mine.toml")
+    code, printed, _ = run("compare", *TASK, "--policy", "a/mine.toml", "--policy", "b/mine.toml", "--json")
+    assert code == 0
+    policies = json.loads(printed)["policies"]
+    assert {name: each["policy"]["modules"] for name, each in policies.items()} == {
+        "a/mine.toml": {"0": "float32"},
+        "b/mine.toml": {"2": "float32"},
+    }

@@ -150,3 +150,19 @@ def case(seed: int) -> Case:
 def is_named(culprit: str, module: str) -> bool:
     """Return True if a module is the one at fault, or is in it."""
     return module == culprit or module.startswith(f"{culprit}.")
+
+
+class FrozenEncoder(nn.Module):
+    """A layer that runs without gradients, whose rounding matters all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = nn.Linear(8, 64), nn.Linear(64, 4)
+        with torch.no_grad():
+            self.encoder.bias += 300
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.encoder(x)
+        return self.head(hidden - 300)  # type: ignore[no-any-return]

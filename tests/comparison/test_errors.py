@@ -93,3 +93,10 @@ def test_an_error_that_is_not_finite_has_an_infinite_effect_even_where_the_gradi
     masked = EffectSums()
     masked.add(torch.ones(2), torch.tensor([-math.inf, 1.0]), torch.tensor([-math.inf, 1.5]))
     assert masked.root() == 0.5
+
+
+def test_values_of_which_none_is_finite_have_no_cosine_and_no_norm_ratio() -> None:
+    sums = ErrorSums()
+    sums.add(torch.ones(3), torch.full((3,), math.nan))
+    assert math.isnan(sums.cosine())
+    assert math.isnan(sums.norm_ratio())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -754,3 +755,170 @@ def test_tables_and_plain_data_say_the_same() -> None:
     assert record["noise"]["policy"] is None
     with pytest.raises(KeyError, match="nothing"):
         drift["bf16"]["nothing"]
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    states: tuple[Tensor, ...] = ()
+
+
+def test_outputs_in_a_dataclass_have_the_figures_of_those_in_a_dict() -> None:
+    class Layer(nn.Module):
+        def __init__(self, kind: Callable[..., Any]) -> None:
+            super().__init__()
+            self.weight, self.kind = nn.Parameter(torch.eye(8)), kind
+
+        def forward(self, x: Tensor) -> Any:
+            return self.kind(hidden=x @ self.weight)
+
+    class Model(nn.Module):
+        def __init__(self, kind: Callable[..., Any]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = Layer(kind), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            output = self.layer(x)
+            return self.head(output["hidden"] if isinstance(output, dict) else output.hidden)
+
+    found = [castwise.compare(Model(kind), [batch()], BF16, loss=F.cross_entropy)["bf16"] for kind in (dict, Output)]
+    assert found[0]["layer"].effect != 0.0
+    assert found[1].modules == found[0].modules
+
+
+def test_printed_are_the_reference_with_its_loss_and_what_was_not_called() -> None:
+    x, target = batch()
+    inputs = {"x": x, "mask": torch.ones(8)}
+    drift = castwise.compare(
+        Nested(), [(inputs, target)], BF16, loss=lambda out, target: mse(out["logits"].sum(1), target)
+    )
+    loss = drift["bf16"].summary.reference_loss
+    assert str(drift).startswith(f"against float32, whose loss is {loss:.6g}, over 1 batch\n")
+    assert "never called: unused" in str(drift)
+
+
+# What cannot be run or known.
+
+
+class RefusesHalf(nn.Module):
+    """A layer without a kernel for fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.dtype is torch.float16:
+            raise ValueError("no kernel for Half")
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_policy_that_cannot_run_leaves_the_results_of_others() -> None:
+    given: dict[str, Any] = {"fp16": policies.fp16, **BF16}
+    model = RefusesHalf()
+    drift = castwise.compare(model, [batch(), batch()], given, loss=F.cross_entropy)
+    assert drift["fp16"].problem == "cannot be run: ValueError: no kernel for Half"
+    assert math.isnan(drift["fp16"].summary.loss)
+    assert drift["fp16"].modules == ()
+    assert "note: fp16: cannot be run: ValueError: no kernel for Half" in str(drift)
+    alone = castwise.compare(model, [batch(), batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"] == alone["bf16"]
+    with pytest.raises(ValueError, match="no kernel for Half"):
+        castwise.compare(model, [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)
+
+
+def test_running_out_of_memory_is_no_problem_of_a_policy() -> None:
+    class Full(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += x.dtype is torch.bfloat16
+            if self.calls == 2:  # when it is called again by itself
+                raise MemoryError
+            return x.float()
+
+    given = {"fp32": Policy(compute="float32"), **BF16}
+    with pytest.raises(MemoryError):
+        castwise.compare(
+            nn.Sequential(nn.Linear(8, 4), Full()), [batch()], given, loss=F.cross_entropy, gradients=False
+        )
+
+
+def test_a_policy_with_rules_that_is_bound_to_another_model_is_refused() -> None:
+    bound = Policy(compute="bfloat16", modules={"2": "float32"}).bind(mlp())
+    with pytest.raises(ValueError, match=r"policies\['p'\] is bound to another model: give its policy"):
+        castwise.compare(mlp(), [batch()], {"p": bound}, loss=F.cross_entropy)
+
+
+def test_the_effect_of_a_module_that_runs_without_gradients_is_not_known() -> None:
+    policy = Policy(compute="bfloat16", modules={"encoder": "float32"})
+    drift = castwise.compare(planted.FrozenEncoder(), [batch()], {**BF16, "fp32": policy}, loss=F.cross_entropy)
+    assert drift["bf16"]["encoder"].effect is None
+    assert drift["bf16"]["encoder"].loss_shift is None
+    assert relative_rms(drift["bf16"]["encoder"].introduced) > 0
+    assert drift["fp32"]["encoder"].effect == 0.0  # it has no errors
+    assert "bf16: encoder runs under torch.no_grad(), so its effect is not known" in drift.notes
+
+
+def test_effects_on_a_loss_without_a_gradient_are_not_known() -> None:
+    drift = castwise.compare(mlp(), [batch()], BF16, loss=lambda out, target: F.cross_entropy(out, target).detach())
+    assert {module.effect for module in drift["bf16"].modules} == {None}
+    assert drift.notes == ("the loss has no gradient, so effects are not known",)
+
+
+def test_the_loss_scale_is_the_least_that_a_batch_has_needed() -> None:
+    model, (x, target) = nn.Linear(8, 1, bias=False), batch()
+    fp16 = {"fp16": policies.fp16}
+    batches = [(x * size, target) for size in (3e4, 1.0)]  # the first overflows with any scale but 1
+    nn.init.ones_(model.weight)
+    found = [
+        castwise.compare(model, each, fp16, loss=lambda out, target: out.float().sum())["fp16"].summary.loss_scale
+        for each in (batches[:1], batches[1:], batches)
+    ]
+    assert found[0] < found[1]
+    assert found[2] == found[0]
+
+
+def test_the_noise_of_a_loss_that_the_model_returns_is_that_of_its_mean() -> None:
+    class ReturnsLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+    x, target = batch()
+    drift = castwise.compare(
+        ReturnsLoss(), [({"x": x, "labels": target}, None)], loss=lambda out, _: out["loss"], vary="batch_size"
+    )
+    assert drift.noise is not None
+    assert drift.noise.summary.relative_loss_error < 1e-6
+    assert drift.notes == ()
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_noted_beside_the_noise() -> None:
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    drift = castwise.compare(mlp(), [batch()], forward=total, vary="batch_size")
+    assert "the loss of a batch is not the mean of the losses of its samples" in drift.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"loss": "mse"}, TypeError, "loss must be a function that returns the loss as a tensor, got 'mse'"),
+        ({"clip_band": 0.2}, TypeError, r"clip_band must be two ratios such as \(0.8, 1.2\), got 0.2"),
+        ({"clip_band": ("a", "b")}, TypeError, "clip_band must be two ratios"),
+        ({"clip_band": (1.2, 0.8)}, ValueError, "clip_band must be two ratios, 0 <= low < high"),
+        ({"reference": ["float32"]}, ValueError, r"reference must be one of .*, or a policy, got \['float32'\]"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_with_what_is_allowed(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        castwise.compare(mlp(), [batch()], BF16, **{"loss": F.cross_entropy, **options})

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from tests.comparison import planted
 from tests.tuning import small_models
 from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
+from castwise.comparison.module_calls import Watch
 from castwise.tuning import precision_search
+from castwise.tuning.costs import OutputBytes
 from castwise.tuning.tuned import Tuned
 
 
@@ -90,6 +93,20 @@ def test_a_tolerance_out_of_reach_returns_the_nearest_and_says_so() -> None:
     assert "this is the nearest" in str(best)
 
 
+def test_of_policies_out_of_tolerance_the_one_with_the_least_held_out_error_is_returned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
+    given = [(x.bfloat16(), target) for x, target in batches(8)]
+    options: Any = {"loss": F.cross_entropy, "formats": ("bfloat16", "float32")}
+    best = castwise.tune(model, given, tolerance=1e-6, **options)
+    assert not best.is_within_tolerance
+    points = {point.policy: point for point in best.frontier.points}
+    drift = castwise.compare(model, given[1::2], {str(policy): policy for policy in points}, loss=F.cross_entropy)
+    errors = {policy: drift[str(policy)].summary.relative_loss_error for policy in points}
+    assert errors[best.policy] == pytest.approx(best.error)
+    assert best.error == pytest.approx(min(errors.values()))
+
+
 def test_the_same_call_has_the_same_result() -> None:
     assert str(tuned(2e-4)) == str(tuned(2e-4))
     assert tuned(2e-4).as_dict() == tuned(2e-4).as_dict()
@@ -102,6 +119,31 @@ def test_each_cost_has_its_result(cost: str) -> None:
     assert 0 < best.cost <= 1.0
     assert best.is_within_tolerance
     assert best.not_tried
+
+
+def test_no_policy_claims_to_save_bytes_that_it_does_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy, cost="bytes", tolerance=1e-7)
+
+    def nbytes(policy: Policy) -> float:
+        counts: dict[Any, float] = {}
+        bound = policy.bind(model)
+        with Watch(model) as watch, watch.telling(OutputBytes(counts)), castwise.autocast("cpu", policy=bound):
+            model(batches()[0][0])
+        bound.unbind()
+        return sum(counts.values())
+
+    assert len(best.frontier.points) > 1
+    for point in best.frontier.points:
+        assert nbytes(point.policy) / nbytes(Policy(compute="float32")) <= point.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cost", ["bytes", "measured"])
+def test_modules_that_compute_in_the_dtype_of_their_inputs_are_not_chosen_for(cost: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy, cost=cost)  # type: ignore[arg-type]
+    assert set(best.formats) == {"0", "3"}
 
 
 def test_formats_that_overflow_are_not_chosen() -> None:
@@ -189,6 +231,12 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         tune(model, given, loss=F.cross_entropy, cost="flop")
     with pytest.raises(ValueError, match="tolerance must be a finite number > 0, got 0"):
         tune(model, given, loss=F.cross_entropy, tolerance=0)
+    with pytest.raises(ValueError, match="tolerance must be a finite number > 0, got True"):
+        tune(model, given, loss=F.cross_entropy, tolerance=True)
+    with pytest.raises(ValueError, match="formats must have one besides 'float32'"):
+        tune(model, given, loss=F.cross_entropy, formats=("float32",))
+    with pytest.raises(ValueError, match=r"formats must be some of .* got torch.bfloat16"):
+        tune(model, given, loss=F.cross_entropy, formats=torch.bfloat16)
     with pytest.raises(ValueError, match="no module that was called has any flops to save"):
         tune(nn.Sequential(nn.LayerNorm(8)), given, loss=lambda y, t: y.square().mean())
     with torch.no_grad():
@@ -212,3 +260,66 @@ def test_rules_name_only_what_differs_from_the_module_around() -> None:
     policy = search._policy(choice)
     assert policy == Policy(compute="bfloat16", modules={"": "float32", "qkv": "bfloat16", "head": "bfloat16"})
     assert dict(search._policy({"qkv": "bfloat16", "head": "float32"}).modules) == {"head": "float32"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_format_that_the_model_does_not_run_in_is_left_out_and_named(error: type[Exception]) -> None:
+    class RefusesHalf(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            if output.dtype is torch.float16:
+                raise error("no kernel for Half")
+            return output
+
+    model = nn.Sequential(RefusesHalf(8, 8), nn.Linear(8, 4))
+    best = castwise.tune(model, batches(), loss=F.cross_entropy)
+    assert best.policy == Policy(compute="bfloat16")
+    assert f"float16, in which the model cannot be run: {error.__name__}: no kernel for Half" in best.not_tried
+    with pytest.raises(ValueError, match="the model runs in none of the formats but float32; float16: cannot be run"):
+        castwise.tune(model, batches(), loss=F.cross_entropy, formats=("float16", "float32"))
+
+
+@pytest.mark.parametrize("place", [2, 3])
+def test_a_batch_that_is_not_finite_in_the_reference_is_found_wherever_it_is(place: int) -> None:
+    given = batches()
+    given[place] = torch.full((16, 8), float("nan")), given[place][1]
+    with pytest.raises(ValueError, match=rf"the loss of batches\[{place}\] is nan in the reference(.|\n)*nan") as found:
+        castwise.tune(Model(), given, loss=F.cross_entropy)
+    assert len(str(found.value).splitlines()) > 1  # the diagnosis
+
+
+def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
+    best = castwise.tune(
+        planted.FrozenEncoder(), batches(), loss=F.cross_entropy, formats=("bfloat16", "float32"), tolerance=0.5
+    )
+    assert best.formats == {"encoder": "float32", "head": "bfloat16"}
+    assert any("encoder runs under torch.no_grad()" in note for note in best.notes)
+
+
+def test_formats_may_be_an_iterator() -> None:
+    assert tuned(0.5, formats=iter(("bfloat16", "float32"))).policy == Policy(compute="bfloat16")
+
+
+@pytest.mark.parametrize("cost", ["flops", "bytes", "measured"])
+def test_modules_that_only_a_later_search_batch_calls_are_chosen_for(cost: str) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            return (self.second if which else self.first)(x)  # type: ignore[no-any-return]
+
+    given = [((x, which), target) for (x, target), which in zip(batches(), (0, 0, 1, 1), strict=True)]
+    best = castwise.tune(Two(), given, loss=F.cross_entropy, cost=cost, tolerance=0.5)  # type: ignore[arg-type]
+    assert set(best.formats) == {"first", "second"}
+    if cost == "flops":
+        assert best.cost == 0.5
+
+
+def test_the_modules_that_have_rules_are_printed() -> None:
+    best = tuned(2e-4)
+    for chosen in set(best.policy.modules.values()):
+        names = [name or "(root)" for name, each in best.policy.modules.items() if each == chosen]
+        assert f"\nin {chosen}: {', '.join(names)}\n" in str(best)
+    assert "head" in str(best).partition("cost")[0]

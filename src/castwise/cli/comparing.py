@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from castwise._suggestions import listed, nearest
 from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
 from castwise.cli.names import COSTS, FORMATS, POLICIES, REFERENCES, VARIATIONS, complete_policy, completing
@@ -76,9 +78,11 @@ def compare(
     from castwise.comparison.precision_drift import Comparison
 
     with _told_as("compare"):
+        _check_folder(page)
         net, batches, loss = find_task(model)
-        policies = {_name(spelled): read_policy(spelled) for spelled in policy or ["bf16"]}
-        against: Any = reference if reference in REFERENCES else read_policy(reference)
+        names = _names(policy or ["bf16"])
+        policies = {name: read_policy(spelled) for name, spelled in names.items()}
+        against = _read_reference(reference)
         for name, each in policies.items():
             try:
                 each.bind(net).unbind()
@@ -133,6 +137,8 @@ def tune(
     with _told_as("tune"):
         if output is not None and output.suffix not in {".toml", ".json"}:
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
+        _check_folder(output)
+        _check_folder(page)
         net, batches, loss = find_task(model)
         search = _checked(lambda: Search(net, loss, None, formats or list(FORMATS), tolerance, cost), net, batches, 2)
         with progress_bar() as progress:
@@ -158,6 +164,11 @@ def _told_as(command: str) -> Iterator[None]:
     except NonfiniteReferenceError as error:
         typer.echo(f"castwise {command}: {error}", err=True)
         raise typer.Exit(UNREACHED) from None
+    except (TypeError, ValueError) as error:
+        if not _is_ours(error):
+            raise
+        typer.echo(f"castwise {command}: {error}", err=True)
+        raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
         typer.echo(f"castwise {command}: stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -177,8 +188,41 @@ def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) ->
     return made
 
 
-def _name(spelled: str) -> str:
-    return spelled if spelled in POLICIES else Path(spelled).stem
+def _is_ours(error: Exception) -> bool:
+    """Return True if castwise has raised an error, and not the model."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = ("castwise.comparison.", "castwise.tuning.", "castwise.tracing.")
+    return str(frames[-1].f_globals.get("__name__")).startswith(ours)
+
+
+def _names(policies: list[str]) -> dict[str, str]:
+    """Return what policies are called, each with how it is spelled: files by their stems if these differ."""
+    policies = list(dict.fromkeys(policies))
+    stems = [spelled if spelled in POLICIES else Path(spelled).stem for spelled in policies]
+    pairs = zip(stems, policies, strict=True)
+    return {stem if stems.count(stem) == 1 else spelled: spelled for stem, spelled in pairs}
+
+
+def _read_reference(spelled: str) -> Any:
+    from castwise.cli.policies import read_policy
+
+    if spelled in REFERENCES:
+        return spelled
+    if spelled not in POLICIES and Path(spelled).suffix not in {".toml", ".json"}:
+        known = (*REFERENCES, *POLICIES)
+        raise UserError(
+            f"--reference must be one of {listed(known)}, or a .toml or .json file, got {spelled!r}"
+            f"{nearest(spelled, known)}"
+        )
+    return read_policy(spelled)
+
+
+def _check_folder(path: Path | None) -> None:
+    """Refuse to write where nothing can be written, before a run whose results would be lost."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
 
 
 def _save(policy: Policy, output: Path) -> None:
@@ -205,14 +249,19 @@ def _print(drift: Drift) -> None:
     from castwise.comparison.drift import MODULE_NUMBERS, SHOWN_MODULES
 
     console = new_console(WIDTH)
+    console.print(drift.headline())
     summary = drift.summary_rows()
     _print_table(console, summary, set(range(1, len(summary[0]))))
     for each in drift:
+        if each.problem:  # which the notes tell
+            continue
         rows = each.rows(drift.noise)
         console.print(f"{each.name}: modules by effect on the loss")
         _print_table(console, rows[: SHOWN_MODULES + 1], MODULE_NUMBERS)
         if len(rows) - 1 > SHOWN_MODULES:
             console.print(f"and {len(rows) - 1 - SHOWN_MODULES:,} more modules: --json has all")
+    if drift.not_called:
+        console.print(f"never called: {', '.join(drift.not_called)}")
     for note in drift.notes:
         console.print(f"note: {note}")
 

@@ -33,7 +33,8 @@ class ModuleDrift:
         calls: How often it was called, over all batches.
         computes_in: The dtype that the policy says.
         effect: Root mean square, over the elements of its outputs, of the loss's gradient times the error that the
-            module introduces; inf if one of these errors is not finite, None if the module could not be run by itself.
+            module introduces; inf if one of these errors is not finite, None if it is not known, as of a module that
+            cannot be run by itself or runs without gradients.
         loss_shift: The same with the sum of the squares instead of their mean: the standard deviation of what these
             errors add to the loss, if they are independent.
         introduced: Errors that its own ops make of the reference's inputs; those of modules inside are theirs.
@@ -91,12 +92,14 @@ class PolicyDrift:
         policy: The policy; None for the reference with other batches.
         summary: Of the model.
         modules: Those that were called, by their effect, the largest first.
+        problem: Why the model cannot be run under it; "" if it can.
     """
 
     name: str
     policy: Policy | None
     summary: Summary
     modules: tuple[ModuleDrift, ...]
+    problem: str = ""
 
     def __getitem__(self, name: str) -> ModuleDrift:
         """Return the module of a name."""
@@ -152,15 +155,26 @@ class Drift:
         return iter(self.policies.values())
 
     def __str__(self) -> str:
-        parts = [aligned(self.summary_rows(), right=range(1, 20))]
+        parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
         for each in self:
+            if each.problem:  # which the notes tell
+                continue
             rows = each.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
             table = aligned(rows[: SHOWN_MODULES + 1], {place for place in MODULE_NUMBERS if place < len(rows[0])})
             rest = f"\nand {several(more, 'more module')}: drift[{each.name!r}].modules" if more > 0 else ""
             parts.append(f"{each.name}: modules by effect on the loss\n{table}{rest}")
+        if self.not_called:
+            parts.append(f"never called: {', '.join(self.not_called)}")
         parts += [f"note: {note}" for note in self.notes]
         return "\n\n".join(parts)
+
+    def headline(self) -> str:
+        """Return what was compared with what, as one line."""
+        reference = "a policy" if self.reference == "policy" else self.reference
+        each = next(iter(self), self.noise)
+        loss = "" if each is None else f", whose loss is {each.summary.reference_loss:.6g}"
+        return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
 
     def summary_rows(self) -> list[tuple[str, ...]]:
         """Return the table of summaries as text, its header first: a row for each policy, and one for the noise."""
@@ -220,6 +234,7 @@ def plain_policy(policy: Policy) -> dict[str, Any]:
 def _record(drift: PolicyDrift) -> dict[str, Any]:
     return {
         "policy": None if drift.policy is None else plain_policy(drift.policy),
+        "problem": drift.problem,
         "summary": plain(dataclasses.asdict(drift.summary)),
         "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
     }

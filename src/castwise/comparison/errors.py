@@ -100,7 +100,12 @@ class ErrorSums:
         )
 
     def cosine(self) -> float:
-        """Return the cosine of the angle between values and reference; 1 if both are all zeros, NaN if one is."""
+        """Return the cosine of the angle between values and reference; 1 if both are all zeros, NaN if one is.
+
+        NaN as well if no element is finite in both.
+        """
+        if self.elements == self.nonfinite:
+            return math.nan
         value_squares = self.value_squares()
         if not self.reference_squares or not value_squares:
             return 1.0 if self.reference_squares == value_squares else math.nan
@@ -108,7 +113,9 @@ class ErrorSums:
         return max(-1.0, min(1.0, (self.reference_squares + self.cross) / product))
 
     def norm_ratio(self) -> float:
-        """Return the norm of the values over that of the reference."""
+        """Return the norm of the values over that of the reference; NaN if no element is finite in both."""
+        if self.elements == self.nonfinite:
+            return math.nan
         return _over(math.sqrt(self.value_squares()), math.sqrt(self.reference_squares), 1.0)
 
     def value_squares(self) -> float:

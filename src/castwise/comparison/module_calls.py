@@ -9,6 +9,7 @@ forward. What its own ops make are the tensors that it returns and those that it
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections import Counter, deque
@@ -151,7 +152,7 @@ class Call:
 
     def outputs(self) -> list[torch.Tensor]:
         """Return the tensors that it returned in the reference."""
-        return [] if self.output is None else _direct(self.output)
+        return [] if self.output is None else returned_tensors(self.output.made_of(self.output.tensors))
 
 
 class Passed(NamedTuple):
@@ -261,6 +262,10 @@ class ReferenceRun:
                 found[key] = places
         return found
 
+    def without_gradient(self) -> list[Call]:
+        """List the calls that ran without gradients, and were not run again with them in the backward."""
+        return [call for calls in self._without_gradient.values() for call in calls]
+
     def end_backward(self) -> None:
         """Hand over the gradients whose calls wait for others in vain."""
         while self._arrived:
@@ -283,7 +288,7 @@ class ReferenceRun:
         return source.clone()  # a leaf could not be written to in place
 
     def _listen_to_outputs(self, call: Call, output: Any) -> None:
-        for place, leaf in enumerate(direct_tensors(output)):
+        for place, leaf in enumerate(returned_tensors(output)):
             self._listen(call, ("output", place), leaf)
 
     def _listen(self, call: Call, site: Site, tensor: torch.Tensor) -> None:
@@ -412,7 +417,7 @@ def call_again(
         ):
             output = call.tap.forward(*args, **kwargs)
         outputs: dict[Site, torch.Tensor] = {
-            ("output", place): tensor.detach() for place, tensor in enumerate(direct_tensors(output))
+            ("output", place): tensor.detach() for place, tensor in enumerate(returned_tensors(output))
         }
         return outputs | playback.passed()
     finally:
@@ -430,6 +435,17 @@ def forgetting_graph() -> saved_tensors_hooks:
 def direct_tensors(value: Any) -> list[torch.Tensor]:
     """List the tensors of a value that are not inside of objects which torch's pytree does not know."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def returned_tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors of what a module returns, also those in the fields of dataclasses."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
+            found += direct_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def _direct(kept: Kept) -> list[torch.Tensor]:

@@ -32,6 +32,9 @@ class Objective:
             raise TypeError(
                 "give either loss=, a function of outputs and targets, or forward=, a function of the model and a batch"
             )
+        for name, given in (("loss", loss), ("forward", forward)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function that returns the loss as a tensor, got {given!r}")
         self.model, self.loss, self._forward = model, loss, forward
 
     def __call__(self, batch: Any) -> tuple[Any, torch.Tensor]:
@@ -47,7 +50,8 @@ class Objective:
     ) -> tuple[Any, torch.Tensor]:
         """Return outputs and loss of a batch whose samples are run in parts, in the batch's order.
 
-        With a `forward` the loss is the mean over the samples of the losses of their parts.
+        With a `forward` the loss is the mean over the samples of the losses of their parts; so is a loss, or any other
+        tensor without dimensions, that the model returns.
 
         Args:
             batch: The batch.
@@ -110,6 +114,18 @@ class Objective:
         raise ValueError("vary needs batches of samples: their first tensor must have a first dimension")
 
 
+def is_of_memory(error: Exception) -> bool:
+    """Return True if an error says that memory ran out, which tells nothing about a precision."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+
+
 def fresh(batch: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a batch with copies of its tensors, which a model may write to."""
     kept = Kept(batch)
@@ -137,11 +153,19 @@ def _joined(outputs: list[Any], parts: Sequence[torch.Tensor]) -> Any:
         [
             torch.cat(same).index_select(0, order.to(same[0].device))
             if same[0].ndim and all(len(part) == len(each) for part, each in zip(parts, same, strict=True))
-            else same[0]
+            else _mean_of(same, parts)
             for same in zip(*leaves, strict=True)
         ]
     )
     return tree_map(lambda leaf: next(joined) if isinstance(leaf, torch.Tensor) else leaf, outputs[0])
+
+
+def _mean_of(same: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean over samples of what parts return for all of their samples, such as a loss."""
+    if same[0].ndim or not same[0].is_floating_point():
+        return same[0]
+    sizes = same[0].new_tensor([len(part) for part in parts])
+    return (torch.stack(list(same)) * sizes).sum() / sizes.sum()
 
 
 def _checked(loss: Any, name: str) -> torch.Tensor:

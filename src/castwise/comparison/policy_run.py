@@ -18,9 +18,10 @@ from castwise.comparison.module_calls import (
     Tap,
     Watch,
     call_again,
-    direct_tensors,
     dtypes_in,
+    returned_tensors,
 )
+from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import Precision, Region
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -43,7 +44,12 @@ class Note(NamedTuple):
 
 @dataclass
 class ModuleSums:
-    """What is added up of one module under one policy."""
+    """What is added up of one module under one policy.
+
+    Args:
+        problem: Why its errors are not known.
+        lacks_gradient: Why its effect alone is not known.
+    """
 
     calls: int = 0
     total: ErrorSums = field(default_factory=ErrorSums)
@@ -52,6 +58,7 @@ class ModuleSums:
     gradients: ErrorSums = field(default_factory=ErrorSums)
     effect: EffectSums = field(default_factory=EffectSums)
     problem: str = ""
+    lacks_gradient: str = ""
 
 
 class PolicyRun:
@@ -102,7 +109,7 @@ class PolicyRun:
         if call is None:
             sums.problem = "is called more often than in the reference"
         else:
-            self._compare(call, note, direct_tensors(output), sums)
+            self._compare(call, note, returned_tensors(output), sums)
         return output
 
     def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
@@ -115,6 +122,12 @@ class PolicyRun:
         for site, gradient in gradients.items():
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
+
+    def note_missing_gradient(self, call: Call) -> None:
+        """Note that a call got no gradient because it ran without any, unless it introduces no errors."""
+        key = call.tap, call.number
+        if call.tap.has_own_ops and key in self._notes and key not in self._exact:
+            self._sums[call.tap].lacks_gradient = "runs under torch.no_grad(), so its effect is not known"
 
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
@@ -169,7 +182,9 @@ class PolicyRun:
             else:
                 expected = {site: self._of_reference(call.tensor(site)) for site in values}
         except Exception as error:
-            sums.problem = f"cannot be run by itself: {type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+            if is_of_memory(error):
+                raise
+            sums.problem = f"cannot be run by itself: {first_line(error)}"
             return {}
         pairs = {site: (expected[site], value) for site, value in values.items() if site in expected}
         if not all(map(_are_comparable, pairs.values())):

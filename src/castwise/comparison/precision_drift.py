@@ -20,7 +20,7 @@ from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
 from castwise.comparison.module_calls import Call, ReferenceRun, Site, Tap, Watch, forgetting_graph
-from castwise.comparison.objective import Forward, Loss, Objective, fresh
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
 from castwise.comparison.precisions import Precision, is_sharded
 from castwise.comparison.starting_point import StartingPoint
@@ -39,6 +39,8 @@ _VARY = ("batch_size", "batch_order")
 CLIP_BAND = (0.8, 1.2)
 # An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
 _LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
+_MOST_NOISE = 0.01
+_NO_GRADIENT = "has no effect that is known: the loss has no gradient"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -134,8 +136,9 @@ class _Variant:
     log_probs: LogProbSums
     losses: list[float] = field(default_factory=list)
     gradients: ErrorSums = field(default_factory=ErrorSums)
-    loss_scale: float = 1.0
+    loss_scale: float = math.inf  # the least that a batch has needed
     vary: str | None = None
+    problem: str = ""
 
     def parts(self, size: int) -> list[torch.Tensor]:
         """Return the samples of each run."""
@@ -162,9 +165,13 @@ class Comparison:
         self._is_compiled = any(map(is_compiled, [*model.modules()]))
         if vary is not None and vary not in _VARY:
             raise ValueError(f"vary must be one of {listed(_VARY)}, or None, got {vary!r}{nearest(str(vary), _VARY)}")
-        if not isinstance(reference, (Policy, BoundPolicy)) and reference not in _REFERENCES:
+        is_named = isinstance(reference, str) and reference in _REFERENCES
+        if not is_named and not isinstance(reference, (Policy, BoundPolicy)):
             near = nearest(reference, _REFERENCES) if isinstance(reference, str) else ""
             raise ValueError(f"reference must be one of {listed(_REFERENCES)}, or a policy, got {reference!r}{near}")
+        is_pair = isinstance(clip_band, (tuple, list)) and len(clip_band) == 2
+        if not (is_pair and all(isinstance(each, (int, float)) for each in clip_band)):
+            raise TypeError(f"clip_band must be two ratios such as {CLIP_BAND}, got {clip_band!r}")
         low, high = clip_band
         if not 0 <= low < high:
             raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
@@ -195,11 +202,13 @@ class Comparison:
                     for place, variant in enumerate(variants):
                         if progress is not None:
                             progress("batches", number * len(variants) + place, steps)
-                        one.run_beside(variant)
+                        with self._refusals_noted(variant, variants):
+                            one.run_beside(variant)
                     one.run_backward(variants)
                 if self._with_gradients:
                     for variant in variants:
-                        one.add_gradients(variant)
+                        with self._refusals_noted(variant, variants):
+                            one.add_gradients(variant)
             if progress is not None:
                 progress("batches", steps, steps)
         drifts = [self._of(each, reference_losses, watch) for each in variants]
@@ -210,8 +219,20 @@ class Comparison:
             batches=len(found),
             noise=noise,
             not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
-            notes=tuple(self._notes(variants)),
+            notes=(*self._notes(variants), *_notes_of_noise(noise)),
         )
+
+    @contextmanager
+    def _refusals_noted(self, variant: _Variant, variants: list[_Variant]) -> Iterator[None]:
+        """Note that a policy cannot run, such as for an op without a kernel, unless no other one is left."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_memory(error) or variant.vary:
+                raise
+            variant.problem = f"cannot be run: {first_line(error)}"
+            if all(each.problem for each in variants):
+                raise
 
     @contextmanager
     def _prepared(
@@ -223,6 +244,8 @@ class Comparison:
         def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
             if isinstance(policy, BoundPolicy):
                 policy.check_is_bound()
+                if not policy.is_on(self.model):
+                    raise ValueError(f"{name} is bound to another model: give its policy, or bind it to this model")
                 return policy
             if not isinstance(policy, Policy):
                 raise TypeError(f"{name} must be a castwise.Policy, bound or not, got {type(policy).__name__}")
@@ -263,6 +286,9 @@ class Comparison:
 
     def _of(self, variant: _Variant, reference_losses: list[float], watch: Watch) -> PolicyDrift:
         policy = variant.policy
+        if variant.problem:
+            summary = Summary(math.nan, mean(reference_losses), math.nan, None, None, None, 1.0, None)
+            return PolicyDrift(variant.name, policy, summary, (), variant.problem)
         computes = {} if policy is None else {each.name: each.compute for each in decide(policy, self.model)}
         modules = [
             ModuleDrift(
@@ -271,13 +297,13 @@ class Comparison:
                 place=place,
                 calls=sums.calls,
                 computes_in=computes.get(tap.name, str(self._reference) if policy is None else ""),
-                effect=None if sums.problem else sums.effect.rms(),
-                loss_shift=None if sums.problem else sums.effect.root(),
+                effect=None if sums.problem or sums.lacks_gradient else sums.effect.rms(),
+                loss_shift=None if sums.problem or sums.lacks_gradient else sums.effect.root(),
                 introduced=None if sums.problem else sums.introduced.errors(),
                 carried=None if sums.problem else sums.carried.errors(),
                 total=sums.total.errors(),
                 gradients=sums.gradients.errors(),
-                problem=sums.problem,
+                problem=sums.problem or sums.lacks_gradient,
             )
             for place, (tap, sums) in enumerate(_in_order(variant.sums, watch))
             if sums.calls
@@ -291,7 +317,7 @@ class Comparison:
             gradient_cosine=variant.gradients.cosine() if compared else None,
             gradient_norm_ratio=variant.gradients.norm_ratio() if compared else None,
             gradient_errors=variant.gradients.errors(),
-            loss_scale=variant.loss_scale,
+            loss_scale=variant.loss_scale if math.isfinite(variant.loss_scale) else 1.0,
             log_probs=variant.log_probs.drift(),
         )
         modules.sort(key=lambda each: (-math.inf if each.effect is None else each.effect, -each.place), reverse=True)
@@ -300,14 +326,19 @@ class Comparison:
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
         if self._is_compiled:
             yield "what is compiled was compared as its eager original"
+        if any(sums.lacks_gradient == _NO_GRADIENT for each in variants for sums in each.sums.values()):
+            yield "the loss has no gradient, so effects are not known"
         for variant in variants:
+            if variant.problem:
+                yield f"{variant.name}: {variant.problem}"
+                continue
             for dtype in [] if variant.precision.bound is None else variant.precision.bound.low_precisions:
                 if self.device == "cpu" and is_native_here(dtype) is False:
                     name = str(dtype).removeprefix("torch.")
                     yield f"{variant.name}: this CPU has no units for {name}, which is emulated"
             for tap, sums in variant.sums.items():
-                if sums.problem:
-                    yield f"{variant.name}: {tap.name or '(root)'} {sums.problem}"
+                if sums.problem or sums.lacks_gradient not in ("", _NO_GRADIENT):
+                    yield f"{variant.name}: {tap.name or '(root)'} {sums.problem or sums.lacks_gradient}"
 
 
 class _OneBatch:
@@ -331,11 +362,15 @@ class _OneBatch:
             self._run = self._forward_of_reference(written)
         loss = float(self._loss.detach())
         if not math.isfinite(loss):
-            raise NonfiniteReferenceError(self._why_not_finite(number, loss))
+            del self._run, self._loss
+            self._start.restore()
+            raise nonfinite_error(self._objective, self._reference, self._batch, number)
         return loss
 
     def run_beside(self, variant: _Variant) -> None:
         """Run the forward of a variant, while the tensors of the reference are there."""
+        if variant.problem:
+            return
         self._start.restore()
         precision, runs = variant.precision, []
         precision.renew_buffers()
@@ -382,12 +417,20 @@ class _OneBatch:
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
             self._gradients = found[: len(params)]
+            for call in run.without_gradient():
+                for _, runs in self._runs:
+                    for each in runs:
+                        each.note_missing_gradient(call)
+        elif not loss.requires_grad:
+            for variant in variants:
+                for sums in variant.sums.values():
+                    sums.lacks_gradient = _NO_GRADIENT
         del self._run, self._loss
         self._runs.clear()
 
     def add_gradients(self, variant: _Variant) -> None:
         """Run forward and backward of a variant, and compare the gradients of the weights."""
-        if not self._params or not any(each is not None for each in self._gradients):
+        if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
         precision = variant.precision
         narrow = precision.bound is not None and torch.float16 in precision.bound.low_precisions
@@ -397,7 +440,7 @@ class _OneBatch:
             if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
                 break
             scale *= _BACKOFF
-        variant.loss_scale = min(scale, variant.loss_scale) if variant.loss_scale != 1.0 else scale
+        variant.loss_scale = min(scale, variant.loss_scale)
         by_param = dict(zip(self._params, zip(self._gradients, found, strict=True), strict=True))
         for expected, got in by_param.values():
             _add_gradient(variant.gradients, expected, got, scale)
@@ -434,16 +477,27 @@ class _OneBatch:
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
         return run
 
-    def _why_not_finite(self, number: int, loss: float) -> str:
+
+def nonfinite_error(objective: Objective, reference: Precision, batch: Any, number: int) -> NonfiniteReferenceError:
+    """Return the error that a loss of the reference is not finite, with the diagnosis.
+
+    Args:
+        objective: What makes a loss of a batch.
+        reference: In which precision.
+        batch: The batch.
+        number: Of the batch.
+    """
+    start = StartingPoint(objective.model)
+    copied = fresh(batch, reference.cast)
+    with reference.weights(objective.model), reference.region():
+        loss = float(objective(copied)[1].detach())
         text = f"the loss of batches[{number}] is {loss} in the reference: there is nothing to compare with"
-        if self._objective.loss is None:
-            return text
-        del self._run, self._loss
-        self._start.restore()
-        inputs, _ = batch = fresh(self._batch, self._reference.cast)
-        with self._reference.weights(self._objective.model), self._reference.region():
-            found = diagnose(self._objective.model, lambda outputs: self._objective.loss_of(outputs, batch), inputs)
-        return f"{text}\n{found}"
+        start.restore()
+        if objective.loss is None:
+            return NonfiniteReferenceError(text)
+        inputs, _ = copied = fresh(batch, reference.cast)
+        found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), inputs)
+    return NonfiniteReferenceError(f"{text}\n{found}")
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -478,6 +532,15 @@ def _is_left_out(tap: Tap, variants: list[_Variant]) -> bool:
     """Return True if a module could have been called and was not."""
     has_forward = type(tap.module).forward is not nn.Module.forward
     return has_forward and not any(tap in each.sums and each.sums[tap].calls for each in variants)
+
+
+def _notes_of_noise(noise: PolicyDrift | None) -> Iterator[str]:
+    # Rounding of no format makes so much; the sum of a loss over samples instead of its mean does.
+    if noise is not None and not noise.summary.relative_loss_error <= _MOST_NOISE:
+        yield (
+            f"{noise.name}: the loss of a batch is not the mean of the losses of its samples, as of a sum, a mean over "
+            "tokens, or a batch norm in training: its errors of the loss and the gradients are no noise of rounding"
+        )
 
 
 def mean(values: Sequence[float]) -> float:

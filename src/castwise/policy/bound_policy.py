@@ -187,6 +187,13 @@ class BoundPolicy:
         if not self.is_bound:
             raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
 
+    def is_on(self, model: nn.Module) -> bool:
+        """Return True if it changes modules of this model, or none at all."""
+        forwards = {
+            forward for module in model.modules() if isinstance(forward := vars(module).get("forward"), _RuledForward)
+        }
+        return not self._ruled or not forwards.isdisjoint(self._ruled)
+
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Put the policy in force, as it is now, when a checkpointed function is run again.
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from castwise.comparison.module_calls import Call, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.module_calls import Call, Site, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.objective import is_of_memory
 from castwise.comparison.precisions import Precision, Region
 
 COSTS = ("flops", "bytes", "measured")
@@ -98,8 +99,33 @@ class OutputBytes:
         return output
 
 
+def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> set[Tap]:
+    """Return the modules whose own format decides the dtype of what they return.
+
+    Others, such as activations and norms, compute in the dtype of their inputs, so rules for them save nothing.
+
+    Args:
+        watch, calls, device, precisions: See `measured`.
+    """
+    found = set()
+    for call in calls:
+        if call.tap.has_own_ops and call.tap not in found:
+            try:
+                made = [run() for run in _runs(watch, call, device, precisions).values()]
+            except Exception as error:
+                if is_of_memory(error):
+                    raise
+                continue  # it cannot be run by itself
+            dtypes = {tuple((site, tensor.dtype) for site, tensor in each.items()) for each in made}
+            if len(dtypes) > 1:
+                found.add(call.tap)
+    return found
+
+
 def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> Costs:
     """Return the seconds that the own ops of modules take, each the least of some runs by itself.
+
+    Modules are given the inputs of the reference: where these are in another dtype, the time of their casts counts.
 
     Args:
         watch: Of the model.
@@ -112,18 +138,25 @@ def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[
         if not call.tap.has_own_ops:
             continue
         of_module = costs.setdefault(call.tap, dict.fromkeys(precisions, 0.0))
-        for name, precision in precisions.items():
-            with precision.region():
-                region = Region.here(device)
-            run = functools.partial(
-                call_again, watch, call, device, precision.weights, region, functools.partial(_in, getattr(torch, name))
-            )
+        for name, run in _runs(watch, call, device, precisions).items():
             of_module[name] += min(_seconds(run, device) for _ in range(_REPETITIONS))
     return costs
 
 
-def _in(dtype: torch.dtype, child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _runs(
+    watch: Watch, call: Call, device: str, precisions: dict[str, Precision]
+) -> dict[str, Callable[[], dict[Site, torch.Tensor]]]:
+    """Return by format what runs a call of the reference again by itself."""
+    runs: dict[str, Callable[[], dict[Site, torch.Tensor]]] = {}
+    for name, precision in precisions.items():
+        with precision.region():
+            region = Region.here(device)
+        runs[name] = functools.partial(call_again, watch, call, device, precision.weights, region, _as_it_is)
+    return runs
+
+
+def _as_it_is(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:

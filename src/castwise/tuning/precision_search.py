@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -16,8 +16,15 @@ from castwise._number_text import several
 from castwise._suggestions import listed, nearest
 from castwise.comparison.drift import Drift
 from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
-from castwise.comparison.objective import Forward, Loss, Objective, fresh
-from castwise.comparison.precision_drift import Comparison, Progress, mean, relative_loss_error, restored
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
+from castwise.comparison.precision_drift import (
+    Comparison,
+    Progress,
+    mean,
+    nonfinite_error,
+    relative_loss_error,
+    restored,
+)
 from castwise.comparison.precisions import Precision
 from castwise.comparison.starting_point import StartingPoint
 from castwise.policy.bound_policy import is_bound_to
@@ -106,18 +113,21 @@ class Search:
         self._comparison = Comparison(model, loss, forward, gradients=False)
         self._model, self._device = self._comparison.model, self._comparison.device
         self._objective = Objective(self._model, loss, forward)
-        if isinstance(formats, str) or not formats:
+        names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
+        if not names:
             raise ValueError(f"formats must be some of {listed(FORMATS)}, got {formats!r}")
-        for name in formats:
+        for name in names:
             if name not in FORMATS:
                 near = nearest(str(name), FORMATS)
                 raise ValueError(f"formats must be some of {listed(FORMATS)}, got {name!r}{near}")
         if cost not in costs.COSTS:
             near = nearest(str(cost), costs.COSTS)
             raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
-        if not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
+        if set(names) == {"float32"}:
+            raise ValueError("formats must have one besides 'float32', or there is nothing to choose from")
+        if not (isinstance(tolerance, (int, float)) and tolerance is not True and 0 < tolerance < math.inf):
             raise ValueError(f"tolerance must be a finite number > 0, got {tolerance!r}")
-        self._formats = list(dict.fromkeys(formats))
+        self._formats = list(dict.fromkeys(names))
         self._tolerance, self._kind = float(tolerance), cost
         self._points: dict[Policy, Point] = {}
         self._choices: dict[Policy, Choice] = {}
@@ -136,14 +146,21 @@ class Search:
             raise ValueError("batches must have at least two batches, as every second is held out, got one")
         self._progress = progress or _no_progress
         search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
+        reference = Precision(self._device, dtype=torch.float32)
+        reference.dtype = torch.float32 if reference.changes(self._model) else None
+        with restored(self._model, found):
+            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+            for number, reference_loss in enumerate(self._reference_losses):
+                if not math.isfinite(reference_loss):
+                    raise nonfinite_error(self._objective, reference, found[number], number)
         uniform = {name: Policy(compute=name) for name in self._formats}
         drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
+        self._formats = [name for name in self._formats if not drift[name].problem]
+        if self._formats == ["float32"]:
+            raise ValueError("; ".join(("the model runs in none of the formats but float32", *drift.notes)))
         with restored(self._model, found):
             self._batches = found
-            self._options_by_name = options = self._options(drift, found[0])
-            reference = Precision(self._device, dtype=torch.float32)
-            reference.dtype = torch.float32 if reference.changes(self._model) else None
-            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+            self._options_by_name = options = self._options(drift, search)
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
             self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
             self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
@@ -166,25 +183,26 @@ class Search:
             drift=drift,
             evaluations=len(self._points),
             not_called=drift.not_called,
-            not_tried=tuple(self._not_tried(calls)),
+            not_tried=tuple(self._not_tried(calls, drift)),
             notes=(*drift.notes, *self._notes()),
         )
 
-    def _options(self, drift: Drift, batch: Any) -> dict[str, list[Option]]:
+    def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
         """Return by module what each format costs and adds to the loss; modules of no cost are left out."""
-        of_modules = self._costs(batch)
-        self._cost_in_fp32 = {tap.name: of_module["float32"] for tap, of_module in of_modules.items()}
+        of_modules: dict[str, dict[str, float]] = {}
+        for place in places:  # a batch may call modules that another one does not
+            for tap, of_formats in self._costs(self._batches[place]).items():
+                before = of_modules.get(tap.name, {})
+                of_modules[tap.name] = {each: before.get(each, 0.0) + cost for each, cost in of_formats.items()}
+        self._cost_in_fp32 = {name: of_module["float32"] for name, of_module in of_modules.items()}
         effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
         options = {}
-        for tap, of_module in of_modules.items():
-            is_called = all(tap.name in of_format for of_format in effects.values())
+        for module, of_module in of_modules.items():
+            is_called = all(module in of_format for of_format in effects.values())
             if is_called and len(set(of_module.values())) > 1:
-                options[tap.name] = [
+                options[module] = [
                     Option(
-                        name,
-                        of_module[name],
-                        _square(effects[name][tap.name].loss_shift) / drift.batches,
-                        _DIGITS[name],
+                        name, of_module[name], _square(effects[name][module].loss_shift) / drift.batches, _DIGITS[name]
                     )
                     for name in self._formats
                 ]
@@ -195,22 +213,13 @@ class Search:
         return options
 
     def _costs(self, batch: Any) -> costs.Costs:
-        """Return the cost of each called module in each format, and in float32."""
+        """Return the cost of each module that a batch calls in each format, and in float32."""
         names = list(dict.fromkeys([*self._formats, "float32"]))
         with Watch(self._model) as watch:
             if self._kind == "flops":
                 with costs.OwnFlops(watch) as flops:
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
-            if self._kind == "bytes":
-                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
-                for name, counts in of_formats.items():
-                    with watch.telling(costs.OutputBytes(counts)):
-                        self._loss(Policy(compute=name), batch)
-                return {
-                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
-                    for tap, of_fp32 in of_formats["float32"].items()
-                }
             run = ReferenceRun(self._device, {})
             with watch.telling(run):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
@@ -220,7 +229,23 @@ class Search:
                     self._loss(Policy(compute="float32"), batch, forgets_graph=False)
             # Policies without rules put nothing on a model, so they may stay bound.
             precisions = {name: Precision(self._device, Policy(compute=name).bind(self._model)) for name in names}
-            return costs.measured(watch, list(run.calls.values()), self._device, precisions)
+            calls = list(run.calls.values())
+            casting = costs.casting(watch, calls, self._device, precisions)
+            if self._kind == "measured":
+                found = costs.measured(watch, calls, self._device, precisions)
+            else:
+                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
+                for name, counts in of_formats.items():
+                    with watch.telling(costs.OutputBytes(counts)):
+                        self._loss(Policy(compute=name), batch)
+                found = {
+                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
+                    for tap, of_fp32 in of_formats["float32"].items()
+                }
+            return {
+                tap: of_module if tap in casting else dict.fromkeys(names, of_module["float32"])
+                for tap, of_module in found.items()
+            }
 
     def _policy(self, choice: Choice) -> Policy:
         """Return a choice as a policy: the format of most modules, and rules for those that do not follow it."""
@@ -252,8 +277,10 @@ class Search:
     def _mean_error(self, policy: Policy, places: list[int]) -> float:
         try:
             pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
-        except RuntimeError as error:  # such as of code that does not take a mixture of dtypes
-            self._refusals.append(str(error).partition("\n")[0])
+        except Exception as error:  # such as of code that does not take a mixture of dtypes
+            if is_of_memory(error):
+                raise
+            self._refusals.append(first_line(error))
             return math.inf
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
@@ -276,14 +303,14 @@ class Search:
             start.restore()
 
     def _on_the_path(self, places: list[int]) -> Choice:
-        """Return the cheapest choice on the greedy path that keeps the loss, or the first one if none does."""
+        """Return the cheapest choice on the greedy path that keeps the loss, or the nearest if none does."""
         choices = path(self._options_by_name)
         last = len(choices) - 1
         for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
             self._error(choices[place], places)
         kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
-        if not kept:
-            return choices[0]
+        if not kept:  # errors of modules cancel, so that the most exact choice need not be the nearest
+            return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
         low, high = max(kept), last + 1
         run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
         high = min(run, default=high)
@@ -354,28 +381,36 @@ class Search:
         """Return a choice that is within the tolerance on held-out batches, and its error there.
 
         Where the one that was found is not, the others that were run are asked, the cheapest first, and then modules of
-        the one with the least error are raised.
+        the one with the least error are raised. Where no choice is within the tolerance, the nearest ones on the search
+        batches are run on the held-out ones, and the one with the least error there is returned.
         """
+        errors: dict[Policy, float] = {}
+
+        def error_of(policy: Policy) -> float:
+            if policy not in errors:
+                errors[policy] = self._mean_error(policy, held_out)
+            return errors[policy]
+
+        def nearest_run() -> Policy:
+            return min(errors, key=lambda policy: (errors[policy], self._points[policy].cost))
+
         self._error(choice, places)
-        kept = [each for each in self._points.values() if each.error <= self._tolerance]
-        kept.sort(key=lambda each: (each.policy != self._policy(choice), each.cost, each.error))
-        best, least = choice, math.inf
-        for point in kept[:_HELD_OUT_RUNS]:
-            error = self._mean_error(point.policy, held_out)
-            if error < least:
-                best, least = self._choices[point.policy], error
-            if error <= self._tolerance:
-                return best, least
-        raised: Choice | None = best
+        first = self._policy(choice)
+        kept = [each for each in self._points.values() if each.error <= self._tolerance and each.policy != first]
+        kept.sort(key=lambda each: (each.cost, each.error))
+        for policy in [first, *(point.policy for point in kept[: _HELD_OUT_RUNS - 1])]:
+            if error_of(policy) <= self._tolerance:
+                return self._choices[policy], errors[policy]
+        raised = self._raised(self._choices[nearest_run()])
         while raised is not None:
             self._error(raised, places)
-            error = self._mean_error(self._policy(raised), held_out)
-            if error < least:
-                best, least = raised, error
-            if error <= self._tolerance:
-                break
+            if error_of(self._policy(raised)) <= self._tolerance:
+                return raised, errors[self._policy(raised)]
             raised = self._raised(raised)
-        return best, least
+        by_error = sorted(self._points.values(), key=lambda each: (each.error, each.cost))
+        for point in [*by_error[:_HELD_OUT_RUNS], *self._frontier(first).points]:
+            error_of(point.policy)
+        return self._choices[nearest_run()], errors[nearest_run()]
 
     def _raised(self, choice: Choice) -> Choice | None:
         """Return a choice with the module raised that has the most effect for its cost; None if all are most exact."""
@@ -403,12 +438,13 @@ class Search:
             f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
         ]
 
-    def _not_tried(self, called: set[str]) -> list[str]:
+    def _not_tried(self, called: set[str], drift: Drift) -> list[str]:
         modules, count = len(self._options_by_name), len(self._formats)
         left_out = [
             f"{count}^{modules} policies less the {len(self._points)} that were run",
             "op rules, formats of 8 bits, and the loss function outside of the region's rules",
         ]
+        left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from castwise._text_table import aligned
-from castwise.comparison.drift import Drift, plain, plain_policy
+from castwise.comparison.drift import SHOWN_MODULES, Drift, plain, plain_policy
 from castwise.policy.policy import Policy
 
 
@@ -96,6 +96,7 @@ class Tuned:
         lines = [
             f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_kind} of float32",
             f"error on held-out batches: {self.error:.2e}, {verdict} the tolerance of {self.tolerance:g}",
+            *_rules(self.policy),
             "",
             str(self.frontier),
         ]
@@ -147,6 +148,17 @@ class Tuned:
         from castwise.report.drift_report import write_drift_report
 
         return write_drift_report(self, path)
+
+
+def _rules(policy: Policy) -> list[str]:
+    """Return a line for each format of rules, with the modules that they name."""
+    lines = []
+    for chosen in dict.fromkeys(policy.modules.values()):
+        names = [name or "(root)" for name, each in policy.modules.items() if each == chosen]
+        more = len(names) - SHOWN_MODULES
+        rest = f", and {more:,} more: best.policy.modules" if more > 0 else ""
+        lines.append(f"in {chosen}: {', '.join(names[:SHOWN_MODULES])}{rest}")
+    return lines
 
 
 def _formats(policy: Policy) -> str:
