@@ -348,7 +348,7 @@ def test_import_times_are_put_in_proportion(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_names_are_those_of_files() -> None:
     names = [benchmark.name for benchmark in BENCHMARKS]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 14
     assert all(name.replace("_", "").isalpha() for name in names)
 
 

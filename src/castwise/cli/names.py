@@ -18,6 +18,7 @@ BENCHMARKS = (
     "autocast_overhead",
     "policy_overhead",
     "weight_cache",
+    "master_weights",
     "monitor_cost",
     "comparison_cost",
     "scale_out",
