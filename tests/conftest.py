@@ -33,9 +33,11 @@ _TOGETHER = (
     "tests/demo/test_ranks.py",
     "tests/demo/test_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
+    "tests/distributed/test_master_weights_ranks.py",
     "tests/distributed/test_policy_fsdp.py",
     "tests/docs/test_manual.py",
     "tests/integrations/test_lightning_ranks.py",
+    "tests/report/test_drift_report.py",
 )
 
 
