@@ -276,6 +276,26 @@ def test_low_state_is_rounded_apart_for_each_weight() -> None:
     assert not torch.equal(buffers[2], buffers[3])
 
 
+def test_low_state_is_rounded_to_nearest_if_asked() -> None:
+    def buffer(rounding: str) -> torch.Tensor:
+        model = nn.Linear(64, 64, bias=False)
+        wished = {"momentum_buffer": (torch.bfloat16, rounding)}
+        optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.0, momentum=0.9), model, state_dtype=wished)
+        model.weight.grad = torch.full_like(model.weight, 0.3)
+        for _ in range(2):
+            optimizer.step()
+        found: torch.Tensor = optimizer.state[model.weight]["momentum_buffer"]
+        return found
+
+    first = torch.tensor(0.3).bfloat16().float()
+    assert buffer("nearest").eq((first * 0.9 + first).bfloat16()).all()
+    assert len(buffer("stochastic").unique()) == 2
+    with pytest.raises(
+        ValueError, match=r"^the rounding of state_dtype\['exp_avg'\] must be one of 'stochastic', 'nearest'"
+    ):
+        wrapped(adamw, state_dtype={"exp_avg": (torch.bfloat16, "up")})
+
+
 def test_state_that_is_there_already_is_stored_as_wished() -> None:
     model = net()
     inner = adamw(model.parameters())

@@ -19,6 +19,8 @@ class LowState:
 
     dtypes: dict[str, torch.dtype]
     """By name of the state."""
+    nearest: set[str]
+    """Names of state that is rounded to nearest, not by chance."""
     round: Callable[[torch.Tensor, torch.dtype, str], torch.Tensor]
     """Rounds fp32 numbers to a dtype by chance; given a name of its own for each tensor."""
 
@@ -181,6 +183,9 @@ def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: L
         new = local(value)
         if dtype.itemsize < 4:
             assert low_state is not None
+            if str(name) in low_state.nearest:
+                stored.copy_(new)
+                continue
             new = low_state.round(new, dtype, f"{name} of {stretch.weight.name} from {stretch.start}")
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(new)

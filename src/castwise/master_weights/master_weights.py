@@ -71,7 +71,8 @@ class MasterWeights(torch.optim.Optimizer):
         rounding: Of "split" with bfloat16: "nearest_even" makes weights what `.bfloat16()` makes of the fp32 ones;
             "nearest_away" rounds ties away from zero.
         state_dtype: In what state is stored, by its name in the optimizer, as {"exp_avg": torch.bfloat16}; fp32
-            by default. It is computed in fp32 and rounded by chance.
+            by default. It is computed in fp32 and rounded by chance, or, as {"exp_avg": (torch.bfloat16, "nearest")},
+            to nearest, which loses small changes of slow averages.
         narrow: Which parameters become 16-bit. By default weights and biases of linear and convolution layers that no
             other module has; given a bound policy, those of them that it has compute in `dtype`; "all" are all.
         grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
@@ -110,7 +111,7 @@ class MasterWeights(torch.optim.Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         method: str = "split",
         rounding: str = "nearest_even",
-        state_dtype: Mapping[str, torch.dtype] | None = None,
+        state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None = None,
         narrow: object = None,
         grad_dtype: str | torch.dtype = "param",
         bucket_bytes: int = 4 << 20,
@@ -935,13 +936,20 @@ def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None
 
 
 def _low_state(
-    optimizer: torch.optim.Optimizer, state_dtype: Mapping[str, torch.dtype] | None, chance: Chance
+    optimizer: torch.optim.Optimizer,
+    state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None,
+    chance: Chance,
 ) -> LowState | None:
     if not isinstance(state_dtype, (Mapping, type(None))):
         raise TypeError(f"state_dtype must be a dict of names and dtypes, got {state_dtype!r}")
     if not state_dtype:
         return None
-    for name, dtype in state_dtype.items():
+    settings = {
+        name: wanted if isinstance(wanted, tuple) and len(wanted) == 2 else (wanted, "stochastic")
+        for name, wanted in state_dtype.items()
+    }
+    for name, (dtype, rounding) in settings.items():
+        _check_choice(f"the rounding of state_dtype[{name!r}]", rounding, ("stochastic", "nearest"))
         if dtype not in (*_DTYPES, torch.float32):
             raise ValueError(
                 f"state_dtype[{name!r}] must be one of {', '.join(map(repr, (*_DTYPES, torch.float32)))}, got {dtype!r}"
@@ -953,4 +961,5 @@ def _low_state(
             f"{type(optimizer).__name__} keeps no state {unknown[0]!r} of the shape of its weights; "
             f"it keeps {listed(sorted(known)) or 'none'}"
         )
-    return LowState(dict(state_dtype), chance.round)
+    nearest = {name for name, (_, rounding) in settings.items() if rounding == "nearest"}
+    return LowState({name: dtype for name, (dtype, _) in settings.items()}, nearest, chance.round)

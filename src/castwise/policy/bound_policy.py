@@ -188,7 +188,11 @@ class BoundPolicy:
             raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
 
     def is_on(self, model: nn.Module) -> bool:
-        """Return True if it changes modules of this model, or none at all."""
+        """Return True if it changes modules of this model, or none at all.
+
+        Args:
+            model: Any module.
+        """
         forwards = {
             forward for module in model.modules() if isinstance(forward := vars(module).get("forward"), _RuledForward)
         }
