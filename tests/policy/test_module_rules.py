@@ -118,7 +118,7 @@ def test_a_decision_names_its_rule_and_the_module_around_that_has_it() -> None:
     modules = {"blocks": "exclude", "blocks.0.mlp": "inherit", "*.1.norm": "float16", "head": "float32"}
     decisions = decide(Policy(compute="bfloat16", modules=modules), model := Model())
     assert [(each.name, each.module) for each in decisions] == list(model.named_modules())
-    by_name = {each.name: each[2:] for each in decisions}
+    by_name = {each.name: each[2:7] for each in decisions}
     assert by_name[""] == by_name["token"] == by_name["norm"] == (None, None, "bfloat16", None, None)
     assert by_name["blocks"] == ("exclude", "exclude", "float32", "blocks", None)
     assert by_name["blocks.0"] == (None, "exclude", "float32", "blocks", "blocks")

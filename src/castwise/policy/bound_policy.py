@@ -13,6 +13,7 @@ of the graph whose turn it is: regions and rules note which numbers were given w
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -42,7 +43,10 @@ from castwise.policy.casting import (
     restore_native_state,
     set_native_state,
 )
-from castwise.policy.module_rules import Decision, decide
+from castwise.policy.module_rules import Decision, decide, is_never_called
+from castwise.recipes import quantized_linear
+from castwise.recipes.recipe import RECIPES, Recipe, runs_kernels, warn_if_emulated
+from castwise.recipes.torchao_linear import TorchaoLinear
 
 if TYPE_CHECKING:
     from castwise.policy.policy import Policy
@@ -67,6 +71,7 @@ class State(NamedTuple):
         ops: Whether op rules hold.
         writes: Whether the rule for writes in place holds.
         again: Whether checkpointing runs a forward again, within a backward.
+        weights: The `WeightCache` of the region, if any.
     """
 
     key: str
@@ -78,6 +83,7 @@ class State(NamedTuple):
     ops: bool = True
     writes: bool = True
     again: bool = False
+    weights: Any = None
 
     @only_inlined
     def is_native(self) -> bool:
@@ -115,12 +121,19 @@ class BoundPolicy:
         self.output = None if policy.output is None else getattr(torch, policy.output)
         decisions = decide(policy, model)
         _check_what_fsdp_gathers(decisions)
+        self.has_recipes = any(decision.recipe for decision in decisions)
         self.key = f"policy {next(_numbers)}"
         self.is_bound = True
         self._has_rules = bool(policy.modules or self.op_rules)
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
         self._ruled: list[_RuledForward] = []
         for decision, rule in self._rules(decisions):
+            if rule.recipe is not None and (whose := _other_forward(decision.module)):
+                self.unbind()
+                raise ValueError(
+                    f"{decision.name!r} has a forward of {whose} as an attribute, which {decision.recipe} would pass "
+                    "over: bind the policy first, or give the module another rule"
+                )
             if not isinstance(decision.module, torch.jit.ScriptModule):
                 forward = vars(decision.module).get("forward")
                 if not isinstance(forward, _RuledForward):
@@ -128,9 +141,12 @@ class BoundPolicy:
                 forward.rules[self.key] = rule
                 forward.note_dtypes()
                 self._ruled.append(forward)
-            elif rule.precision or rule.output:
+            elif rule.precision or rule.output or rule.recipe:
                 self.unbind()
                 raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
+        for decision in decisions:
+            if decision.recipe and policy.backend == "auto":
+                warn_if_emulated(RECIPES[decision.recipe], next(decision.module.parameters()).device.type)
 
     def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
         """Yield the modules for which the policy changes anything, each once."""
@@ -140,7 +156,7 @@ class BoundPolicy:
         seen: set[nn.Module] = set()
         unfused: list[str] = []
         for decision in decisions:
-            name, module, _, in_force, compute, _, _ = decision
+            name, module, in_force, compute = decision.name, decision.module, decision.in_force, decision.compute
             if module in seen:
                 continue
             seen.add(module)
@@ -152,16 +168,18 @@ class BoundPolicy:
             if isinstance(module, _WITH_FAST_PATH):
                 prefix = f"{name}." if name else ""
                 inside = [
-                    each for each in decisions if each.name.startswith(prefix) and not _is_never_called(each.module)
+                    each for each in decisions if each.name.startswith(prefix) and not is_never_called(each.module)
                 ]
-                if any(each.compute != compute for each in inside):
+                if any(each.compute != compute or each.recipe for each in inside):
                     fast_path = False
                 elif self.op_rules and not name.startswith(tuple(unfused)):
                     fast_path = all(op_rules.calls_no_rule(each, self.op_rules) for each in module.modules())
                 if fast_path is False:
                     unfused.append(prefix)
-            if precision or output or calls_ops or fast_path is not None:
-                yield decision, _Rule(self, precision, output, fast_path)
+            recipe = RECIPES[decision.recipe] if decision.recipe else None
+            torchao = TorchaoLinear(recipe) if recipe and self.policy.backend == "torchao" else None
+            if precision or output or calls_ops or fast_path is not None or recipe:
+                yield decision, _Rule(self, precision, output, fast_path, recipe, torchao)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -240,7 +258,10 @@ class BoundPolicy:
             region: The `castwise.autocast` that is entered, whose switches are set.
         """
         self.check_is_bound()
-        state = State(self.key, self, region.device, region._enabled, region.fast_dtype, region._caches)
+        weights = next((each for each in region._extensions if each is not self), None)
+        state = State(
+            self.key, self, region.device, region._enabled, region.fast_dtype, region._caches, weights=weights
+        )
         THREAD.state = state
         mode = self.mode()
         if mode is not None:
@@ -330,11 +351,6 @@ class _Again:
         THREAD.state = self._outer
 
 
-def _is_never_called(module: nn.Module) -> bool:
-    """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
-    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
 class _Rule(NamedTuple):
     """What one policy says of one module.
 
@@ -344,12 +360,16 @@ class _Rule(NamedTuple):
         output: To what its results are cast.
         fast_path: Of a module that may compute all that is in it by one op: whether it still may, although there are op
             rules (none of which concern it), or no longer, because a rule changes something in it. None leaves it.
+        recipe: By which a linear layer computes.
+        torchao: Computes it, if that is the backend.
     """
 
     bound: BoundPolicy
     precision: str | None
     output: torch.dtype | None
     fast_path: bool | None
+    recipe: Recipe | None = None
+    torchao: TorchaoLinear | None = None
 
     @only_inlined
     def state_inside(self, outer: State) -> State:
@@ -360,6 +380,14 @@ class _Rule(NamedTuple):
         if name in _LOW_PRECISION:
             return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
         return outer._replace(enabled=False, ops=False, writes=name != "exclude")
+
+
+def _other_forward(module: nn.Module) -> str | None:
+    """Return whose forward a module has as an attribute, if that is not that of a rule for the module's own."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _RuledForward):
+        forward = forward.before
+    return None if forward is None else getattr(forward, "__module__", type(forward).__name__)
 
 
 class _Seen(TorchFunctionMode):
@@ -453,6 +481,10 @@ class _RuledForward:
                 return self.__wrapped__(*args, **kwargs)
             finally:
                 outer.bound.remember(start, outer.device, native[:2], None)
+        if rule.recipe is not None and len(args) + len(kwargs) == 1:
+            input = args[0] if args else next(iter(kwargs.values()))
+            if isinstance(input, torch.Tensor) and input.is_floating_point() and input.dtype is not torch.float64:
+                return self._by_recipe(input, rule, outer, native)
         state, casts = rule.state_inside(outer), None
         if rule.precision is not None and not state.enabled:
             casts = Casts(outer.device, torch.float32)
@@ -499,6 +531,28 @@ class _RuledForward:
         if output is None and not outer.enabled and rule.precision in _LOW_PRECISION:
             output = torch.float32  # what runs without autocast could not use anything else
         return result if output is None else cast_floats(result, outer.device, output)
+
+    @only_inlined
+    def _by_recipe(self, input: torch.Tensor, rule: _Rule, outer: State, native: tuple[bool, torch.dtype, bool]) -> Any:
+        """Return what a linear layer with a recipe returns."""
+        assert rule.recipe is not None
+        module: Any = self._module()
+        state, device = rule.state_inside(outer), input.device.type
+        weights = quantized_linear.quantize_weight
+        if state.weights is not None and not is_dynamo_compiling():
+            weights = functools.partial(state.weights.quantized, module)
+        hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
+        set_native_state(outer.device, False, native[1], native[2])
+        try:
+            input = input.to(state.dtype if state.enabled else torch.float32)
+            if rule.torchao is not None:
+                return rule.torchao(input, module.weight, module.bias)
+            uses_kernels = runs_kernels(rule.recipe, outer.bound.policy.backend, device)
+            return quantized_linear.linear(input, module.weight, module.bias, rule.recipe, uses_kernels, weights)
+        finally:
+            restore_native_state(outer.device, *native)
+            if hidden is not None:
+                hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
 
 
 def note_dtypes(model: nn.Module) -> None:
@@ -550,7 +604,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
     """Refuse a module that would not get its weights in the dtype it computes in."""
     units: dict[str, tuple[str, torch.dtype | None]] = {}
-    for name, module, _, _, compute, _, _ in decisions:
+    for name, module, _, _, compute, _, _, recipe, _ in decisions:
         mixed_precision = fsdp_mixed_precision(module)
         if mixed_precision is None:
             units[name] = units.get(name.rpartition(".")[0], ("", None))
@@ -558,7 +612,12 @@ def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
             units[name] = name, mixed_precision.param_dtype
         unit, dtype = units[name]
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
-        if owns and dtype is not None and dtype is not getattr(torch, compute):
+        if owns and recipe and dtype not in (None, *{param.dtype for param in module.parameters(recurse=False)}):
+            raise ValueError(
+                f"the policy has {name!r} quantize its weight by {recipe}, but FSDP gathers the weights of {unit!r} in "
+                f"{dtype}, rounded once already: shard with the policies that Policy.fsdp(...) yields"
+            )
+        if owns and not recipe and dtype is not None and dtype is not getattr(torch, compute):
             raise ValueError(
                 f"the policy has {name!r} compute in {compute}, but FSDP gathers the weights of {unit!r} in {dtype}: "
                 "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"

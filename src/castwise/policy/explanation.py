@@ -10,6 +10,7 @@ from torch import nn
 from castwise._text_table import aligned
 from castwise.policy import fsdp_units, op_rules
 from castwise.policy.module_rules import Decision, decide
+from castwise.recipes.recipe import RECIPES, labelled
 
 if TYPE_CHECKING:
     from castwise.policy.policy import Policy
@@ -25,7 +26,7 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
             decision.name or "(root)",
             type(decision.module).__name__,
             f"{sum(param.numel() for param in decision.module.parameters(recurse=False)):,}",
-            decision.compute + (" (autocast off)" if decision.value == "exclude" else ""),
+            _computes_in(policy, decision),
             _reason(decision),
         ]
         for decision in decisions
@@ -45,7 +46,17 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
     return "\n".join(lines)
 
 
+def _computes_in(policy: Policy, decision: Decision) -> str:
+    if decision.recipe:
+        device = next(decision.module.parameters()).device.type
+        return labelled(RECIPES[decision.recipe], policy.backend, device)
+    return decision.compute + (" (autocast off)" if decision.value == "exclude" else "")
+
+
 def _reason(decision: Decision) -> str:
+    if decision.without_recipe is not None:
+        reason = _reason(decision._replace(without_recipe=None))
+        return f"{reason}; {decision.without_recipe}"
     if decision.key is None:
         return "compute"
     key = decision.key or "(root)"

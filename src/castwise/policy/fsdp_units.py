@@ -77,7 +77,8 @@ def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> 
     used: dict[str, set[str]] = {name: set() for name in names}
     for decision in decisions:
         if next(decision.module.parameters(recurse=False), None) is not None:
-            cast = {decision.compute, *of_ops} if isinstance(decision.module, _WEIGHTS_CAST) else {"float32"}
+            is_cast = isinstance(decision.module, _WEIGHTS_CAST) and not decision.recipe
+            cast = {decision.compute, *of_ops} if is_cast else {"float32"}
             used[_unit_of(first[id(decision.module)], names)] |= cast
     return {
         name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None

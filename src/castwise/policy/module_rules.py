@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from castwise._suggestions import nearest
+from castwise.recipes.recipe import named as recipe_named
+from castwise.recipes.recipe import why_not_for
 
 if TYPE_CHECKING:
     from castwise.policy.policy import Policy
@@ -35,6 +37,8 @@ class Decision(NamedTuple):
         compute: The dtype that the module computes in, its own or that of the modules around it.
         key: The rule that decided `compute`; None is the policy's default.
         around: Name of the module that this rule names, if it is one around.
+        recipe: By which recipe a linear layer computes its products, of operands in `compute`; `key` is its rule then.
+        without_recipe: Why a module has no recipe although a rule with "?" gives it one.
     """
 
     name: str
@@ -44,6 +48,8 @@ class Decision(NamedTuple):
     compute: str
     key: str | None
     around: str | None
+    recipe: str | None = None
+    without_recipe: str | None = None
 
 
 def spelled(key: Any) -> Any:
@@ -66,16 +72,23 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = list(named_modules(model))
-    deciding: dict[str, str] = {}
+    deciding: dict[str, str] = {}  # for the dtype
+    scoping: dict[str, str] = {}  # for recipes: of all rules
     for key in sorted(policy.modules, key=_rank):  # a stable sort: of equals the later one decides
         for name in matches(key, named):
-            deciding[name] = key
-    _check_none_is_overruled(policy, named, deciding)
+            scoping[name] = key
+            if recipe_named(policy.modules[key]) is None:
+                deciding[name] = key
+    _check_none_is_overruled(policy, named, deciding, scoping)
     _agree_on_shared_modules(policy, named, deciding)
-    _check_forwards_are_called(model, named, deciding)
+    _agree_on_shared_modules(policy, named, scoping)
+    _check_forwards_are_called(model, named, scoping)
+    recipes = _recipes(policy, named, scoping)
     decisions: dict[str, Decision] = {}
     for name, module in named:
-        value = policy.modules[deciding[name]] if name in deciding else None
+        recipe = recipes.get(name)
+        is_by_recipe = recipe is not None and recipe.why_not is None
+        value = policy.modules[deciding[name]] if name in deciding and not is_by_recipe else None
         outer = decisions[name.rpartition(".")[0]] if name else None
         if value is not None and value != "inherit":
             compute, key, around = ("float32" if value == "exclude" else value), deciding[name], None
@@ -85,8 +98,53 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
             is_decided_there = outer.key is not None and outer.around is None
             compute, key, around = outer.compute, outer.key, outer.name if is_decided_there else outer.around
         in_force = outer.in_force if value is None and outer is not None and not _has_forward(outer.module) else value
-        decisions[name] = Decision(name, module, value, in_force, compute, key, around)
+        decision = Decision(name, module, value, in_force, compute, key, around)
+        if recipe is not None and is_by_recipe:
+            decision = decision._replace(recipe=recipe.recipe, key=recipe.key, around=recipe.around)
+        elif recipe is not None:
+            decision = decision._replace(without_recipe=f"not {recipe.recipe}: {recipe.why_not}")
+        decisions[name] = decision
     return list(decisions.values())
+
+
+class _Given(NamedTuple):
+    """A recipe that a rule gives a module, and why the module does not take it, if so."""
+
+    key: str
+    recipe: str
+    around: str | None
+    why_not: str | None
+
+
+def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mapping[str, str]) -> dict[str, _Given]:
+    """Return by name the linear layers that rules with recipes give one, in the modules that they name or within.
+
+    Raises:
+        ValueError: One does not take its recipe, or a rule gives none to any.
+    """
+    found: dict[str, _Given] = {}
+    scopes: dict[str, tuple[str, str] | None] = {}  # the key of a recipe that holds, and the module that it names
+    for name, module in named:
+        scope = scopes.get(name.rpartition(".")[0]) if name else None
+        is_named = name in scoping and policy.modules[scoping[name]] != "inherit"
+        if is_named:
+            scope = (scoping[name], name) if recipe_named(policy.modules[scoping[name]]) else None
+        scopes[name] = scope
+        if scope is None or not (is_named or isinstance(module, nn.Linear)) or is_never_called(module):
+            continue
+        key, rule = scope[0], policy.modules[scope[0]]
+        recipe, why_not = rule.removesuffix("?"), why_not_for(module, rule)
+        if why_not is None or rule.endswith("?"):
+            found[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
+        elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            raise ValueError(
+                f"modules[{key!r}] = {rule!r} gives {name!r} a recipe that it cannot take: {why_not}. Write "
+                f"{rule + '?'!r} to leave such modules in the dtype around them, or give {name!r} a rule of its own"
+            )
+    for key, rule in policy.modules.items():
+        if recipe_named(rule) and key in scoping.values() and not any(given.key == key for given in found.values()):
+            raise ValueError(f"modules[{key!r}] = {rule!r} gives no module a recipe: recipes are for nn.Linear")
+    return found
 
 
 def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules") -> list[str]:
@@ -175,11 +233,13 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return next((child for part, child in module._modules.items() if part in _WRAPPED), None)
 
 
-def _check_none_is_overruled(policy: Policy, named: list[tuple[str, nn.Module]], deciding: Mapping[str, str]) -> None:
+def _check_none_is_overruled(
+    policy: Policy, named: list[tuple[str, nn.Module]], deciding: Mapping[str, str], scoping: Mapping[str, str]
+) -> None:
     for key, value in policy.modules.items():
-        if key in deciding.values():
+        if key in deciding.values() or key in scoping.values():
             continue
-        others = {deciding[name] for name in matches(key, named)}
+        others = {scoping[name] for name in matches(key, named)}
         contrary = [other for other in others if policy.modules[other] != value]
         if contrary:
             raise ValueError(
@@ -187,6 +247,11 @@ def _check_none_is_overruled(policy: Policy, named: list[tuple[str, nn.Module]],
                 "which decides wherever it matches: a name decides over a pattern, a pattern over a type, and a later "
                 "rule over an earlier one"
             )
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -21,12 +21,14 @@ from castwise import _files
 from castwise._suggestions import listed, nearest
 from castwise.policy.bound_policy import BoundPolicy, bind
 from castwise.policy.module_rules import spelled
+from castwise.recipes.recipe import BACKENDS, RECIPES
+from castwise.recipes.recipe import named as recipe_named
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _COMPUTE = ("float16", "bfloat16", "float32")
-_MODULE_RULES = (*_COMPUTE, "inherit", "exclude")
+_MODULE_RULES = (*_COMPUTE, "inherit", "exclude", *RECIPES)
 _IN_PLACE = ("raise", "cast")
 _LARGEST = 2**20  # bytes of a file
 
@@ -140,6 +142,7 @@ class Policy:
     ops: Mapping[str, Any] = dataclasses.field(default_factory=FrozenRules)
     output: str | None = None
     in_place: str = "raise"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -152,6 +155,15 @@ class Policy:
             put("output", _dtype("output", self.output, _COMPUTE))
         if self.in_place not in _IN_PLACE:
             raise ValueError(f"in_place must be one of {listed(_IN_PLACE)}, got {self.in_place!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {listed(BACKENDS)}, got {self.backend!r}")
+        for key, rule in self.modules.items():
+            recipe = recipe_named(rule)
+            if recipe and self.backend in ("torch", "torchao") and recipe.capability is None:
+                raise ValueError(
+                    f"modules[{key!r}] = {rule!r} is emulated alone, got backend={self.backend!r}: that runs "
+                    f"{listed([name for name, each in RECIPES.items() if each.capability])}"
+                )
 
     def bind(self, model: nn.Module) -> BoundPolicy:
         """Look up all names in a model; bind anew after modules were added to it or replaced.
@@ -278,7 +290,10 @@ def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if not isinstance(name, str):
         raise TypeError(f"{where} must be one of {listed(allowed)}, got {value!r}")
-    if name not in allowed:
+    is_recipe = recipe_named(name) is not None
+    if is_recipe and allowed is not _MODULE_RULES:
+        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}: recipes are for modules, nn.Linear")
+    if name not in allowed and not is_recipe:
         raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}{nearest(name, allowed)}")
     return name
 

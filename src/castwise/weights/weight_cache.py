@@ -41,7 +41,9 @@ from castwise._torch_private import (
     writes_to,
 )
 from castwise._warnings import warn
-from castwise.weights.weight_copies import Copies, Copy, why_not
+from castwise.recipes.quantized_linear import quantize_weight
+from castwise.recipes.scalings import Quantized, Scaling
+from castwise.weights.weight_copies import Copies, Copy, QuantizedBy, why_not
 
 # The layers whose weights are cached, with torch's forward of each.
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
@@ -180,7 +182,7 @@ class _Layer:
             return copy.low
         if not torch.is_autocast_cache_enabled():
             with _CastToCopy(copy):
-                return param.to(copy.dtype)
+                return param.to(copy.low.dtype)
         if known.get(id(param)) is not copy:
             if id(param) in known:  # it has changed, or has a copy in another dtype, which autocast would not see
                 torch.clear_autocast_cache()
@@ -361,6 +363,7 @@ class WeightCache:
         self._copies, self._thread, self._plan = Copies(model, verify), _Thread(), None
         self._layers: weakref.WeakKeyDictionary[nn.Module, tuple[_Layer, _Attributes]] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._quantized: weakref.WeakKeyDictionary[nn.Module, dict[QuantizedBy, Copy]] = weakref.WeakKeyDictionary()
         self._regions = 0  # of all threads
         self._installed: list[tuple[_Layer, _Attributes]] = []
         _CACHES.add(self)
@@ -413,6 +416,24 @@ class WeightCache:
                         del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
                 self._installed = []
 
+    def quantized(self, module: nn.Module, weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
+        """Return the weight of a linear layer with a recipe, quantized: the copy that is kept, if it can be.
+
+        Args:
+            module: The layer.
+            weight: Its weight, of the forward that asks or whose backward does.
+            scaling: How it is quantized.
+            is_transposed: Whether its transpose is.
+        """
+        if weight is not module._parameters.get("weight") or module in self._sharded or dispatch_modes():
+            return quantize_weight(weight, scaling, is_transposed)
+        how, kept = QuantizedBy(scaling, is_transposed), self._quantized.setdefault(module, {})
+        copy = kept[how] = self._copies.find(weight, how)
+        if copy.quantized is None:
+            return quantize_weight(weight, scaling, is_transposed)
+        self._copies.uses += 1
+        return copy.quantized
+
     def _make_plan(self) -> _Plan:
         find = weakref.ref(self)
 
@@ -458,7 +479,7 @@ class WeightCache:
             nbytes=sum(copy.low.nbytes for copy in copies),
             hits=self._copies.uses - self._copies.casts,
             refreshes=self._copies.casts,
-            refused={} if model is None else _refused(model),
+            refused={} if model is None else _refused(model, held),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
@@ -476,7 +497,7 @@ class WeightCache:
         self.__init__(state["model"], verify=state["verify"])  # type: ignore[misc]
 
 
-def _refused(model: nn.Module) -> dict[str, str]:
+def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
     """Return by name why weights of layers are not cached."""
     refused: dict[str, str] = {}
     for prefix, module in model.named_modules():
@@ -488,7 +509,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
             of_layer = f"of a {type(module).__name__} with a forward of its own"
         for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
             reason = of_layer or why_not(param)
-            if reason is not None:
+            if reason is not None and id(param) not in held:  # those of layers with recipes are held
                 refused[name] = reason
     return refused
 

@@ -1,4 +1,4 @@
-"""Low-precision copies of parameters, and the search for copies whose parameter has changed unnoticed.
+"""Copies of parameters in fewer bits, and the search for copies whose parameter has changed unnoticed.
 
 A parameter has changed if its version or its address has. Fused optimizers and some collectives bump no version, so
 `WeightCache` is told of both. Other such writes are found by comparing a slice of the parameters with their copies
@@ -11,15 +11,28 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened, version, writes_to
 from castwise.amp.readback import Readback
+from castwise.recipes.quantized_linear import quantize_weight
+from castwise.recipes.scalings import Quantized, Scaling
 
 # So much of the parameters is compared at a time, or so many bytes of one parameter if that is more.
 _SHARE, _BYTES = 1 / 200, 1 << 16
+
+
+class QuantizedBy(NamedTuple):
+    """How the copy of a weight is quantized: it, or its transpose, which can have other scales."""
+
+    scaling: Scaling
+    is_transposed: bool
+
+
+LowPrecision = torch.dtype | QuantizedBy
 
 
 class Copy:
@@ -27,7 +40,7 @@ class Copy:
 
     Args:
         param: The parameter.
-        dtype: The low precision.
+        dtype: The low precision, or how it is quantized.
     """
 
     __slots__ = (
@@ -40,10 +53,11 @@ class Copy:
         "low",
         "low_elements",
         "param",
+        "quantized",
         "version",
     )
 
-    def __init__(self, param: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, param: torch.Tensor, dtype: LowPrecision) -> None:
         self.param, self.dtype, self.device = param, dtype, ""
         # What inference mode makes could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
@@ -51,7 +65,12 @@ class Copy:
             self.version, self.address = version(param), param.data_ptr()
             self.layout = param.shape, param.stride()
             self.elements = self.low = param.detach()  # keeps the memory alive: no other can come to have its address
-            if dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
+            self.quantized: Quantized | None = None
+            if isinstance(dtype, QuantizedBy):
+                if why_not(param, is_quantized=True) is None:
+                    self.device, self.quantized = param.device.type, quantize_weight(self.elements, *dtype)
+                    self.low = self.quantized.values
+            elif dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
                 self.device, self.low = param.device.type, self.elements.to(dtype)
                 self.elements, self.low_elements = _in_memory_order(self.elements), _in_memory_order(self.low)
 
@@ -67,10 +86,12 @@ class Copy:
         """Return whether some elements, counted in memory, are not the parameter's; on an accelerator as a tensor."""
         if self.has_another_layout():
             return True
+        if isinstance(self.dtype, QuantizedBy):
+            return self._is_quantized_otherwise(self.dtype)
         now, copied = self.elements, self.low_elements
         if stop - start < now.numel():
             now, copied = now[start:stop], copied[start:stop]
-        now = now.to(self.dtype)
+        now = now.to(copied.dtype)
         if self.device == "cpu":
             bits = torch.int64 if now.numel() % 4 == 0 else torch.int16  # the former takes a quarter of the time
             if torch.equal(now.view(bits), copied.view(bits)):
@@ -78,16 +99,24 @@ class Copy:
         differs = ((now != copied) & ((now == now) | (copied == copied))).any()  # NaNs are equal, whatever their bits
         return bool(differs) if self.device == "cpu" else differs
 
+    def _is_quantized_otherwise(self, how: QuantizedBy) -> bool | torch.Tensor:
+        """Return whether the parameter would be quantized to other numbers now: all of it, as scales belong to many."""
+        assert self.quantized is not None
+        now, kept = quantize_weight(self.elements, *how), self.quantized
+        differs = (now.values.view(torch.uint8) != kept.values.view(torch.uint8)).any()
+        differs |= ((now.scale != kept.scale) & (now.scale == now.scale)).any()
+        return bool(differs) if self.device == "cpu" else differs
+
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def why_not(param: torch.Tensor) -> str | None:
-    """Return why a parameter cannot be cached, or None if it can."""
+def why_not(param: torch.Tensor, is_quantized: bool = False) -> str | None:
+    """Return why a parameter cannot be cached, or None if it can; quantized copies are made of 16-bit ones, too."""
     if type(param) is not nn.Parameter:
         return f"of the subclass {type(param).__name__}"
-    if param.dtype is not torch.float32:
+    if param.dtype is not torch.float32 and not (is_quantized and param.dtype in (torch.bfloat16, torch.float16)):
         return f"{param.dtype} and not torch.float32"
     if param.layout is not torch.strided or param.device.type == "meta":
         return f"{param.layout} on {param.device.type}"
@@ -113,7 +142,7 @@ class Copies:
         self.lock = threading.RLock()
         self.params_have_changed = False  # a layer has others than when it was last looked at
         # By the id of a parameter, which its copy keeps alive: torch.utils.swap_tensors refuses weak references.
-        self._known: weakref.WeakValueDictionary[tuple[int, torch.dtype], Copy] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[int, LowPrecision], Copy] = weakref.WeakValueDictionary()
         # What is still to be compared in this round, the next copy last, from which element on, and how much at a time.
         self._left: list[weakref.ref[Copy]] = []
         self._element = self._share = 0
@@ -123,7 +152,7 @@ class Copies:
         """Return all there are."""
         return [copy for copy in list(self._known.values()) if copy.device]
 
-    def find(self, param: torch.Tensor, dtype: torch.dtype) -> Copy:
+    def find(self, param: torch.Tensor, dtype: LowPrecision) -> Copy:
         """Return the copy of a parameter as it is now; the caller keeps it alive.
 
         Raises:
@@ -180,7 +209,7 @@ class Copies:
                 end = copy.elements.numel()
                 if slices and 4 * (end - start) > nbytes:
                     break
-                stop = min(end, start + max(nbytes, _BYTES) // 4)
+                stop = end if copy.quantized else min(end, start + max(nbytes, _BYTES) // 4)
                 slices.append((copy, start, stop))
                 nbytes -= 4 * (stop - start)
                 if stop < end:

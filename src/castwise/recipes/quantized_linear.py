@@ -1,0 +1,121 @@
+"""A linear layer by a recipe: its three products of quantized operands, with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from castwise.recipes.recipe import Recipe
+from castwise.recipes.scalings import Quantized, Scaling
+
+Weights = Callable[[torch.Tensor, Scaling, bool], Quantized]
+"""Returns a weight quantized, the third argument says if transposed: anew, or as it was kept."""
+
+
+def quantize_weight(weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
+    """Quantize a weight, or its transpose."""
+    return scaling.quantize(weight.t() if is_transposed else weight)
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    uses_kernels: bool,
+    weights: Weights = quantize_weight,
+) -> torch.Tensor:
+    """Return `input @ weight.t() + bias` by a recipe.
+
+    Args:
+        input: Of shape (..., inputs), in the dtype that the output is to have.
+        weight: Of shape (outputs, inputs), of any floating-point dtype.
+        bias: Of shape (outputs,), or None.
+        recipe: The recipe, which takes numbers of inputs and outputs such as these.
+        uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed in fp32, of
+            the numbers that the quantized operands stand for.
+        weights: Quantizes the weight.
+    """
+    if input.numel() == 0:  # there is no largest number of none
+        return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+    output: torch.Tensor = _Products.apply(input, weight, recipe, uses_kernels, weights)  # type: ignore[no-untyped-call]
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+class _Products(torch.autograd.Function):
+    """The three products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, recipe: Recipe, uses_kernels: bool, weights: Weights
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.recipe, ctx.uses_kernels, ctx.weights = recipe, uses_kernels, weights
+        rows, (of_input, of_weight) = input.reshape(-1, input.shape[-1]), recipe.output
+        quantized = weights(weight, of_weight, False)
+        output = _product(rows, of_input, quantized, of_weight, input.dtype, uses_kernels)
+        return output.view(*input.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe
+        dtype, uses_kernels = input.dtype, ctx.uses_kernels
+        grad_rows, grad_input, grad_weight = grad_output.reshape(-1, grad_output.shape[-1]), None, None
+        if ctx.needs_input_grad[0]:
+            of_grad, of_weight = recipe.grad_input
+            quantized = ctx.weights(weight, of_weight, True)
+            grad_input = _product(grad_rows, of_grad, quantized, of_weight, dtype, uses_kernels).view(input.shape)
+        if ctx.needs_input_grad[1]:
+            rows = input.reshape(-1, input.shape[-1])
+            if recipe.grad_weight is None:
+                grad_weight = _mm(grad_rows.t(), rows)
+            else:
+                of_grad, of_input = recipe.grad_weight
+                grad_rows_t, rows_t = (_padded(operand, recipe).t() for operand in (grad_rows, rows))
+                grad_weight = _product(grad_rows_t, of_grad, of_input.quantize(rows_t), of_input, dtype, uses_kernels)
+        return grad_input, grad_weight, None, None, None
+
+
+def _padded(operand: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Add rows of zeros until a recipe takes their number as one to contract."""
+    missing = -operand.shape[0] % recipe.multiple_of
+    return functional.pad(operand, (0, 0, 0, missing)) if missing else operand
+
+
+def _product(
+    left: torch.Tensor, of_left: Scaling, right: Quantized, of_right: Scaling, dtype: torch.dtype, uses_kernels: bool
+) -> torch.Tensor:
+    """Return the product of an operand, quantized, and of the transpose of a quantized one."""
+    quantized = of_left.quantize(left)
+    if uses_kernels:
+        return _scaled_mm(quantized, right, dtype)
+    return _mm(of_left.dequantize(quantized), of_right.dequantize(right).t()).to(dtype)
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    # With `out=`, as autocast leaves that alone: a backward may be called in a region.
+    return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+
+
+def _scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    is_by_row = left.scale.ndim > 0 or right.scale.ndim > 0
+    kind = functional.ScalingType.RowWise if is_by_row else functional.ScalingType.TensorWise
+    # A kernel takes scales of rows, or of a tensor, for both operands.
+    shape = [(operand.values.shape[0], 1) if is_by_row else (1,) for operand in (left, right)]
+    inverses = [operand.scale.reciprocal().expand(*size) for operand, size in zip((left, right), shape, strict=True)]
+    by_row_on_gpu = is_by_row and left.values.is_cuda  # where the kernels return bf16 alone
+    return functional.scaled_mm(
+        left.values.contiguous(),
+        right.values.contiguous().t(),
+        inverses[0].contiguous(),
+        kind,
+        inverses[1].t().contiguous() if is_by_row else inverses[1],
+        kind,
+        output_dtype=torch.bfloat16 if by_row_on_gpu else dtype,
+    ).to(dtype)

@@ -1,0 +1,137 @@
+"""The recipes by name: which operand of which product is quantized how, what shapes they take, and what runs them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from castwise._warnings import warn
+from castwise.recipes.scalings import Float8, Mxfp8, Nvfp4, Scaling
+
+BACKENDS = ("auto", "emulated", "torch", "torchao")
+
+
+Scalings = tuple[Scaling, Scaling]
+"""Of the two operands of a product."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear layer computes its output and the two gradients.
+
+    Args:
+        name: As in a policy.
+        output: The scalings of `input` and `weight`, whose product is the output.
+        grad_input: Those of `grad_output` and of the transpose of `weight`.
+        grad_weight: Those of the transposes of `grad_output` and `input`; None computes it in the dtype around.
+        multiple_of: What divides the numbers of inputs and outputs, 16 or the block. Rows of a batch may be any: where
+            they are contracted, zeros are added, which change nothing.
+        capability: The least compute capability of an NVIDIA GPU on which `torch.nn.functional.scaled_mm` runs it; None
+            if the backends "torch" and "torchao" do not have it.
+    """
+
+    name: str
+    output: Scalings
+    grad_input: Scalings
+    grad_weight: Scalings | None
+    multiple_of: int
+    capability: tuple[int, int] | None = None
+
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TENSOR, _GRAD_TENSOR = Float8(_E4M3, (None, None)), Float8(_E5M2, (None, None))
+_ROW, _TENSOR_BY_2 = Float8(_E4M3, (1, None), power_of_2=True), Float8(_E4M3, (None, None), power_of_2=True)
+_ROW_OF_128, _SQUARE = Float8(_E4M3, (1, 128)), Float8(_E4M3, (128, 128))
+_MXFP8, _NVFP4 = Mxfp8(), Nvfp4()
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        # The first three are those of torchao's `Float8LinearConfig.from_recipe_name`. Tensor cores for fp8 came with
+        # capability 8.9, torch's kernels for scales of rows with 9.0.
+        Recipe("float8_tensorwise", (_TENSOR, _TENSOR), (_GRAD_TENSOR, _TENSOR), (_GRAD_TENSOR, _TENSOR), 16, (8, 9)),
+        Recipe("float8_rowwise", (_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW), 16, (9, 0)),
+        Recipe("float8_rowwise_with_gw_hp", (_ROW, _ROW), (_ROW, _TENSOR_BY_2), None, 16, (9, 0)),
+        Recipe("float8_blockwise", (_ROW_OF_128, _SQUARE), (_ROW_OF_128, _SQUARE), (_ROW_OF_128, _ROW_OF_128), 128),
+        Recipe("mxfp8", (_MXFP8, _MXFP8), (_MXFP8, _MXFP8), (_MXFP8, _MXFP8), 32),
+        Recipe("nvfp4", (_NVFP4, _NVFP4), (_NVFP4, _NVFP4), (_NVFP4, _NVFP4), 16),
+    )
+}
+
+
+def named(rule: str) -> Recipe | None:
+    """Return the recipe that a rule names, with or without "?" behind it; None for rules of other kinds."""
+    return RECIPES.get(rule.removesuffix("?"))
+
+
+def why_not_for(module: nn.Module, rule: str) -> str | None:
+    """Return why a module cannot take the recipe of a rule, or None if it can."""
+    recipe = RECIPES[rule.removesuffix("?")]
+    if not isinstance(module, nn.Linear):
+        return f"it is a {type(module).__name__}, and recipes are for nn.Linear"
+    if type(module).forward is not nn.Linear.forward:
+        return f"this {type(module).__name__} has a forward of its own"
+    if isinstance(module.weight, nn.UninitializedParameter):
+        return "its weight has no shape before the first batch"
+    if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weight is {module.weight.dtype}, and recipes quantize fp32, bf16 and fp16"
+    outputs, inputs = module.weight.shape if module.weight.ndim == 2 else (module.out_features, module.in_features)
+    if inputs % recipe.multiple_of or outputs % recipe.multiple_of:
+        return (
+            f"its weight has the shape ({outputs}, {inputs}), and {recipe.name} takes multiples of {recipe.multiple_of}"
+        )
+    return None
+
+
+@functools.cache
+def runs_natively(recipe: Recipe, device: str) -> bool:
+    """Return True if torch has kernels for a recipe on a device, whose units are made for it.
+
+    torch's kernels for CPUs compute the same products, but many times slower than in bf16.
+
+    Args:
+        recipe: The recipe.
+        device: The `type` of a device.
+    """
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return recipe.capability is not None and torch.cuda.get_device_capability() >= recipe.capability
+
+
+def runs_kernels(recipe: Recipe, backend: str, device: str) -> bool:
+    """Return True if a backend has torch's kernels compute a recipe on a device."""
+    return backend == "torch" or (backend == "auto" and runs_natively(recipe, device))
+
+
+def labelled(recipe: Recipe, backend: str, device: str) -> str:
+    """Return the name of a recipe with what computes it on a device.
+
+    Example:
+        >>> labelled(RECIPES["mxfp8"], "auto", "cpu")
+        'mxfp8 (emulated)'
+    """
+    by = backend if backend == "torchao" else "torch" if runs_kernels(recipe, backend, device) else "emulated"
+    return f"{recipe.name} ({by})"
+
+
+@functools.cache
+def warn_if_emulated(recipe: Recipe, device: str) -> None:
+    """Warn, once a process, recipe and device, that the backend "auto" emulates a recipe.
+
+    Args:
+        recipe: The recipe.
+        device: The `type` of a device.
+
+    Warns:
+        UserWarning: It does.
+    """
+    if not runs_natively(recipe, device):
+        warn(
+            f"{recipe.name} is emulated on this {device}: the numbers are those of the recipe, the speed is not. Write "
+            'backend="emulated" to say that you know, or see `castwise doctor` for what runs natively',
+            UserWarning,
+            5,
+        )
