@@ -388,3 +388,33 @@ def test_tensors_that_hold_others_are_told_apart(kind: str) -> None:
     assert (up.source, up.redundant) == ("bfloat16", ""), "it was never fp32"
     assert (first.redundant, first.count, first.nbytes) == ("", 2, 2 * 6 * numbers)
     assert (again.redundant, again.count, again.nbytes) == ("cast before", 1, 6 * numbers)
+
+
+def test_a_recipe_is_one_op_and_its_operands_are_casts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    policy = Policy(compute="bfloat16", modules={"0": "float8_rowwise", "2": "nvfp4"}, backend="emulated")
+    cache = WeightCache(model)
+    first, again = (castwise.trace(model, torch.randn(4, 32), policy=policy, weight_cache=cache) for _ in range(2))
+    ops = {row.op: (row.inputs, row.output, row.forward, row.backward) for row in first.ops}
+    both = ("bfloat16, float32", "bfloat16", 1, 1)
+    assert ops["float8_rowwise (emulated)"] == ops["nvfp4 (emulated)"] == both
+    assert not {"aten.mm", "aten.clamp_", "aten.linalg_vector_norm"} & ops.keys()
+    quantized = {
+        (row.module, row.phase, row.of, row.source): row for row in first.casts if row.target in ("e4m3", "e2m1")
+    }
+    assert {key: row.count for key, row in quantized.items()} == {
+        ("0", "forward", "activation", "bfloat16"): 1,
+        ("0", "forward", "0.weight", "float32"): 1,
+        ("0", "backward", "gradient", "bfloat16"): 1,  # for the weight; none is wanted for the batch
+        ("0", "backward", "activation", "bfloat16"): 1,
+        ("2", "forward", "activation", "bfloat16"): 1,
+        ("2", "forward", "2.weight", "float32"): 1,
+        ("2", "backward", "gradient", "bfloat16"): 2,
+        ("2", "backward", "2.weight", "float32"): 1,
+        ("2", "backward", "activation", "bfloat16"): 1,
+    }
+    assert quantized["2", "forward", "2.weight", "float32"].nbytes == 64 * 32 * 4 + 64 * 32 // 2
+    assert first.redundant() == (0, 0)
+    kept = {row.of for row in again.casts if row.target in ("e4m3", "e2m1")}
+    assert kept == {"activation", "gradient"}

@@ -23,6 +23,7 @@ from castwise.mistakes.watch import WATCH
 from castwise.monitor import names
 from castwise.monitor.activations import Activations
 from castwise.monitor.iterations import Iteration, Iterations
+from castwise.monitor.quantized_layers import QuantizedLayers
 from castwise.monitor.ranks import Ranks
 from castwise.monitor.run_header import run_record
 from castwise.monitor.sample import Measured, Sample, combined, sample_record
@@ -131,6 +132,7 @@ class Monitor:
         self._steps = steps_of(scaler, self._optimizers)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
+        self._quantized = QuantizedLayers(model)
         self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
         if on_skip and not self._is_scaled:
             text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
@@ -209,6 +211,7 @@ class Monitor:
                 self._recording.attach()
         with self._guard:
             self._activations.watch()
+            self._quantized.watch()
         WATCH.begin_telling(self._told_of_mistake)
         WATCH.model_found(self._model)
         return self
@@ -232,6 +235,7 @@ class Monitor:
         self._handles.clear()
         WATCH.end_telling(self._told_of_mistake)
         self._activations.stop()
+        self._quantized.stop()
         self._iterations.clear()
         if self._recording is not None:
             self._recording.detach()
@@ -273,10 +277,11 @@ class Monitor:
     def _begin(self, iteration: Iteration) -> None:
         self._finish()
         if self._is_sampled(iteration.number):
-            iteration.sample = Sample(self._model, self._activations.stop())
+            iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
         if self._is_sampled(iteration.number + 1):
             with self._guard:
                 self._activations.watch()
+                self._quantized.watch()
 
     def _is_sampled(self, number: int) -> bool:
         is_power_of_two = number & (number - 1) == 0

@@ -18,6 +18,7 @@ from typing import Any
 
 from castwise.monitor.curves import added_up
 from castwise.monitor.formats import LOW_PRECISION, Format
+from castwise.monitor.record_shape import QUANTIZED
 
 Record = dict[str, Any]
 
@@ -90,6 +91,7 @@ def pack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
         "weights": [
             [_spelled(each["update_to_weight"]), _spelled(each["lost_in_bf16"])] for each in sample["weights"].values()
         ],
+        **({"quantized": _spelled_in(sample["quantized"])} if "quantized" in sample else {}),
     }
     content = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
     norm = sample.get("grad_norm")
@@ -100,6 +102,15 @@ def pack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
         **({} if norm is None else {"grad_norm": _rounded(norm, _DIGITS["grad_norm"])}),
         "packed": base64.b85encode(lzma.compress(content, filters=_FILTERS)).decode(),
     }
+
+
+def _spelled_in(value: Any) -> Any:
+    """Return what a sample says of layers with recipes, its numbers spelled."""
+    if isinstance(value, Mapping):
+        return {name: _spelled_in(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_spelled_in(each) for each in value]
+    return _spelled(value) if isinstance(value, float) else value
 
 
 def _places(some: Iterable[str], names: Sequence[str]) -> list[int]:
@@ -162,6 +173,7 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
                 name: {"update_to_weight": update, "lost_in_bf16": lost}
                 for name, (update, lost) in zip(named["weights"], weights, strict=True)
             },
+            **({"quantized": QUANTIZED(columns["quantized"])} if "quantized" in columns else {}),
         }
     except (LookupError, AttributeError, TypeError, OverflowError) as error:
         raise ValueError(f"its columns are no sample's: {type(error).__name__}: {error}") from None

@@ -178,6 +178,10 @@ def _are_plain_stats(value: Any) -> bool:
 
 
 _STEP = _integer(0)
+_OPERAND = _fields({"saturated": _number, "flushed": _number, "relative_error": _number, "scale": _list(_number)})
+QUANTIZED = _by_name(_fields({"recipe": _text}, dict.fromkeys(("input", "weight", "grad_output"), _OPERAND)))
+"""Reads what a sample says of layers with recipes of 8 and 4 bits."""
+
 _KINDS = {
     "run": _fields({"format": _integer(1), "settings": _by_name(lambda value: value)}, {"time": _time}),
     "step": _fields(
@@ -202,6 +206,7 @@ _KINDS = {
             "activations": _by_name(_stats),
             "weights": _by_name(_fields({"update_to_weight": _number, "lost_in_bf16": _number})),
             "owned": _by_name(_list(_text)),
+            "quantized": QUANTIZED,
             "packed": _text,
         },
     ),

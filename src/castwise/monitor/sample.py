@@ -14,6 +14,7 @@ from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
 from castwise.monitor.exponents import count, sum_of_squares, tally
 from castwise.monitor.host_copies import Arrivals
+from castwise.monitor.quantized_layers import QuantizedSample
 from castwise.monitor.shards import part_of
 from castwise.monitor.tally import Tally
 from castwise.monitor.updates import Updates, update_record
@@ -47,12 +48,14 @@ class Measured:
         modules: The names of the parameters of each module that has its own.
         activations: By module.
         updates: By parameter, see `updates.compare`; none if the step was skipped.
+        quantized: By layer with a recipe, see `QuantizedSample.layers`.
     """
 
     gradients: Mapping[str, OfGradient] = field(default_factory=dict)
     modules: Mapping[str, list[str]] = field(default_factory=dict)
     activations: Mapping[str, Tally] = field(default_factory=dict)
     updates: Mapping[str, list[float]] = field(default_factory=dict)
+    quantized: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sample:
@@ -61,10 +64,16 @@ class Sample:
     Args:
         model: Whose numbers are measured.
         outputs: By module, results of `count` for the tensors it has returned.
+        quantized: What was measured of layers with recipes, if there are any.
     """
 
-    def __init__(self, model: nn.Module, outputs: Mapping[str, list[torch.Tensor]]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Mapping[str, list[torch.Tensor]],
+        quantized: QuantizedSample | None = None,
+    ) -> None:
+        self._model, self._quantized = model, quantized
         self._outputs = Arrivals({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._distinct: dict[str, int | None] = {}
         self._is_scaled: dict[str, bool] = {}
@@ -137,7 +146,9 @@ class Sample:
             name: [of_parameter[own] for own in module.parameters(recurse=False) if of_parameter[own] in gradients]
             for name, module in names.modules(self._model).items()
         }
-        return Measured(gradients, {module: own for module, own in modules.items() if own}, activations, updates)
+        owned = {module: own for module, own in modules.items() if own}
+        quantized = {} if self._quantized is None else self._quantized.layers()
+        return Measured(gradients, owned, activations, updates, quantized)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
@@ -168,7 +179,8 @@ def combined(ranks: list[Measured]) -> Measured:
         for name, updates in _by_name([rank.updates for rank in ranks])
     }
     gradients = {name: _whole(parts) for name, parts in _by_name([rank.gradients for rank in ranks])}
-    return Measured(gradients, {name: own for rank in ranks for name, own in rank.modules.items()}, activations, sums)
+    owned = {name: own for rank in ranks for name, own in rank.modules.items()}
+    return Measured(gradients, owned, activations, sums, ranks[0].quantized)
 
 
 def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool = False) -> dict[str, Any]:
@@ -187,6 +199,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         owned: By module, the names of its own parameters.
         activations: The same of what modules return, where nothing is scaled.
         weights: By parameter, see `updates.update_record`.
+        quantized: By layer, see `QuantizedSample.layers`, of rank 0; only if layers have recipes of 8 or 4 bits.
     """
     gradients = found.gradients
     has_norm = bool(gradients) and not is_clipped
@@ -205,6 +218,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         "owned": dict(found.modules),
         "activations": {name: of_module.record() for name, of_module in found.activations.items()},
         "weights": {name: update_record(numbers) for name, numbers in found.updates.items()},
+        **({"quantized": dict(found.quantized)} if found.quantized else {}),
     }
 
 

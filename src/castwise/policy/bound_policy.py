@@ -45,6 +45,7 @@ from castwise.policy.casting import (
 )
 from castwise.policy.module_rules import Decision, decide, is_never_called
 from castwise.recipes import quantized_linear
+from castwise.recipes.observers import OBSERVERS, Telling
 from castwise.recipes.recipe import RECIPES, Recipe, runs_kernels, warn_if_emulated
 from castwise.recipes.torchao_linear import TorchaoLinear
 
@@ -177,9 +178,9 @@ class BoundPolicy:
                 if fast_path is False:
                     unfused.append(prefix)
             recipe = RECIPES[decision.recipe] if decision.recipe else None
-            torchao = TorchaoLinear(recipe) if recipe and self.policy.backend == "torchao" else None
             if precision or output or calls_ops or fast_path is not None or recipe:
-                yield decision, _Rule(self, precision, output, fast_path, recipe, torchao)
+                rule = _Rule(self, precision, output, fast_path, recipe)
+                yield decision, rule if recipe is None else rule.computed_by(self.policy.backend, recipe)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -361,6 +362,7 @@ class _Rule(NamedTuple):
         fast_path: Of a module that may compute all that is in it by one op: whether it still may, although there are op
             rules (none of which concern it), or no longer, because a rule changes something in it. None leaves it.
         recipe: By which a linear layer computes.
+        kernels_on: On which types of device torch's kernels compute it.
         torchao: Computes it, if that is the backend.
     """
 
@@ -369,7 +371,15 @@ class _Rule(NamedTuple):
     output: torch.dtype | None
     fast_path: bool | None
     recipe: Recipe | None = None
+    kernels_on: frozenset[str] = frozenset()
     torchao: TorchaoLinear | None = None
+
+    def computed_by(self, backend: str, recipe: Recipe) -> _Rule:
+        """Return the rule with what computes its recipe."""
+        if backend == "torchao":
+            return self._replace(torchao=TorchaoLinear(recipe))
+        kernels_on = {device for device in ("cpu", "cuda") if runs_kernels(recipe, backend, device)}
+        return self._replace(kernels_on=frozenset(kernels_on))
 
     @only_inlined
     def state_inside(self, outer: State) -> State:
@@ -537,18 +547,21 @@ class _RuledForward:
         """Return what a linear layer with a recipe returns."""
         assert rule.recipe is not None
         module: Any = self._module()
-        state, device = rule.state_inside(outer), input.device.type
-        weights = quantized_linear.quantize_weight
-        if state.weights is not None and not is_dynamo_compiling():
-            weights = functools.partial(state.weights.quantized, module)
+        state, weights, tell = rule.state_inside(outer), quantized_linear.quantize_weight, None
+        if not is_dynamo_compiling():
+            if state.weights is not None:
+                weights = functools.partial(state.weights.quantized, module)
+            if OBSERVERS:
+                is_emulated = input.device.type not in rule.kernels_on
+                tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
         set_native_state(outer.device, False, native[1], native[2])
         try:
             input = input.to(state.dtype if state.enabled else torch.float32)
             if rule.torchao is not None:
                 return rule.torchao(input, module.weight, module.bias)
-            uses_kernels = runs_kernels(rule.recipe, outer.bound.policy.backend, device)
-            return quantized_linear.linear(input, module.weight, module.bias, rule.recipe, uses_kernels, weights)
+            uses_kernels = input.device.type in rule.kernels_on
+            return quantized_linear.linear(input, module.weight, module.bias, rule.recipe, uses_kernels, weights, tell)
         finally:
             restore_native_state(outer.device, *native)
             if hidden is not None:

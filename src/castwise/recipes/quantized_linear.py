@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from castwise.recipes.observers import Operand, Telling
 from castwise.recipes.recipe import Recipe
 from castwise.recipes.scalings import Quantized, Scaling
 
@@ -28,6 +30,7 @@ def linear(
     recipe: Recipe,
     uses_kernels: bool,
     weights: Weights = quantize_weight,
+    tell: Telling | None = None,
 ) -> torch.Tensor:
     """Return `input @ weight.t() + bias` by a recipe.
 
@@ -39,10 +42,12 @@ def linear(
         uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed in fp32, of
             the numbers that the quantized operands stand for.
         weights: Quantizes the weight.
+        tell: Tells observers, if there are any.
     """
     if input.numel() == 0:  # there is no largest number of none
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-    output: torch.Tensor = _Products.apply(input, weight, recipe, uses_kernels, weights)  # type: ignore[no-untyped-call]
+    arguments = input, weight, recipe, uses_kernels, weights, tell
+    output: torch.Tensor = _Products.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -51,35 +56,53 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, recipe: Recipe, uses_kernels: bool, weights: Weights
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        recipe: Recipe,
+        uses_kernels: bool,
+        weights: Weights,
+        tell: Telling | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.recipe, ctx.uses_kernels, ctx.weights = recipe, uses_kernels, weights
-        rows, (of_input, of_weight) = input.reshape(-1, input.shape[-1]), recipe.output
-        quantized = weights(weight, of_weight, False)
-        output = _product(rows, of_input, quantized, of_weight, input.dtype, uses_kernels)
+        ctx.recipe, ctx.uses_kernels, ctx.weights, ctx.tell = recipe, uses_kernels, weights, tell
+        of_input, of_weight = recipe.output
+        with nullcontext() if tell is None else tell.products("forward", input, weight):
+            rows = input.reshape(-1, input.shape[-1])
+            left = _told("input", rows, of_input, of_input.quantize(rows), tell)
+            right = _told("weight", weight, of_weight, weights(weight, of_weight, False), tell)
+            output = _product(left, of_input, right, of_weight, input.dtype, uses_kernels)
         return output.view(*input.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
-        recipe: Recipe = ctx.recipe
-        dtype, uses_kernels = input.dtype, ctx.uses_kernels
-        grad_rows, grad_input, grad_weight = grad_output.reshape(-1, grad_output.shape[-1]), None, None
-        if ctx.needs_input_grad[0]:
-            of_grad, of_weight = recipe.grad_input
-            quantized = ctx.weights(weight, of_weight, True)
-            grad_input = _product(grad_rows, of_grad, quantized, of_weight, dtype, uses_kernels).view(input.shape)
-        if ctx.needs_input_grad[1]:
-            rows = input.reshape(-1, input.shape[-1])
-            if recipe.grad_weight is None:
-                grad_weight = _mm(grad_rows.t(), rows)
-            else:
-                of_grad, of_input = recipe.grad_weight
-                grad_rows_t, rows_t = (_padded(operand, recipe).t() for operand in (grad_rows, rows))
-                grad_weight = _product(grad_rows_t, of_grad, of_input.quantize(rows_t), of_input, dtype, uses_kernels)
-        return grad_input, grad_weight, None, None, None
+        recipe, uses_kernels, tell, dtype = ctx.recipe, ctx.uses_kernels, ctx.tell, input.dtype
+        with nullcontext() if tell is None else tell.products("backward", input, weight, grad_output):
+            grads, grad_input, grad_weight = grad_output.reshape(-1, grad_output.shape[-1]), None, None
+            if ctx.needs_input_grad[0]:
+                of_grad, of_weight = recipe.grad_input
+                left = _told("grad_output", grads, of_grad, of_grad.quantize(grads), tell)
+                right = _told("weight_t", weight, of_weight, ctx.weights(weight, of_weight, True), tell)
+                grad_input = _product(left, of_grad, right, of_weight, dtype, uses_kernels).view(input.shape)
+            if ctx.needs_input_grad[1]:
+                rows = input.reshape(-1, input.shape[-1])
+                if recipe.grad_weight is None:
+                    grad_weight = _mm(grads.t(), rows)
+                else:
+                    of_grad, of_input = recipe.grad_weight
+                    grads_t, rows_t = _padded(grads, recipe).t(), _padded(rows, recipe).t()
+                    left = _told("grad_output_t", grads, of_grad, of_grad.quantize(grads_t), tell)
+                    right = _told("input_t", rows, of_input, of_input.quantize(rows_t), tell)
+                    grad_weight = _product(left, of_grad, right, of_input, dtype, uses_kernels)
+        return grad_input, grad_weight, None, None, None, None
+
+
+def _told(name: Operand, operand: torch.Tensor, by: Scaling, to: Quantized, tell: Telling | None) -> Quantized:
+    if tell is not None:
+        tell.quantized(name, operand, by, to)
+    return to
 
 
 def _padded(operand: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -89,13 +112,12 @@ def _padded(operand: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def _product(
-    left: torch.Tensor, of_left: Scaling, right: Quantized, of_right: Scaling, dtype: torch.dtype, uses_kernels: bool
+    left: Quantized, of_left: Scaling, right: Quantized, of_right: Scaling, dtype: torch.dtype, uses_kernels: bool
 ) -> torch.Tensor:
-    """Return the product of an operand, quantized, and of the transpose of a quantized one."""
-    quantized = of_left.quantize(left)
+    """Return the product of a quantized operand and of the transpose of another one."""
     if uses_kernels:
-        return _scaled_mm(quantized, right, dtype)
-    return _mm(of_left.dequantize(quantized), of_right.dequantize(right).t()).to(dtype)
+        return _scaled_mm(left, right, dtype)
+    return _mm(of_left.dequantize(left), of_right.dequantize(right).t()).to(dtype)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -107,15 +129,17 @@ def _scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.T
     is_by_row = left.scale.ndim > 0 or right.scale.ndim > 0
     kind = functional.ScalingType.RowWise if is_by_row else functional.ScalingType.TensorWise
     # A kernel takes scales of rows, or of a tensor, for both operands.
-    shape = [(operand.values.shape[0], 1) if is_by_row else (1,) for operand in (left, right)]
-    inverses = [operand.scale.reciprocal().expand(*size) for operand, size in zip((left, right), shape, strict=True)]
+    of_left, of_right = (
+        operand.scale.reciprocal().expand(*((operand.values.shape[0], 1) if is_by_row else (1,))).contiguous()
+        for operand in (left, right)
+    )
     by_row_on_gpu = is_by_row and left.values.is_cuda  # where the kernels return bf16 alone
     return functional.scaled_mm(
         left.values.contiguous(),
         right.values.contiguous().t(),
-        inverses[0].contiguous(),
+        of_left,
         kind,
-        inverses[1].t().contiguous() if is_by_row else inverses[1],
+        of_right.t() if is_by_row else of_right,
         kind,
         output_dtype=torch.bfloat16 if by_row_on_gpu else dtype,
     ).to(dtype)

@@ -38,6 +38,10 @@ class Scaling(Protocol):
         """Return in fp32 the numbers that a quantized operand stands for."""
 
     @property
+    def numbers(self) -> str:
+        """The format of the values, by the name of its bits."""
+
+    @property
     def largest(self) -> float:
         """The largest of the values: what is larger is saturated."""
 
@@ -63,6 +67,11 @@ class Float8:
     dtype: torch.dtype
     block: tuple[int | None, int | None]
     power_of_2: bool = False
+
+    @property
+    def numbers(self) -> str:
+        """The format: "e4m3" or "e5m2"."""
+        return "e4m3" if self.dtype is torch.float8_e4m3fn else "e5m2"
 
     @property
     def largest(self) -> float:
@@ -110,6 +119,11 @@ class Mxfp8:
     """
 
     @property
+    def numbers(self) -> str:
+        """The format."""
+        return "e4m3"
+
+    @property
     def largest(self) -> float:
         """The largest e4m3 number."""
         return _LARGEST_E4M3
@@ -142,6 +156,11 @@ class Nvfp4:
     to nearest even. NVIDIA's own recipe for training does more: it rotates operands (random Hadamard transform), rounds
     gradients stochastically, and scales weights in squares of 16 x 16.
     """
+
+    @property
+    def numbers(self) -> str:
+        """The format."""
+        return "e2m1"
 
     @property
     def largest(self) -> float:

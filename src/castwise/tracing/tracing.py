@@ -25,6 +25,8 @@ from castwise._torch_private import (
 from castwise.amp.autocast_mode import autocast
 from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.policy import Policy
+from castwise.recipes.observers import OBSERVERS, Telling
+from castwise.recipes.scalings import Quantized, Scaling
 from castwise.tracing.batches import Batch, arguments_of
 from castwise.tracing.module_of_op import ModuleOfOp
 from castwise.tracing.op_by_op import call_op, without_compiler
@@ -79,14 +81,18 @@ def trace(
     watch = _Watch(model, module_of_op)
     given = [*args, *kwargs.values()]
     with _bound(policy, model) as bound, _put_back(model, given), without_compiler(), module_of_op:
-        with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
-            output = model(*args, **kwargs)
-            loss = _sum(output) if loss_fn is None else loss_fn(output)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            watch.phase = "backward"
-            module_of_op.begin_backward()
-            with watch, autocast(device, enabled=False):
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        OBSERVERS.append(watch)
+        try:
+            with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
+                output = model(*args, **kwargs)
+                loss = _sum(output) if loss_fn is None else loss_fn(output)
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                watch.phase = "backward"
+                module_of_op.begin_backward()
+                with watch, autocast(device, enabled=False):
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            OBSERVERS.remove(watch)
     return watch.result()
 
 
@@ -158,9 +164,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._weights.setdefault(_memory(param), name)
         self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
         self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
+        self._is_quantizing = self._has_computed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_quantizing:
+            self._has_computed = True
+            return call_op(func, args, kwargs)
         source = _source(func, args)
         of = None if source is None else self._of(source)
         result = call_op(func, args, kwargs)
@@ -173,6 +183,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._ops[name, inputs, outputs, self.phase] += 1
         self._forget_origins(func, args, kwargs)
         return result
+
+    @contextmanager
+    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """Count what a layer computes by a recipe as one op."""
+        self._ops[telling.label, _dtypes(operands), _name(operands[0].dtype), phase] += 1
+        self._is_quantizing = True
+        try:
+            yield
+        finally:
+            self._is_quantizing = False
+
+    def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
+        """Count the quantizing of an operand as a cast, unless a `WeightCache` has kept it."""
+        if self._has_computed:
+            self._has_computed = False
+            of = self._of(tensor) if "weight" in operand else "gradient" if "grad" in operand else "activation"
+            phase = "forward" if operand in ("input", "weight") else "backward"
+            kind = (self._module_of_op.name() or "", phase, of, _name(tensor.dtype), by.numbers, "")
+            total = self._casts.setdefault(kind, [0, 0])
+            total[0] += 1
+            total[1] += _nbytes(tensor) + to.values.nbytes // (2 if by.numbers == "e2m1" else 1)
 
     def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note that something was computed in memory that a cast has written."""

@@ -425,7 +425,8 @@ class WeightCache:
             scaling: How it is quantized.
             is_transposed: Whether its transpose is.
         """
-        if weight is not module._parameters.get("weight") or module in self._sharded or dispatch_modes():
+        is_seen = not all(hasattr(mode, "sees_copies") for mode in dispatch_modes())
+        if weight is not module._parameters.get("weight") or module in self._sharded or is_seen:
             return quantize_weight(weight, scaling, is_transposed)
         how, kept = QuantizedBy(scaling, is_transposed), self._quantized.setdefault(module, {})
         copy = kept[how] = self._copies.find(weight, how)

@@ -1,0 +1,112 @@
+"""What recipes of 8 and 4 bits make of the operands of linear layers, in one forward and backward of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise._guard import Guard
+from castwise._torch_private import is_backward_running
+from castwise.monitor import names
+from castwise.monitor.host_copies import Arrivals
+from castwise.recipes.observers import OBSERVERS, Telling
+from castwise.recipes.scalings import Float8, Quantized, Scaling
+
+_OPERANDS = ("input", "weight", "grad_output")
+# What rounds to the largest number of a format reaches up to half a step above it; the rest is saturated.
+_ROUNDED_TO_LARGEST = {"e4m3": 464 / 448, "e5m2": 61440 / 57344, "e2m1": 7 / 6}
+
+
+class QuantizedLayers:
+    """Measures quantized operands while it watches: of each layer those of one forward and backward.
+
+    Args:
+        model: Whose layers are measured.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._guard = Guard()
+        self._labels: dict[nn.Module, str] = {}
+        self._found: dict[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """Measure what comes next."""
+        self._labels, self._found = {}, {}
+        if self not in OBSERVERS:
+            OBSERVERS.append(self)
+
+    def stop(self) -> QuantizedSample | None:
+        """Return what was measured, if anything was, and stop."""
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
+        found, labels, self._found, self._labels = self._found, self._labels, {}, {}
+        return QuantizedSample(self._model, labels, found) if found else None
+
+    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+        """Do nothing: only operands are measured."""
+        return nullcontext()
+
+    def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
+        """Measure an operand, if it is the first of its kind."""
+        is_forward = operand != "grad_output"
+        if operand not in _OPERANDS or (telling.layer, operand) in self._found:
+            return
+        if not telling.wants_gradients or (is_forward and is_backward_running()):  # a validation, a checkpoint
+            return
+        with self._guard:
+            self._labels[telling.layer] = telling.label
+            self._found[telling.layer, operand] = _measured(tensor, by, to)
+
+
+class QuantizedSample:
+    """What was measured in a step, on its way to the host.
+
+    Args:
+        model: With the names of the layers.
+        labels: By layer its recipe, and what computes it.
+        found: Results of `_measured` by layer and operand.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        labels: Mapping[nn.Module, str],
+        found: Mapping[tuple[nn.Module, str], torch.Tensor],
+    ) -> None:
+        self._labels = {name: labels[layer] for name, layer in names.modules(model).items() if layer in labels}
+        of_layer = {layer: name for name, layer in names.modules(model).items()}
+        self._arrivals = Arrivals(
+            {(of_layer[layer], operand): one for (layer, operand), one in found.items() if layer in of_layer}
+        )
+
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """Return what a sample's record says of layers with recipes; on an accelerator this waits until all is there.
+
+        Returns:
+            By layer its `recipe`, and for `input`, `weight` and `grad_output`: `saturated`, the share of elements
+            beyond the largest number of the format; `flushed`, the share that became zero and was not;
+            `relative_error`, the 2-norm of the error over that of the operand; `scale`, the smallest and the largest
+            number that elements were divided by.
+        """
+        layers: dict[str, dict[str, Any]] = {name: {"recipe": label} for name, label in self._labels.items()}
+        for (name, operand), numbers in self._arrivals.wait().items():
+            saturated, flushed, error, smallest, largest = (float(f"{number:.4g}") for number in numbers.tolist())
+            shares = {"saturated": saturated, "flushed": flushed, "relative_error": error}
+            layers[name][operand] = {**shares, "scale": [smallest, largest]}
+        return layers
+
+
+def _measured(operand: torch.Tensor, by: Scaling, to: Quantized) -> torch.Tensor:
+    """Return the five numbers of an operand's record, in its order."""
+    with torch.no_grad():
+        given, kept = operand.float(), by.dequantize(to)
+        beyond = (to.values.float().abs() == by.largest) & (given.abs() > kept.abs() * _ROUNDED_TO_LARGEST[by.numbers])
+        error = torch.linalg.vector_norm(given - kept) / torch.linalg.vector_norm(given)
+        scale = to.scale.reciprocal() if isinstance(by, Float8) else to.scale
+        flushed = ((kept == 0) & (given != 0)).float().mean()
+        return torch.stack([beyond.float().mean(), flushed, error, scale.amin(), scale.amax()])
