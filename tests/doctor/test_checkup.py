@@ -16,6 +16,7 @@ import torch
 
 from castwise.amp.emulation import is_native_here
 from castwise.doctor import checkup
+from castwise.recipes.recipe import RECIPES, runs_natively
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "integrations" / "doctor.md"
 
@@ -44,6 +45,23 @@ def test_every_key_is_documented_and_every_value_is_json(monkeypatch: pytest.Mon
         *map(is_native_here, (torch.bfloat16, torch.float16)),
     ]
     assert cpu["capability"] is cpu["memory_bytes"] is None
+    assert cpu["recipes"] == dict.fromkeys(RECIPES, False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((8, 0), []),
+        ((8, 9), ["float8_tensorwise"]),
+        ((9, 0), ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"]),
+    ],
+)
+def test_recipes_are_native_from_some_capability_on(
+    capability: tuple[int, int], native: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert [name for name, recipe in RECIPES.items() if runs_natively(recipe, "cuda")] == native
 
 
 @pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="limits only an x86 CPU")

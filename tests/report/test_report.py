@@ -321,3 +321,21 @@ def test_a_step_function_is_its_changes() -> None:
     assert changes([]) == []
     assert [list(each) for each in in_buckets(range(5), 2)] == [[0, 1], [2, 3, 4]]
     assert in_buckets([], 3) == []
+
+
+def test_layers_in_8_and_4_bits_have_a_table_of_what_was_lost(tmp_path: Path) -> None:
+    def operand(error: float | str, flushed: float) -> dict[str, Any]:
+        return {"saturated": 0.0, "flushed": flushed, "relative_error": error, "scale": [0.5, 2.0]}
+
+    layers = [
+        {EVIL: {"recipe": "mxfp8 (emulated)", "input": operand(error, flushed), "weight": operand("nan", 0.0)}}
+        for error, flushed in ((0.02, 0.25), (0.04, 0.0), ("inf", 0.0))
+    ]
+    samples = [{**sample(i + 1, 1.0, {}, {}), "quantized": layers[i]} for i in range(3)]
+    new = write(tmp_path / "new", *(step(i + 1, 1.0) for i in range(3)), *samples)
+    write_report([Run.read(new)], tmp_path / "new.html")
+    text = " ".join(Page(tmp_path / "new.html").text.split())
+    assert "mxfp8 (emulated)input 3% 25% 0% 0.5 to 2" in text
+    assert "mxfp8 (emulated)weight nan% 0% 0%" in text
+    write_report([Run.read(write(tmp_path / "old", step(1, 1.0)))], tmp_path / "old.html")
+    assert "Layers in 8 and 4 bits" not in Page(tmp_path / "old.html").text

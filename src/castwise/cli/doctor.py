@@ -42,6 +42,7 @@ def _print(found: Checkup) -> None:
         console.rule(Text(f"{device['device']}: {device['name']}"))
         console.print(Text("; ".join(_facts(device))))
         console.print(_formats(device["formats"]))
+        console.print(Text(_recipes(device["recipes"])))
         console.print(_advice(device["recommendation"]))
     console.rule("notes")
     for note in found.notes:
@@ -66,6 +67,12 @@ def _facts(device: dict[str, Any]) -> list[str]:
     facts = [f"{threads} thread{'s' * (threads != 1)}", f"torch's own kernels use {device['vectors']}"]
     facts += [f"units for {name}: {', '.join(units[name]) or 'none'}" for name in units]
     return facts + ([f"the environment has {device['limit']}"] if device["limit"] else [])
+
+
+def _recipes(native: dict[str, bool]) -> str:
+    kinds = {"computed by units": True, "emulated": False}
+    named = {kind: [name for name in native if native[name] is by_units] for kind, by_units in kinds.items()}
+    return "recipes of a policy " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items() if names)
 
 
 def _formats(formats: list[dict[str, Any]]) -> Table:

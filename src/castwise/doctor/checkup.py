@@ -14,6 +14,7 @@ from castwise.doctor.advice import Recommendation, recommend
 from castwise.doctor.formats import DTYPES, Native, of_device, to_try
 from castwise.doctor.notes import Note, notes_on
 from castwise.doctor.speed import Progress, Quartiles, Speed, measure
+from castwise.recipes.recipe import RECIPES, runs_natively
 
 BUDGET_S = 6.0
 
@@ -32,6 +33,7 @@ class Device:
         capability: Of an NVIDIA GPU, its compute capability.
         memory_bytes: Of an NVIDIA or AMD GPU.
         native: By format, whether there are units for it; None where that is not known.
+        recipes: By recipe of 8 or 4 bits, whether torch's kernels compute it natively; it is emulated elsewhere.
         speeds: By format, the speed of matrix products, or why it was not measured.
         recommendation: What to train with.
     """
@@ -45,6 +47,7 @@ class Device:
     capability: tuple[int, int] | None
     memory_bytes: int | None
     native: Native
+    recipes: dict[str, bool]
     speeds: dict[str, Speed | str]
     recommendation: Recommendation
 
@@ -102,6 +105,7 @@ def examine(progress: Progress = lambda *_: None) -> Checkup:
 
 def _examine(device: torch.device, budget_s: float, progress: Progress) -> Device:
     native = of_device(device)
+    recipes = {name: runs_natively(recipe, device) for name, recipe in RECIPES.items()}
     speeds = measure(device, to_try(native), budget_s, progress)
     recommendation = recommend(device.type, native, speeds)
     if device.type == "cpu":
@@ -116,6 +120,7 @@ def _examine(device: torch.device, budget_s: float, progress: Progress) -> Devic
             capability=None,
             memory_bytes=None,
             native=native,
+            recipes=recipes,
             speeds=speeds,
             recommendation=recommendation,
         )

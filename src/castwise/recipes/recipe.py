@@ -86,19 +86,19 @@ def why_not_for(module: nn.Module, rule: str) -> str | None:
     return None
 
 
-@functools.cache
-def runs_natively(recipe: Recipe, device: str) -> bool:
+def runs_natively(recipe: Recipe, device: str | torch.device) -> bool:
     """Return True if torch has kernels for a recipe on a device, whose units are made for it.
 
     torch's kernels for CPUs compute the same products, but many times slower than in bf16.
 
     Args:
         recipe: The recipe.
-        device: The `type` of a device.
+        device: A device, or its `type`.
     """
-    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
-    return recipe.capability is not None and torch.cuda.get_device_capability() >= recipe.capability
+    return recipe.capability is not None and torch.cuda.get_device_capability(device) >= recipe.capability
 
 
 def runs_kernels(recipe: Recipe, backend: str, device: str) -> bool:

@@ -31,6 +31,7 @@ from castwise.report.figures import Figure, align
 from castwise.report.figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report.figures.maps import KINDS, MEASURES, heat_map
 from castwise.report.figures.timeline import timeline
+from castwise.report.quantized_operands import QuantizedOperand, quantized_operands
 from castwise.report.record_numbers import number
 from castwise.report.run_facts import RunFacts, shown
 from castwise.report.verdicts import Verdict, judge
@@ -61,6 +62,7 @@ class RunView:
         verdict: The advice for it.
         worst: Its modules, those nearest to trouble first.
         figures: Plotly figures by name.
+        quantized: What recipes of 8 and 4 bits made of operands.
     """
 
     label: str
@@ -69,6 +71,7 @@ class RunView:
     verdict: Verdict
     worst: list[WorstModule]
     figures: Mapping[str, Figure]
+    quantized: list[QuantizedOperand]
 
     @classmethod
     def of(cls, label: str, number: int, run: Run) -> RunView:
@@ -86,7 +89,7 @@ class RunView:
             }
             figures.update({measure.key: {**heat_map(measure, facts, rows), **first} for measure in MEASURES})
             figures["histogram"] = histogram(run.samples, rows["gradients"])
-        return cls(label, number, facts, judge(facts), worst, figures)
+        return cls(label, number, facts, judge(facts), worst, figures, quantized_operands(run.samples))
 
     @property
     def diagnosed(self) -> list[Diagnosed]:
