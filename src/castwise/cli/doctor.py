@@ -70,9 +70,9 @@ def _facts(device: dict[str, Any]) -> list[str]:
 
 
 def _recipes(native: dict[str, bool]) -> str:
-    kinds = {"computed by units": True, "emulated": False}
+    kinds = {"recipes computed by units": True, "recipes emulated": False}
     named = {kind: [name for name in native if native[name] is by_units] for kind, by_units in kinds.items()}
-    return "recipes of a policy " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items() if names)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items() if names)
 
 
 def _formats(formats: list[dict[str, Any]]) -> Table:

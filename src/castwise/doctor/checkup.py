@@ -135,6 +135,7 @@ def _examine(device: torch.device, budget_s: float, progress: Progress) -> Devic
         capability=torch.cuda.get_device_capability(device) if is_cuda and torch.version.hip is None else None,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
         native=native,
+        recipes=recipes,
         speeds=speeds,
         recommendation=recommendation,
     )
