@@ -83,7 +83,7 @@ def test_torchs_kernels_compute_the_same_products(recipe: str) -> None:
 
 
 def in_fp64(scaling: Scaling, operand: torch.Tensor) -> torch.Tensor:
-    return scaling.dequantize(scaling.quantize(operand)).double()
+    return scaling.dequantize_(scaling.quantize(operand)).double()
 
 
 def by_hand(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor, recipe: Recipe) -> Results:

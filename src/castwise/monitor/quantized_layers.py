@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,8 +18,6 @@ from castwise.recipes.observers import OBSERVERS, Telling
 from castwise.recipes.scalings import Float8, Quantized, Scaling
 
 _OPERANDS = ("input", "weight", "grad_output")
-# What rounds to the largest number of a format reaches up to half a step above it; the rest is saturated.
-_ROUNDED_TO_LARGEST = {"e4m3": 464 / 448, "e5m2": 61440 / 57344, "e2m1": 7 / 6}
 
 
 class QuantizedLayers:
@@ -104,8 +103,11 @@ class QuantizedSample:
 def _measured(operand: torch.Tensor, by: Scaling, to: Quantized) -> torch.Tensor:
     """Return the five numbers of an operand's record, in its order."""
     with torch.no_grad():
-        given, kept = operand.float(), by.dequantize(to)
-        beyond = (to.values.float().abs() == by.largest) & (given.abs() > kept.abs() * _ROUNDED_TO_LARGEST[by.numbers])
+        given, kept, numbers = operand.float(), by.dequantize_(to._replace(values=to.values.clone())), by.numbers
+        # What rounds to the largest number reaches up to half a step above it; the rest is saturated.
+        step = 2.0 ** (math.floor(math.log2(numbers.largest)) - numbers.mantissa_bits)
+        rounded = kept.abs() * (1 + step / 2 / numbers.largest)
+        beyond = (to.values.abs() == numbers.largest) & (given.abs() > rounded)
         error = torch.linalg.vector_norm(given - kept) / torch.linalg.vector_norm(given)
         scale = to.scale.reciprocal() if isinstance(by, Float8) else to.scale
         flushed = ((kept == 0) & (given != 0)).float().mean()

@@ -39,8 +39,8 @@ def linear(
         weight: Of shape (outputs, inputs), of any floating-point dtype.
         bias: Of shape (outputs,), or None.
         recipe: The recipe, which takes numbers of inputs and outputs such as these.
-        uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed in fp32, of
-            the numbers that the quantized operands stand for.
+        uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed of the
+            numbers that the quantized operands stand for, in fp32, or in bf16 if that holds these.
         weights: Quantizes the weight.
         tell: Tells observers, if there are any.
     """
@@ -116,13 +116,22 @@ def _product(
 ) -> torch.Tensor:
     """Return the product of a quantized operand and of the transpose of another one."""
     if uses_kernels:
-        return _scaled_mm(left, right, dtype)
-    return _mm(of_left.dequantize(left), of_right.dequantize(right).t()).to(dtype)
+        return _scaled_mm(_as_stored(left, of_left), _as_stored(right, of_right), dtype)
+    numbers, others = of_left.dequantize_(left), of_right.dequantize_(right).t()
+    if dtype is torch.bfloat16 and of_left.fits_bf16 and of_right.fits_bf16:
+        return _mm(numbers.bfloat16(), others.bfloat16())
+    return _mm(numbers, others).to(dtype)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     # With `out=`, as autocast leaves that alone: a backward may be called in a region.
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+
+
+def _as_stored(quantized: Quantized, by: Scaling) -> Quantized:
+    """Return an operand with its values in the dtype of 8 bits that kernels take."""
+    assert by.numbers.dtype is not None
+    return quantized._replace(values=quantized.values.to(by.numbers.dtype))
 
 
 def _scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from castwise._warnings import warn
-from castwise.recipes.scalings import Float8, Mxfp8, Nvfp4, Scaling
+from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Nvfp4, Scaling
 
 BACKENDS = ("auto", "emulated", "torch", "torchao")
 
@@ -41,10 +41,9 @@ class Recipe:
     capability: tuple[int, int] | None = None
 
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_TENSOR, _GRAD_TENSOR = Float8(_E4M3, (None, None)), Float8(_E5M2, (None, None))
-_ROW, _TENSOR_BY_2 = Float8(_E4M3, (1, None), power_of_2=True), Float8(_E4M3, (None, None), power_of_2=True)
-_ROW_OF_128, _SQUARE = Float8(_E4M3, (1, 128)), Float8(_E4M3, (128, 128))
+_TENSOR, _GRAD_TENSOR = Float8(E4M3, (None, None)), Float8(E5M2, (None, None))
+_ROW, _TENSOR_BY_2 = Float8(E4M3, (1, None), power_of_2=True), Float8(E4M3, (None, None), power_of_2=True)
+_ROW_OF_128, _SQUARE = Float8(E4M3, (1, 128)), Float8(E4M3, (128, 128))
 _MXFP8, _NVFP4 = Mxfp8(), Nvfp4()
 
 RECIPES = {

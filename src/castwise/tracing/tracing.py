@@ -26,7 +26,7 @@ from castwise.amp.autocast_mode import autocast
 from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.policy import Policy
 from castwise.recipes.observers import OBSERVERS, Telling
-from castwise.recipes.scalings import Quantized, Scaling
+from castwise.recipes.scalings import E2M1, Quantized, Scaling
 from castwise.tracing.batches import Batch, arguments_of
 from castwise.tracing.module_of_op import ModuleOfOp
 from castwise.tracing.op_by_op import call_op, without_compiler
@@ -200,10 +200,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._has_computed = False
             of = self._of(tensor) if "weight" in operand else "gradient" if "grad" in operand else "activation"
             phase = "forward" if operand in ("input", "weight") else "backward"
-            kind = (self._module_of_op.name() or "", phase, of, _name(tensor.dtype), by.numbers, "")
+            kind = (self._module_of_op.name() or "", phase, of, _name(tensor.dtype), by.numbers.name, "")
             total = self._casts.setdefault(kind, [0, 0])
             total[0] += 1
-            total[1] += _nbytes(tensor) + to.values.nbytes // (2 if by.numbers == "e2m1" else 1)
+            total[1] += _nbytes(tensor) + tensor.numel() * (4 if by.numbers is E2M1 else 8) // 8
 
     def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note that something was computed in memory that a cast has written."""

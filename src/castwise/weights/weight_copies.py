@@ -68,8 +68,9 @@ class Copy:
             self.quantized: Quantized | None = None
             if isinstance(dtype, QuantizedBy):
                 if why_not(param, is_quantized=True) is None:
-                    self.device, self.quantized = param.device.type, quantize_weight(self.elements, *dtype)
-                    self.low = self.quantized.values
+                    values, scale = quantize_weight(self.elements, *dtype)
+                    self.device, self.low = param.device.type, values.bfloat16()  # which holds them all
+                    self.quantized = Quantized(self.low, scale)
             elif dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
                 self.device, self.low = param.device.type, self.elements.to(dtype)
                 self.elements, self.low_elements = _in_memory_order(self.elements), _in_memory_order(self.low)
@@ -103,7 +104,7 @@ class Copy:
         """Return whether the parameter would be quantized to other numbers now: all of it, as scales belong to many."""
         assert self.quantized is not None
         now, kept = quantize_weight(self.elements, *how), self.quantized
-        differs = (now.values.view(torch.uint8) != kept.values.view(torch.uint8)).any()
+        differs = ((now.values != kept.values) & (now.values == now.values)).any()
         differs |= ((now.scale != kept.scale) & (now.scale == now.scale)).any()
         return bool(differs) if self.device == "cpu" else differs
 
