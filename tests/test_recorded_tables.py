@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TABLES = {
     "fidelity": "fidelity-cpu",
     "learning": "learning-cpu",
+    "recipes": "recipes-cpu",
     "fault_finding": "fault_finding-cpu",
     "planted_precision": "planted_precision-cpu",
     "tune": "tune-cpu",

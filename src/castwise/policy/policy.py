@@ -79,6 +79,12 @@ class Policy:
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
     * `"inherit"`: as around the module, to take it out of a wider pattern.
 
+    * a recipe of 8 or 4 bits, for the `nn.Linear` that it names or those inside of what it names: `"float8_tensorwise"`,
+      `"float8_rowwise"`, `"float8_rowwise_with_gw_hp"`, `"float8_blockwise"`, `"mxfp8"`, `"nvfp4"`. The output and both
+      gradients are products of operands that are quantized as the recipe says; operands and results are in the dtype
+      around the layer, the bias is added in it, and the weight stays what it is. With a `"?"` behind it, layers that
+      cannot take the recipe are left in the dtype around them.
+
     Where autocast is off, what modules and ops return that a rule has run in a low precision is cast to fp32.
 
     A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
@@ -116,10 +122,14 @@ class Policy:
         in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
             `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
             it is cast to the destination's. `"raise"`, the default, leaves the error to torch.
+        backend: What computes recipes. `"emulated"` computes them anywhere: it quantizes, dequantizes and multiplies in
+            fp32, or in bf16 where that is exact. `"torch"` uses `torch.nn.functional.scaled_mm`, and `"torchao"` its
+            `Float8Linear` (the extra `castwise[torchao]`); both have the first three recipes. `"auto"`, the default,
+            uses torch's kernels on devices with units for the recipe, and warns once where it emulates.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A dtype or `in_place` is not one of those allowed.
+        ValueError: A dtype, `in_place` or `backend` is not one of those allowed, or the backend lacks a recipe.
 
     Example:
         >>> import castwise
@@ -177,8 +187,13 @@ class Policy:
             TypeError: `model` is not a `torch.nn.Module`.
             ValueError: A key matches no module, an op is unknown, rules contradict each other (two spellings of an op,
                 two names of one module, a rule that others overrule everywhere), FSDP gathers the weights of a
-                module in another dtype than it computes in, or a rule could not hold (`nn.DataParallel`, a
-                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`).
+                module in another dtype than it computes in, a rule could not hold (`nn.DataParallel`, a
+                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`), or a layer cannot take its recipe (16, or
+                the block, does not divide its inputs and outputs; it is a convolution; it has a forward of its own).
+            ImportError: The backend is "torchao", and it is not installed.
+
+        Warns:
+            UserWarning: The backend "auto" emulates a recipe; once a process for each.
         """
         return bind(self, model)
 
