@@ -36,11 +36,12 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/fault_finding.py
 	$(BIN)/python benchmarks/planted_precision.py
 	$(BIN)/python benchmarks/tune.py
+	$(BIN)/python benchmarks/recipes.py
 	$(BIN)/python benchmarks/gradient_exponents.py
 	$(BIN)/python benchmarks/ranks_apart.py
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python examples/compare_schedules.py --write
-	for each in loss_scaling number_formats ranks step_traffic weight_bits; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
+	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
 # Other people's code under torch.amp and under castwise; ONLY=peft runs the rows with that in their names, and writes nothing.
 foreign: .venv-foreign/.ready

@@ -4,8 +4,8 @@
     python benchmarks/recipes.py
 
 Trains the demo's GPT from the same weights on the same batches, with five seeds each: in bf16, and with all linear
-layers of its blocks by each recipe, or all but those of the last block. What is compared is the loss of held-out data at
-the end. Then times a step of the demo's model by each recipe against one in bf16, in turns. Writes the results to
+layers of its blocks by each recipe, or all but those of the last block. What is compared is the loss of held-out data
+at the end. Then times a step of the demo's model by each recipe against one in bf16, in turns. Writes the results to
 benchmarks/results/recipes-cpu.json and the tables to benchmarks/README.md. Takes about ten minutes on two quiet cores.
 """
 

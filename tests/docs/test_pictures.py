@@ -17,7 +17,7 @@ from castwise.monitor.run import Run
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-SCRIPTS = ["loss_scaling", "number_formats", "ranks", "step_traffic", "weight_bits"]
+SCRIPTS = ["loss_scaling", "number_formats", "ranks", "step_traffic", "weight_bits", "recipes"]
 TINY = Size(layers=1, heads=1, width=8, context=4, batch=2)
 
 

@@ -77,13 +77,12 @@ class Policy:
       dataclasses are looked into) are cast to fp32. Lists and dicts that the module changes are changed for the caller,
       but what it writes in place to a tensor that was cast stays with the cast;
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
-    * `"inherit"`: as around the module, to take it out of a wider pattern.
-
-    * a recipe of 8 or 4 bits, for the `nn.Linear` that it names or those inside of what it names: `"float8_tensorwise"`,
-      `"float8_rowwise"`, `"float8_rowwise_with_gw_hp"`, `"float8_blockwise"`, `"mxfp8"`, `"nvfp4"`. The output and both
-      gradients are products of operands that are quantized as the recipe says; operands and results are in the dtype
-      around the layer, the bias is added in it, and the weight stays what it is. With a `"?"` behind it, layers that
-      cannot take the recipe are left in the dtype around them.
+    * `"inherit"`: as around the module, to take it out of a wider pattern;
+    * a recipe of 8 or 4 bits, for the `nn.Linear` that it names and for those inside what it names:
+      `"float8_tensorwise"`, `"float8_rowwise"`, `"float8_rowwise_with_gw_hp"`, `"float8_blockwise"`, `"mxfp8"` or
+      `"nvfp4"`. The output and both gradients are products of operands that are quantized as the recipe says. Operands
+      and results are in the dtype around the layer, and the weight stays what it is. With a `"?"` behind it, layers
+      that cannot take the recipe stay in the dtype around them.
 
     Where autocast is off, what modules and ops return that a rule has run in a low precision is cast to fp32.
 
