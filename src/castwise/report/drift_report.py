@@ -25,19 +25,7 @@ AT_FIRST = 40
 
 
 def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about what precisions do to a model.
-
-    Args:
-        found: What `compare` or `tune` has returned.
-        path: Where to write; an older file there is replaced.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
-        OSError: The page cannot be written.
-    """
+    """Write one HTML page about what `compare` or `tune` has returned; see `Drift.report`."""
     tuned: Any = found if hasattr(found, "frontier") else None
     drift: Any = found if tuned is None else tuned.drift
     environment, plotly_js = report._environment(), report._plotly_js()
