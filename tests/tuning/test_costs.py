@@ -24,7 +24,8 @@ class Block(nn.Module):
 
 def test_flops_are_those_of_each_modules_own_products() -> None:
     model, (batch, tokens) = Block(), (2, 5)
-    with Watch(model) as watch, OwnFlops(watch) as flops:
+    flops = OwnFlops()
+    with Watch(model) as watch, flops.counting, watch.telling(flops):
         model(torch.randn(batch, tokens, 8))
     counts = {tap.name: count for tap, count in flops.counts.items() if count}
     assert counts["qkv"] == 2 * batch * tokens * 8 * 24

@@ -64,6 +64,7 @@ class Tap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or let the run in progress do so."""
+        self._watch.on_call()
         run = self._watch.run
         return self.forward(*args, **kwargs) if run is None else run.call(self, args, kwargs)
 
@@ -84,10 +85,12 @@ class Watch:
 
     Args:
         model: The model, unwrapped.
+        on_call: Is called before each module; may raise.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_call: Callable[[], None] = lambda: None) -> None:
         self.run: Run | None = None
+        self.on_call = on_call
         named = {module: name for name, module in reversed(list(named_modules(model)))}
         self.taps = [
             Tap(name, module, self)

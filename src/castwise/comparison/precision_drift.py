@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,15 +18,16 @@ from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
+from castwise.comparison.interrupts import Interrupts
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
 from castwise.comparison.module_calls import Call, ReferenceRun, Site, Tap, Watch, forgetting_graph
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
-from castwise.comparison.precisions import Precision, is_sharded
+from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
 from castwise.comparison.starting_point import StartingPoint
 from castwise.diagnosis.diagnosis import diagnose
 from castwise.diagnosis.replay import gradients_of, unchanged
-from castwise.policy.bound_policy import BoundPolicy, is_bound_to
+from castwise.policy.bound_policy import BoundPolicy
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
 
@@ -177,6 +178,7 @@ class Comparison:
             raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
         self._reference, self._with_gradients, self._vary, self._band = reference, gradients, vary, (low, high)
         self.device = device_of(self.model)
+        self.interrupts = Interrupts()
 
     def drift(
         self, batches: Any, policies: Mapping[str, Policy | BoundPolicy], progress: Progress | None = None
@@ -207,6 +209,7 @@ class Comparison:
                     one.run_backward(variants)
                 if self._with_gradients:
                     for variant in variants:
+                        self.interrupts.let_through()
                         with self._refusals_noted(variant, variants):
                             one.add_gradients(variant)
             if progress is not None:
@@ -239,7 +242,6 @@ class Comparison:
         self, batches: list[Any], policies: Mapping[str, Policy | BoundPolicy]
     ) -> Iterator[tuple[Watch, Precision, list[_Variant]]]:
         """Bind what is not bound, and put everything back afterwards."""
-        newly_bound: list[BoundPolicy] = []
 
         def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
             if isinstance(policy, BoundPolicy):
@@ -249,13 +251,10 @@ class Comparison:
                 return policy
             if not isinstance(policy, Policy):
                 raise TypeError(f"{name} must be a castwise.Policy, bound or not, got {type(policy).__name__}")
-            was_bound = is_bound_to(policy, self.model) is not None
-            found = policy.bind(self.model)
-            if not was_bound:
-                newly_bound.append(found)
-            return found
+            return stack.enter_context(bound_for_now(policy, self.model))
 
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self.interrupts)
             if isinstance(self._reference, (Policy, BoundPolicy)):
                 reference = Precision(self.device, bound(self._reference, "reference"))
             else:
@@ -275,10 +274,7 @@ class Comparison:
             if self._vary is not None:
                 variants.append(self._variant(self._vary, reference, self._vary))
             with restored(self.model, batches):
-                yield Watch(self.model), reference, variants
-        finally:
-            for each in reversed(newly_bound):
-                each.unbind()
+                yield Watch(self.model, self.interrupts.let_through), reference, variants
 
     def _variant(self, name: str, precision: Precision, vary: str | None = None) -> _Variant:
         policy = None if vary or precision.bound is None else precision.bound.policy
@@ -575,8 +571,8 @@ def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
 def _without_warnings_of_emulation() -> Iterator[None]:
     """Keep regions from warning of formats that the CPU emulates: the notes say so."""
     before = set(SETTLED)
-    SETTLED.update({torch.float16, torch.bfloat16})
     try:
+        SETTLED.update({torch.float16, torch.bfloat16})
         yield
     finally:
         SETTLED.intersection_update(before)

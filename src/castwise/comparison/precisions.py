@@ -13,8 +13,9 @@ from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.thread_state import THREAD
 from castwise.comparison.errors import local
-from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.casting import in_native_state, native_state_of
+from castwise.policy.policy import Policy
 
 
 class Precision:
@@ -143,11 +144,11 @@ class Region(NamedTuple):
     def again(self, device: str) -> Iterator[None]:
         """Let it hold in this thread for a while, also in a backward."""
         before = THREAD.state
-        # In a backward a module with rules looks up the state of the forward that checkpointing runs again, unless
-        # it is told that this is known already.
-        THREAD.state = None if self.state is None else self.state._replace(again=True)
         mode = None if self.state is None else self.state.bound.mode()
         try:
+            # In a backward a module with rules looks up the state of the forward that checkpointing runs again, unless
+            # it is told that this is known already.
+            THREAD.state = None if self.state is None else self.state._replace(again=True)
             with mode or nullcontext():
                 if self.native is None:
                     yield
@@ -167,6 +168,18 @@ class Region(NamedTuple):
             return True
         bound = self.state.bound
         return not (self.state.ops and bound.op_rules) and bound.key not in getattr(forward, "rules", ())
+
+
+@contextmanager
+def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
+    """Bind a policy for a while; one that is bound already stays so."""
+    was_bound = is_bound_to(policy, model) is not None
+    try:
+        yield policy.bind(model)
+    finally:
+        bound = None if was_bound else is_bound_to(policy, model)
+        if bound is not None:
+            bound.unbind()
 
 
 def is_sharded(model: nn.Module) -> bool:

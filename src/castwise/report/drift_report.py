@@ -35,6 +35,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
         drift=drift,
         tuned=tuned,
         not_tried=() if tuned is None else tuned.not_tried,
+        not_called=found.not_called,
         summary=drift.summary_rows(),
         policies=[{"name": each.name, "rows": [_row(module) for module in each.modules]} for each in shown],
         max_name=report.MAX_NAME,
