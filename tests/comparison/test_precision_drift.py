@@ -387,6 +387,109 @@ def test_activation_checkpointing_changes_no_figure(use_reentrant: bool) -> None
     assert figures[0] == figures[1]
 
 
+class Checkpointed(nn.Module):
+    """Attention, a shared layer and a function in checkpoints, or outside of any."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.last = nn.Linear(8, 8), nn.Linear(8, 8), Attention()
+        self.use_reentrant = use_reentrant
+
+    def run(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return function(x)
+        return checkpoint(function, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(lambda x: self.shared(self.shared(x).tanh()), self.first(x))
+        return self.run(self.last, self.run(self.shared, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_shared_modules_and_of_functions_change_no_figure(use_reentrant: bool) -> None:
+    expected, found = (
+        castwise.compare(Checkpointed(kind), [batch()], BF16, loss=F.cross_entropy)["bf16"]
+        for kind in (None, use_reentrant)
+    )
+    assert {module.name for module in expected.modules if module.effect} == {
+        *("", "first", "shared", "last", "last.qkv", "last.out")
+    }
+    assert [(module.name, module.effect) for module in found.modules] == [
+        (module.name, pytest.approx(module.effect, rel=1e-6)) for module in expected.modules
+    ]
+
+
+def test_a_reentrant_checkpoint_without_gradients_in_training_has_none_in_the_reference() -> None:
+    model = Checkpointed(use_reentrant=True)
+    model.first.requires_grad_(False)
+    x, target = batch()
+    F.cross_entropy(model(x), target)
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)
+    assert drift["bf16"].summary.gradient_cosine is None
+    assert {module.effect for module in drift["bf16"].modules if module.name} == {None}
+    assert "the loss has no gradient, so effects are not known" in drift.notes
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = model, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))  # type: ignore[no-any-return]
+
+    drift = castwise.compare(Head(), [(x, target)], BF16, loss=F.cross_entropy)
+    assert drift["bf16"]["body.shared"].gradients is None
+    assert drift["bf16"]["body.shared"].effect is None
+    assert drift["bf16"].summary.gradient_cosine == pytest.approx(1.0, abs=1e-3)
+    assert drift["bf16"]["head"].effect
+    assert "bf16: body.shared runs under torch.no_grad(), so its effect is not known" in drift.notes
+
+
+def test_the_effect_of_a_module_whose_output_is_detached_is_not_known() -> None:
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).detach())  # type: ignore[no-any-return]
+
+    drift = castwise.compare(Detaching(), [batch()], {**BF16, **FP32}, loss=F.cross_entropy)
+    assert drift["bf16"]["first"].effect is None
+    assert drift["bf16"]["first"].introduced is not None
+    assert drift["bf16"]["last"].effect
+    assert drift["fp32"]["first"].effect == 0.0  # it has no errors
+    assert drift.notes == (
+        "bf16: first gets no gradient, as what it returns is detached or not used, so its effect is not known",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_computes_are_those_of_the_run(wrap: Any, training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4)).train(training)
+    x, target = batch()
+    attribute = model[0].weight
+    drift = castwise.compare(model, [(x, target)], {**BF16, **FP32}, loss=F.cross_entropy, reference="float64")
+    assert model[0].weight is attribute
+    assert drift.notes == ()
+    for name, low, high in (("bf16", 1e-3, 1e-2), ("fp32", 1e-9, 1e-6)):
+        assert low < relative_rms(drift[name]["0"].introduced) < high
+        assert drift[name]["0"].effect
+    recurrent = nn.Sequential(wrap(nn.LSTM(8, 4), "weight_hh_l0")).train(training)
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], target)
+
+    drift = castwise.compare(recurrent, [(x, target)], FP32, loss=loss, reference="float64")
+    assert drift.notes == ()
+    assert 1e-9 < relative_rms(drift["fp32"]["0"].introduced) < 1e-6
+
+
 def test_a_recurrent_layer_keeps_its_weights_in_the_reference_too() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -533,6 +636,20 @@ def test_a_module_that_mixes_samples_is_the_first_in_the_noise(vary: Any, refere
     assert drift.noise.summary.gradient_cosine is not None
 
 
+@pytest.mark.parametrize("vary", ["batch_size", "batch_order"])
+def test_samples_that_would_get_other_random_numbers_are_refused(vary: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=rf"vary='{vary}' .* other random numbers from '1': call model.eval\(\)"):
+        castwise.compare(model, [batch()], loss=F.cross_entropy, vary=vary)
+    assert castwise.compare(model.eval(), [batch()], loss=F.cross_entropy, vary=vary).noise is not None
+
+    def augmented(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0] * random.random()), batch[1])
+
+    with pytest.raises(ValueError, match="other random numbers from the forward"):
+        castwise.compare(model, [batch()], forward=augmented, vary=vary)
+
+
 def test_with_forward_samples_one_by_one_have_the_mean_of_their_losses() -> None:
     model, (x, target) = mlp(), batch()
     drift = castwise.compare(
@@ -619,10 +736,10 @@ class State:
 class Changing(nn.Module):
     """Writes to whatever it can reach, and raises when told."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool) -> None:
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
-        self.last, self.scale = nn.Linear(8, 4), nn.Identity()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5 * draws)
+        self.last, self.scale, self.draws = nn.Linear(8, 4), nn.Identity(), draws
         self.register_buffer("count", torch.zeros(()))
         self.error: Callable[[], BaseException] | None = None
         self.calls, self.fail_at = 0, -1
@@ -631,19 +748,20 @@ class Changing(nn.Module):
         self.calls += 1
         if self.calls == self.fail_at and self.error is not None:
             raise self.error()
-        self.count = self.count + random.random()
+        self.count = self.count + (random.random() if self.draws else 1.0)
         self.first.weight.data.mul_(1.01)
         self.train(not self.training) if self.calls % 2 else None
         self.scale(self.norm.weight)
         return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("vary", [None, "batch_order"])
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("fail_at", [-1, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseException]) -> None:
+def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseException], vary: Any) -> None:
     torch.manual_seed(0)
-    model, (x, target) = Changing(), batch()
+    model, (x, target) = Changing(draws=vary is None), batch()
     F.cross_entropy(model(x), target).backward()
     model.fail_at, model.error = fail_at + model.calls if fail_at > 0 else -1, lambda: error("planted")
     state = State(model, [x, target])
@@ -651,7 +769,7 @@ def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseEx
 
     def run() -> Drift:
         return castwise.compare(
-            model, [(x, target)] * 2, {"p": policy}, loss=F.cross_entropy, reference=reference, vary="batch_order"
+            model, [(x, target)] * 2, {"p": policy}, loss=F.cross_entropy, reference=reference, vary=vary
         )
 
     with contextlib.suppress(error):  # what a module raises where it is called again by itself is a note
@@ -662,9 +780,7 @@ def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseEx
 def test_two_comparisons_of_one_model_have_the_same_figures() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
-    first, second = (
-        castwise.compare(model, [batch()], BF16, loss=F.cross_entropy, vary="batch_order") for _ in range(2)
-    )
+    first, second = (castwise.compare(model, [batch()], BF16, loss=F.cross_entropy) for _ in range(2))
     assert first == second
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -121,14 +122,17 @@ class Call:
     """One call of a module in the reference."""
 
     __slots__ = (
-        *("tap", "number", "region", "arguments", "shapes", "output", "children", "passed", "sites"),
-        *("random_before", "random_after", "writes_arguments", "writes_buffers"),
+        *("tap", "number", "region", "arguments", "attributes", "shapes", "output", "parent", "children"),
+        *("passed", "sites", "random_before", "random_after", "writes_arguments", "writes_buffers"),
+        "__weakref__",
     )
 
     def __init__(self, tap: Tap, number: int, region: Region, arguments: Kept, random: RandomState) -> None:
         self.tap, self.number, self.region, self.arguments = tap, number, region, arguments
+        self.attributes = attributes_of(tap.module)
         self.shapes: list[torch.Size] = []
         self.output: Kept | None = None
+        self.parent: weakref.ref[Call] | None = None  # weak, so that what no gradient is waited for is freed at once
         self.children: list[Call] = []
         self.passed: list[Passed] = []
         self.sites: set[Site] = set()  # those that are to get a gradient
@@ -202,13 +206,15 @@ class ReferenceRun:
     Args:
         device: The `type` of the model's device.
         written: What the code of the model overwrites in place, as an earlier run has found: it is copied.
+        adds_gradients: Whether outputs that do not depend on a trained weight get a gradient as well.
     """
 
-    def __init__(self, device: str, written: Written) -> None:
+    def __init__(self, device: str, written: Written, adds_gradients: bool = True) -> None:
         self.calls: dict[Key, Call] = {}
         self.sources: list[torch.Tensor] = []
         self.on_gradients: Callable[[Call, dict[Site, torch.Tensor]], None] | None = None
-        self._device, self._written = device, written
+        self.reached: set[Key] = set()
+        self._device, self._written, self._adds_gradients = device, written, adds_gradients
         self._numbers: Counter[Tap] = Counter()
         self._running: list[_Running] = []
         self._without_gradient: dict[Tap, list[Call]] = {}
@@ -230,6 +236,7 @@ class ReferenceRun:
         outer = self._running[-1] if self._running else None
         if outer is not None:
             outer.call.children.append(call)
+            call.parent = weakref.ref(outer.call)
             for place, tensor in outer.add((args, kwargs)):
                 self._listen(outer.call, ("passed", len(outer.call.passed)), tensor)
                 outer.call.passed.append(Passed(call, call.arguments, place))
@@ -247,7 +254,7 @@ class ReferenceRun:
         call.writes_buffers = buffers != [version(buffer) for buffer in tap.module.buffers(recurse=False)]
         if not torch.is_grad_enabled():
             self._without_gradient.setdefault(tap, []).append(call)
-        elif any(map(_lacks_gradient, direct_tensors(output))):
+        elif self._adds_gradients and any(map(_lacks_gradient, direct_tensors(output))):
             output = tree_map(self._with_gradient, output)
         call.output = Kept(output, written[1])
         self.calls[tap, number] = call
@@ -265,9 +272,14 @@ class ReferenceRun:
                 found[key] = places
         return found
 
-    def without_gradient(self) -> list[Call]:
-        """List the calls that ran without gradients, and were not run again with them in the backward."""
-        return [call for calls in self._without_gradient.values() for call in calls]
+    def without_gradient(self) -> set[Key]:
+        """Return which calls ran without gradients, and were not run again with them in the backward."""
+        return {(tap, call.number) for tap, calls in self._without_gradient.items() for call in calls}
+
+    def drawing(self) -> list[str]:
+        """Return the names of the modules whose own ops draw random numbers."""
+        found = [call for call in self.calls.values() if call.draws and not any(each.draws for each in call.children)]
+        return list(dict.fromkeys(call.tap.name for call in found))
 
     def end_backward(self) -> None:
         """Hand over the gradients whose calls wait for others in vain."""
@@ -275,12 +287,28 @@ class ReferenceRun:
             self._hand_over(next(iter(self._arrived)))
 
     def _again(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Reentrant checkpointing runs a module first without gradients, and what it makes the second time gets them.
+        call = self._waiting(tap, (args, kwargs)) if torch.is_grad_enabled() else None
+        parent = None if call is None or call.parent is None else call.parent()
+        if parent is not None:
+            given = direct_tensors((args, kwargs))
+            for number, passed in enumerate(parent.passed):
+                if passed.child is call:
+                    self._listen(parent, ("passed", number), given[passed.place])
         output = tap.forward(*args, **kwargs)
-        # Reentrant checkpointing runs a module first without gradients, and its second outputs get them.
-        waiting = self._without_gradient.get(tap)
-        if waiting and torch.is_grad_enabled():
-            self._listen_to_outputs(waiting.pop(), output)
+        if call is not None:
+            self._listen_to_outputs(call, output)
         return output
+
+    def _waiting(self, tap: Tap, arguments: Any) -> Call | None:
+        """Return, and take off the list, the call without gradients that is now made again."""
+        given, waiting = tensors_in(arguments), self._without_gradient.get(tap, [])
+        for call in reversed(waiting):
+            kept = call.arguments.tensors
+            if len(kept) == len(given) and all(map(torch.equal, kept, given)):
+                waiting.remove(call)
+                return call
+        return None
 
     def _with_gradient(self, leaf: Any) -> Any:
         """Let what does not depend on a trained weight, such as the output of a frozen embedding, have a gradient."""
@@ -295,8 +323,14 @@ class ReferenceRun:
             self._listen(call, ("output", place), leaf)
 
     def _listen(self, call: Call, site: Site, tensor: torch.Tensor) -> None:
+        if not call.tap.has_own_ops:
+            return
+        if not torch.is_grad_enabled():
+            if site[0] == "passed":
+                call.sites.add(site)  # which reentrant checkpointing may make again, with a gradient
+            return
         # Its own ops have not made a leaf, such as a weight that it returns or passes on.
-        if not call.tap.has_own_ops or tensor.is_leaf or not torch.is_grad_enabled():
+        if tensor.is_leaf:
             return
         call.sites.add(site)
         self._most_bytes = max(self._most_bytes, tensor.nbytes)
@@ -316,6 +350,7 @@ class ReferenceRun:
         gradients = self._arrived.pop(call)
         self._bytes -= sum(gradient.nbytes for gradient in gradients.values())
         call.sites.difference_update(gradients)
+        self.reached.add((call.tap, call.number))
         if self.on_gradients is not None:
             self.on_gradients(call, gradients)
 
@@ -380,6 +415,7 @@ def call_again(
     device: str,
     weights: Callable[[nn.Module], AbstractContextManager[None]],
     region: Region,
+    attributes: Mapping[str, torch.Tensor],
     shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
     resized: Callable[[torch.Size], torch.Size] = lambda shape: shape,
 ) -> dict[Site, torch.Tensor]:
@@ -391,6 +427,7 @@ def call_again(
         device: The `type` of the model's device.
         weights: Makes a context in which a module has the weights that it is to be run with.
         region: In which to run it.
+        attributes: Tensors that hooks have computed for the module, see `attributes_of`.
         shown: Makes what the module is given of a tensor of the reference: of its arguments (with None and the place of
             the tensor), or of the output of a module that it calls.
         resized: Makes the shape of what is shown of the reference's.
@@ -413,6 +450,7 @@ def call_again(
         with (
             watch.telling(playback),
             weights(call.tap.module),
+            _with_attributes(call.tap.module, attributes),
             region.again(device),
             # Without gradients torch may take other kernels; what a backward would need is not kept.
             torch.enable_grad(),
@@ -433,6 +471,28 @@ def call_again(
 def forgetting_graph() -> saved_tensors_hooks:
     """Return a context in which forwards run as in training, but keep nothing for a backward."""
     return saved_tensors_hooks(_drop, _nothing_to_unpack)
+
+
+def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module has as plain attributes and that a hook may compute before each forward.
+
+    Such as the weights of torch's older weight norm and spectral norm, and of pruning.
+    """
+    if not module._forward_pre_hooks:
+        return {}
+    return {name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+@contextmanager
+def _with_attributes(module: nn.Module, attributes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def direct_tensors(value: Any) -> list[torch.Tensor]:

@@ -17,12 +17,16 @@ from castwise.comparison.module_calls import (
     Site,
     Tap,
     Watch,
+    attributes_of,
     call_again,
     dtypes_in,
     returned_tensors,
 )
 from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import Precision, Region
+
+_NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
+_NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in the reference, and the same one under a policy."""
@@ -35,11 +39,13 @@ class Note(NamedTuple):
         region: What held there.
         inputs: Dtypes of the tensors in its arguments.
         outputs: Dtypes of the tensors that it returned.
+        attributes: See `attributes_of`.
     """
 
     region: Region
     inputs: list[torch.dtype]
     outputs: list[torch.dtype]
+    attributes: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -101,8 +107,9 @@ class PolicyRun:
         self._numbers[tap] += 1
         inputs = dtypes_in((args, kwargs))
         region = Region.here(self._device)
+        attributes = attributes_of(tap.module)
         output = tap.forward(*args, **kwargs)
-        note = self._notes[tap, number] = Note(region, inputs, dtypes_in(output))
+        note = self._notes[tap, number] = Note(region, inputs, dtypes_in(output), attributes)
         sums = self._sums[tap]
         sums.calls += 1
         call = self._reference.calls.get((tap, number))
@@ -123,11 +130,12 @@ class PolicyRun:
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
 
-    def note_missing_gradient(self, call: Call) -> None:
-        """Note that a call got no gradient because it ran without any, unless it introduces no errors."""
-        key = call.tap, call.number
-        if call.tap.has_own_ops and key in self._notes and key not in self._exact:
-            self._sums[call.tap].lacks_gradient = "runs under torch.no_grad(), so its effect is not known"
+    def note_missing_gradients(self) -> None:
+        """Note which calls no gradient has reached, unless they introduce no errors."""
+        without_gradient = self._reference.without_gradient()
+        for key in self._notes.keys() - self._exact - self._reference.reached:
+            if key[0].has_own_ops:
+                self._sums[key[0]].lacks_gradient = _NO_GRAD if key in without_gradient else _NOT_REACHED
 
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
@@ -174,10 +182,13 @@ class PolicyRun:
             return rounded(child, place, tensor).to(tensor.dtype)
 
         try:
-            values = call_again(self._watch, call, self._device, self._weights, note.region, rounded, self._resized)
+            values = call_again(
+                *(self._watch, call, self._device, self._weights, note.region, note.attributes, rounded, self._resized)
+            )
             if self._rounds(call, note):
+                weights, attributes = self._expected.weights, call.attributes
                 expected = call_again(
-                    self._watch, call, self._device, self._expected.weights, call.region, rounded_and_back
+                    *(self._watch, call, self._device, weights, call.region, attributes, rounded_and_back)
                 )
             else:
                 expected = {site: self._of_reference(call.tensor(site)) for site in values}

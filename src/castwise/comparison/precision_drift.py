@@ -20,13 +20,22 @@ from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
 from castwise.comparison.interrupts import Interrupts
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
-from castwise.comparison.module_calls import Call, ReferenceRun, Site, Tap, Watch, forgetting_graph
+from castwise.comparison.module_calls import (
+    Call,
+    ReferenceRun,
+    Site,
+    Tap,
+    Watch,
+    Written,
+    attributes_of,
+    forgetting_graph,
+)
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
 from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
 from castwise.comparison.starting_point import StartingPoint
 from castwise.diagnosis.diagnosis import diagnose
-from castwise.diagnosis.replay import gradients_of, unchanged
+from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
 from castwise.policy.bound_policy import BoundPolicy
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
@@ -200,7 +209,7 @@ class Comparison:
             for number, batch in enumerate(found):
                 with watch:
                     one = _OneBatch(self._objective, watch, self.device, reference, batch, self._with_gradients)
-                    reference_losses.append(one.run_reference(number))
+                    reference_losses.append(one.run_reference(number, self._vary))
                     for place, variant in enumerate(variants):
                         if progress is not None:
                             progress("batches", number * len(variants) + place, steps)
@@ -350,12 +359,26 @@ class _OneBatch:
         self._gradients: list[torch.Tensor | None] = []
         self._params = [param for param in objective.model.parameters() if param.requires_grad]
 
-    def run_reference(self, number: int) -> float:
-        """Run the forward of the reference; return its loss."""
+    def run_reference(self, number: int, vary: str | None = None) -> float:
+        """Run the forward of the reference; return its loss.
+
+        Args:
+            number: Of the batch.
+            vary: See `compare`; refused if random numbers are drawn.
+        """
         self._run = self._forward_of_reference({})
         written = self._run.overwritten()
-        if written:  # in place, which is known only now
-            self._run = self._forward_of_reference(written)
+        # Reentrant checkpoints whose inputs have no gradient give none to the weights inside in training: so no input
+        # may get one here.
+        adds_gradients = not (self._params and self._run.sources and has_reentrant_checkpoint([self._loss]))
+        if written or not adds_gradients:  # which is known only now
+            self._run = self._forward_of_reference(written, adds_gradients)
+        if vary is not None and self._start.has_drawn():
+            names = [name or "(root)" for name in self._run.drawing()]
+            raise ValueError(
+                f"vary={vary!r} runs the samples of a batch otherwise, so they would get other random numbers from "
+                f"{listed(names) if names else 'the forward'}: call model.eval() before, or leave out vary"
+            )
         loss = float(self._loss.detach())
         if not math.isfinite(loss):
             del self._run, self._loss
@@ -413,10 +436,9 @@ class _OneBatch:
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
             self._gradients = found[: len(params)]
-            for call in run.without_gradient():
-                for _, runs in self._runs:
-                    for each in runs:
-                        each.note_missing_gradient(call)
+            for _, runs in self._runs:
+                for each in runs:
+                    each.note_missing_gradients()
         elif not loss.requires_grad:
             for variant in variants:
                 for sums in variant.sums.values():
@@ -462,10 +484,10 @@ class _OneBatch:
             loss = loss.double() if loss.dtype is torch.float64 else loss.float()
             return _gradients(loss * scale, [precision.weight(param) for param in self._params])
 
-    def _forward_of_reference(self, written: Any) -> ReferenceRun:
+    def _forward_of_reference(self, written: Written, adds_gradients: bool = True) -> ReferenceRun:
         self._start.restore()
         self._reference.renew_buffers()
-        run = ReferenceRun(self._device, written)
+        run = ReferenceRun(self._device, written, adds_gradients)
         batch = fresh(self._batch, self._reference.cast)
         model = self._objective.model
         with self._reference.weights(model), self._reference.region(), torch.enable_grad(), self._watch.telling(run):
@@ -564,7 +586,12 @@ def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
         _without_warnings_of_emulation(),
     ):
         guard.before_write([param for param in model.parameters() if local(param) is param])
-        yield
+        attributes = [(each, vars(each)[name], name) for each in model.modules() for name in attributes_of(each)]
+        try:
+            yield
+        finally:
+            for module, value, name in attributes:
+                setattr(module, name, value)
 
 
 @contextmanager

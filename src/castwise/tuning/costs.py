@@ -150,7 +150,9 @@ def _runs(
     for name, precision in precisions.items():
         with precision.region():
             region = Region.here(device)
-        runs[name] = functools.partial(call_again, watch, call, device, precision.weights, region, _as_it_is)
+        runs[name] = functools.partial(
+            call_again, watch, call, device, precision.weights, region, call.attributes, _as_it_is
+        )
     return runs
 
 
