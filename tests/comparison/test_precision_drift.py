@@ -561,12 +561,19 @@ def test_experts_that_get_other_tokens_are_told_and_end_nothing() -> None:
 
 
 def test_fsdp2_units_are_compared_on_each_rank(tmp_path: Path) -> None:
-    found = ranks.run(Path(__file__).with_name("fsdp2_worker.py"), 2, tmp_path / "store", "compare")
+    found = ranks.run(Path(__file__).with_name("fsdp_worker.py"), 2, tmp_path / "store", "fsdp2")
     for of_rank in found:
         assert of_rank["problems"] == []
         assert of_rank["is_restored"]
         assert of_rank["effects"] == pytest.approx(of_rank["effects_without"])
         assert of_rank["cosine"] > 0.999
+
+
+def test_a_model_in_flattened_shards_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    found = ranks.run(Path(__file__).with_name("fsdp_worker.py"), 2, tmp_path / "store", "fsdp1")
+    for of_rank in found:
+        assert len(of_rank) == 4
+        assert {"use fully_shard" in text for text in of_rank} == {True}
 
 
 def test_what_is_compiled_is_compared_as_its_eager_original() -> None:

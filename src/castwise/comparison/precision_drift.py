@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_compiled, no_post_accumulate_hooks
+from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
@@ -106,8 +106,9 @@ def compare(
 
     Raises:
         TypeError: An argument has the wrong type, or a module returns a generator.
-        ValueError: A policy does not fit the model, `reference` or `vary` is unknown, or the loss is not finite in the
-            reference: the text has the diagnosis.
+        ValueError: A policy does not fit the model, `reference` or `vary` is unknown, the model is wrapped in
+            `FullyShardedDataParallel`, `vary` was given and the forward draws random numbers, or the loss is not finite
+            in the reference: the text has the diagnosis.
 
     Example:
         >>> import castwise
@@ -171,6 +172,11 @@ class Comparison:
         clip_band: tuple[float, float] = CLIP_BAND,
     ) -> None:
         self.model = unwrapped(model)
+        if any(map(is_fsdp_flattened, self.model.parameters())):
+            raise ValueError(
+                "the weights of the model are flattened by FullyShardedDataParallel, so modules have no gradients of "
+                "their own: use fully_shard, or give the model as it is before it is wrapped"
+            )
         self._objective = Objective(self.model, loss, forward)
         self._is_compiled = any(map(is_compiled, [*model.modules()]))
         if vary is not None and vary not in _VARY:
