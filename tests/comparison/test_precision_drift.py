@@ -119,6 +119,105 @@ def test_gradients_and_loss_are_those_of_the_policys_own_run() -> None:
     assert drift["1"].gradients is None
 
 
+def in_bf16(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(*args)
+
+
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+def test_gradients_are_split_as_computed_by_hand_in_fp64(reference: Any) -> None:
+    model, (x, target) = mlp(), batch()
+    double = copy.deepcopy(model).double()
+    a = double[0](x.double())
+    b = double[1](a)
+    y = double[2](b)
+    params = list(double.parameters())
+    of_a, of_y, *expected = torch.autograd.grad(F.cross_entropy(y, target), [a, y, *params])
+    # Each layer by itself, given the reference's values and gradients in the dtypes that the policy hands over.
+    introduced = []
+    for place, given, gradient in ((0, x, of_a), (2, b.detach().bfloat16(), of_y)):
+        handed_over = gradient.bfloat16()
+        made = in_bf16(model[place], given), double[place](given.double())
+        here = torch.autograd.grad(made[0], [*model[place].parameters()], handed_over)
+        there = torch.autograd.grad(made[1], [*double[place].parameters()], handed_over.double())
+        introduced += [low.double() - exact for low, exact in zip(here, there, strict=True)]
+    loss = in_bf16(lambda x: F.cross_entropy(model(x), target), x)
+    total = torch.autograd.grad(loss, [*model.parameters()])
+
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, reference=reference)["bf16"]
+    for name, at in (("0", slice(0, 2)), ("2", slice(2, 4))):
+        own, of_reference, of_policy = (
+            torch.cat([each.double().flatten() for each in grads[at]]) for grads in (introduced, expected, total)
+        )
+        exactness = 1e-5 if reference == "float32" else 1e-9
+        found = drift[name]
+        assert relative_rms(found.introduced_gradients) == pytest.approx(rms(own) / rms(of_reference), rel=exactness)
+        carried = of_policy - of_reference - own
+        assert relative_rms(found.carried_gradients) == pytest.approx(rms(carried) / rms(of_reference), rel=exactness)
+        assert 1e-4 < relative_rms(found.introduced_gradients) < 1e-2
+    assert drift["1"].introduced_gradients is None
+
+
+def split(model: nn.Module, policy: Policy, loss: Any = F.cross_entropy) -> dict[str, tuple[float, float]]:
+    """Return the introduced and the carried error of the gradients of each module."""
+    drift = castwise.compare(model, [batch()], {"p": policy}, loss=loss, reference="float64")["p"]
+    return {
+        each.name: (relative_rms(each.introduced_gradients), relative_rms(each.carried_gradients))
+        for each in drift.modules
+        if each.gradients is not None
+    }
+
+
+def test_a_module_in_fp32_carries_what_is_off_in_its_gradients() -> None:
+    found = split(mlp(), Policy(compute="float32", modules={"0": "bfloat16"}))
+    assert found["0"][0] > 1e-3
+    assert found["2"][0] < 1e-6 < 1e-4 < found["2"][1]
+    found = split(mlp(), Policy(compute="float32", modules={"2": "bfloat16"}))
+    assert found["0"][0] < 1e-6 < 1e-4 < found["0"][1]
+
+
+def test_gradients_of_a_weight_that_several_modules_use_are_split_as_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(self.first(x) * self.scale)
+            # A weight that is read beside its module, and one that is not used in any.
+            return hidden @ self.first.weight[:4].T
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + model.scale.square().sum()
+
+    model = Tied()
+    found = split(model, policies.bf16, loss)
+    assert found["first"][0] > 1e-4
+    assert found["second"][0] > 1e-4
+    assert 0 < found[""][0] < 1e-2
+    exact = split(model, FP32["fp32"], loss)
+    assert max(error for pair in exact.values() for error in pair) < 1e-6
+
+
+def test_gradients_of_parts_that_checkpoints_and_fp16_scale_are_split() -> None:
+    found = [
+        castwise.compare(Checkpointed(kind), [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)["fp16"]
+        for kind in (None, False, True)
+    ]
+    for module in found[0].modules:
+        if module.gradients is not None:
+            expected = relative_rms(module.introduced_gradients)
+            assert 1e-5 < expected < 1e-2
+            for other in found[1:]:
+                assert relative_rms(other[module.name].introduced_gradients) == pytest.approx(expected, rel=1e-3)
+    tiny = castwise.compare(mlp(), [batch()], {"fp16": policies.fp16}, loss=lambda y, t: F.cross_entropy(y, t) * 1e-6)[
+        "fp16"
+    ]
+    assert relative_rms(tiny["0"].introduced_gradients) < 1e-2  # and not lost below the least number of fp16
+
+
 def test_without_gradients_no_backward_of_a_policy_runs() -> None:
     drift = castwise.compare(mlp(), [batch()], BF16, loss=F.cross_entropy, gradients=False)["bf16"]
     assert drift.summary.gradient_cosine is None
@@ -487,6 +586,8 @@ def test_weights_that_a_hook_computes_are_those_of_the_run(wrap: Any, training: 
 
     drift = castwise.compare(recurrent, [(x, target)], FP32, loss=loss, reference="float64")
     assert drift.notes == ()
+    assert drift["fp32"]["0"].gradients is not None
+    assert drift["fp32"]["0"].introduced_gradients is None  # the weights are computed outside of the module's forward
     assert 1e-9 < relative_rms(drift["fp32"]["0"].introduced) < 1e-6
 
 

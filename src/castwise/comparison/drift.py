@@ -41,6 +41,10 @@ class ModuleDrift:
         carried: What is left of the total without those: its inputs were already off.
         total: Of its outputs in the policy's run.
         gradients: Of its own parameters; None without any, or if they were not asked for.
+        introduced_gradients: Errors in these that its own ops make, forward and backward, of the reference's inputs and
+            of the reference's gradients of its outputs; None if it is not known, as of sharded weights and of those
+            that a hook computes, or of the noise.
+        carried_gradients: What is left of `gradients` without those.
         problem: Why something is missing; "" if nothing is.
     """
 
@@ -55,6 +59,8 @@ class ModuleDrift:
     carried: Errors | None
     total: Errors | None
     gradients: Errors | None
+    introduced_gradients: Errors | None = None
+    carried_gradients: Errors | None = None
     problem: str = ""
 
 

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -56,6 +56,7 @@ class Tap:
         self.name, self.module = name, module
         self.forward: Callable[..., Any] = module.forward
         self._before, self._watch = vars(module).get("forward"), watch
+        self.params = [param for param in module.parameters() if param.requires_grad]
         self.has_own_ops = type(module).forward not in _ONLY_CALLS_CHILDREN
 
     @property
@@ -396,8 +397,7 @@ class Playback:
             child = left.popleft()
             given = direct_tensors((args, kwargs)) if child in self._places else []
             for place in self._places.get(child, ()):
-                tensor = given[place].detach()
-                self._passed[child, place] = tensor.clone() if child.writes_arguments else tensor
+                self._passed[child, place] = given[place].clone() if child.writes_arguments else given[place]
             if child.draws:
                 child.random_after.restore()
             return self._output_of(child)
@@ -418,8 +418,9 @@ def call_again(
     attributes: Mapping[str, torch.Tensor],
     shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
     resized: Callable[[torch.Size], torch.Size] = lambda shape: shape,
+    keeps_graph: bool = False,
 ) -> dict[Site, torch.Tensor]:
-    """Run the own ops of a module again, and return the tensors that they make.
+    """Run the own ops of a module again, and return the tensors that they make, which may require a gradient.
 
     Args:
         watch: Knows the run in progress.
@@ -431,6 +432,7 @@ def call_again(
         shown: Makes what the module is given of a tensor of the reference: of its arguments (with None and the place of
             the tensor), or of the output of a module that it calls.
         resized: Makes the shape of what is shown of the reference's.
+        keeps_graph: Whether a backward is to follow.
     """
 
     def output_of(child: Call) -> Any:
@@ -452,13 +454,12 @@ def call_again(
             weights(call.tap.module),
             _with_attributes(call.tap.module, attributes),
             region.again(device),
-            # Without gradients torch may take other kernels; what a backward would need is not kept.
-            torch.enable_grad(),
-            saved_tensors_hooks(_drop, _nothing_to_unpack),
+            torch.enable_grad(),  # as without gradients torch may take other kernels
+            nullcontext() if keeps_graph else forgetting_graph(),
         ):
             output = call.tap.forward(*args, **kwargs)
         outputs: dict[Site, torch.Tensor] = {
-            ("output", place): tensor.detach() for place, tensor in enumerate(returned_tensors(output))
+            ("output", place): tensor for place, tensor in enumerate(returned_tensors(output))
         }
         return outputs | playback.passed()
     finally:

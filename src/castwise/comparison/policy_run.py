@@ -23,7 +23,7 @@ from castwise.comparison.module_calls import (
     returned_tensors,
 )
 from castwise.comparison.objective import first_line, is_of_memory
-from castwise.comparison.precisions import Precision, Region
+from castwise.comparison.precisions import Precision, Region, scaled
 
 _NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
 _NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
@@ -55,6 +55,7 @@ class ModuleSums:
     Args:
         problem: Why its errors are not known.
         lacks_gradient: Why its effect alone is not known.
+        is_split: Whether it is known which errors of the gradients of its parameters it introduces.
     """
 
     calls: int = 0
@@ -62,9 +63,12 @@ class ModuleSums:
     introduced: ErrorSums = field(default_factory=ErrorSums)
     carried: ErrorSums = field(default_factory=ErrorSums)
     gradients: ErrorSums = field(default_factory=ErrorSums)
+    introduced_gradients: ErrorSums = field(default_factory=ErrorSums)
+    carried_gradients: ErrorSums = field(default_factory=ErrorSums)
     effect: EffectSums = field(default_factory=EffectSums)
     problem: str = ""
     lacks_gradient: str = ""
+    is_split: bool = True
 
 
 class PolicyRun:
@@ -76,6 +80,8 @@ class PolicyRun:
         precisions: That of the reference, and that of this run.
         device: The `type` of the model's device.
         sums: By module, to which errors are added.
+        introduced_gradients: By parameter, to which errors in gradients are added that modules introduce; None if they
+            are not wanted.
         selection: Which samples of the reference's batch this run is given, and how many the batch has; None if the
             same.
     """
@@ -87,6 +93,7 @@ class PolicyRun:
         precisions: tuple[Precision, Precision],
         device: str,
         sums: dict[Tap, ModuleSums],
+        introduced_gradients: dict[torch.Tensor, torch.Tensor] | None = None,
         selection: tuple[torch.Tensor, int] | None = None,
     ) -> None:
         self._watch, self._reference, self._device, self._sums = watch, reference, device, sums
@@ -94,10 +101,11 @@ class PolicyRun:
         # In the backward of the reference the model has the weights of the reference.
         same = self._precision is self._expected
         self._weights = self._precision.weights if same else self._expected.own_weights
-        self._selection = selection
+        self._introduced_gradients, self._selection = introduced_gradients, selection
         self._notes: dict[Key, Note] = {}
         self._numbers: Counter[Tap] = Counter()
         self._exact: set[Key] = set()
+        self._reading_weights: set[Key] = set()
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, and compare what it returns."""
@@ -121,11 +129,13 @@ class PolicyRun:
 
     def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
         """Add gradients of the loss by what a module's own ops make, times the errors that they introduce."""
-        note = self._notes.get((call.tap, call.number))
-        if note is None or (call.tap, call.number) in self._exact:
+        key = call.tap, call.number
+        note = self._notes.get(key)
+        has_gradients = self._introduced_gradients is not None and key in self._reading_weights
+        if note is None or (key in self._exact and not has_gradients):
             return
         sums = self._sums[call.tap]
-        introduced = self._introduced(call, note, sums)
+        introduced = self._introduced(call, note, sums, gradients if has_gradients else None)
         for site, gradient in gradients.items():
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
@@ -164,8 +174,16 @@ class PolicyRun:
             else:
                 sums.carried.add_rest(reference, value, *own)
 
-    def _introduced(self, call: Call, note: Note, sums: ModuleSums) -> dict[Site, Pair]:
-        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same."""
+    def _introduced(
+        self, call: Call, note: Note, sums: ModuleSums, gradients: dict[Site, torch.Tensor] | None = None
+    ) -> dict[Site, Pair]:
+        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same.
+
+        Args:
+            call, note, sums: Of the module.
+            gradients: Of what they make. If given, errors that they introduce into gradients of weights are added.
+        """
+        keeps_graph = gradients is not None
         if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
             return {}
 
@@ -183,12 +201,16 @@ class PolicyRun:
 
         try:
             values = call_again(
-                *(self._watch, call, self._device, self._weights, note.region, note.attributes, rounded, self._resized)
+                *(self._watch, call, self._device, self._weights, note.region, note.attributes, rounded, self._resized),
+                keeps_graph=keeps_graph,
             )
-            if self._rounds(call, note):
+            if any(value.requires_grad for value in values.values()):
+                self._reading_weights.add((call.tap, call.number))
+            if keeps_graph or self._rounds(call, note):
                 weights, attributes = self._expected.weights, call.attributes
                 expected = call_again(
-                    *(self._watch, call, self._device, weights, call.region, attributes, rounded_and_back)
+                    *(self._watch, call, self._device, weights, call.region, attributes, rounded_and_back),
+                    keeps_graph=keeps_graph,
                 )
             else:
                 expected = {site: self._of_reference(call.tensor(site)) for site in values}
@@ -198,10 +220,52 @@ class PolicyRun:
             sums.problem = f"cannot be run by itself: {first_line(error)}"
             return {}
         pairs = {site: (expected[site], value) for site, value in values.items() if site in expected}
+        if gradients is not None:
+            self._add_gradients(call, note, pairs, gradients, sums)
+        pairs = {site: (without.detach(), with_error.detach()) for site, (without, with_error) in pairs.items()}
         if not all(map(_are_comparable, pairs.values())):
             sums.problem = "takes another path by itself"
             return {}
         return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
+
+    def _add_gradients(
+        self, call: Call, note: Note, pairs: dict[Site, Pair], gradients: dict[Site, torch.Tensor], sums: ModuleSums
+    ) -> None:
+        """Add what the backward of a module's own ops makes of gradients here, less what it makes of them there.
+
+        Both get the gradients as they are handed over here.
+        """
+        added = self._introduced_gradients
+        sites = [site for site, pair in pairs.items() if site in gradients and all(each.requires_grad for each in pair)]
+        if added is None or not sites:
+            return
+        if note.attributes:  # weights that a hook has computed from the parameters
+            sums.is_split = False
+            return
+
+        def of_params(place: int, params: list[torch.Tensor], scale: float) -> list[torch.Tensor | None]:
+            given = [(gradients[site] * scale).to(pairs[site][1].dtype).to(pairs[site][place].dtype) for site in sites]
+            made = [pairs[site][place] for site in sites]
+            return list(torch.autograd.grad(made, params, given, retain_graph=True, allow_unused=True))
+
+        params = call.tap.params
+        try:
+            with self._watch.telling(None):
+                with self._weights(call.tap.module):
+                    found, scale = scaled(lambda scale: of_params(1, list(params), scale), self._precision.loss_scale)
+                with self._expected.weights(call.tap.module):
+                    expected = of_params(0, [self._expected.weight(param) for param in params], scale)
+        except Exception as error:
+            if is_of_memory(error):
+                raise
+            sums.is_split = False
+            return
+        for param, without, with_error in zip(params, expected, found, strict=True):
+            if without is None or with_error is None or without.layout is not torch.strided:
+                continue
+            wide = torch.float64 if without.dtype is torch.float64 else torch.float32
+            introduced = (with_error.to(wide) - without.to(wide)) / scale
+            added[param] = added[param].add_(introduced) if param in added else introduced
 
     def _is_the_same(self, call: Call, note: Note) -> bool:
         """Return True if its own ops are those of the reference, on tensors of the same dtypes."""

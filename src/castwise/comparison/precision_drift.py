@@ -32,7 +32,7 @@ from castwise.comparison.module_calls import (
 )
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
-from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
+from castwise.comparison.precisions import Precision, bound_for_now, is_sharded, scaled
 from castwise.comparison.starting_point import StartingPoint
 from castwise.diagnosis.diagnosis import diagnose
 from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
@@ -47,8 +47,6 @@ Progress = Callable[[str, int, int], None]
 _REFERENCES = {"float32": torch.float32, "float64": torch.float64}
 _VARY = ("batch_size", "batch_order")
 CLIP_BAND = (0.8, 1.2)
-# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
-_LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
 _MOST_NOISE = 0.01
 _NO_GRADIENT = "has no effect that is known: the loss has no gradient"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -314,6 +312,8 @@ class Comparison:
                 carried=None if sums.problem else sums.carried.errors(),
                 total=sums.total.errors(),
                 gradients=sums.gradients.errors(),
+                introduced_gradients=sums.introduced_gradients.errors() if sums.is_split and not sums.problem else None,
+                carried_gradients=sums.carried_gradients.errors() if sums.is_split and not sums.problem else None,
                 problem=sums.problem or sums.lacks_gradient,
             )
             for place, (tap, sums) in enumerate(_in_order(variant.sums, watch))
@@ -364,6 +364,7 @@ class _OneBatch:
         self._runs: list[tuple[_Variant, list[PolicyRun]]] = []
         self._gradients: list[torch.Tensor | None] = []
         self._params = [param for param in objective.model.parameters() if param.requires_grad]
+        self._introduced_gradients: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
 
     def run_reference(self, number: int, vary: str | None = None) -> float:
         """Run the forward of the reference; return its loss.
@@ -403,11 +404,14 @@ class _OneBatch:
             variant.sums.setdefault(tap, ModuleSums())
         batch = fresh(self._batch, precision.cast)
         size = self._objective.size_of(batch) if variant.vary else 0
+        introduced = None
+        if self._with_gradients and not variant.vary and not is_sharded(self._objective.model):
+            introduced = self._introduced_gradients.setdefault(variant.name, {})
 
         def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
-            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, selection)
+            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection)
             runs.append(each)
             return self._watch.telling(each)
 
@@ -456,22 +460,25 @@ class _OneBatch:
         """Run forward and backward of a variant, and compare the gradients of the weights."""
         if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
-        precision = variant.precision
-        narrow = precision.bound is not None and torch.float16 in precision.bound.low_precisions
-        scale = _LOSS_SCALE if narrow else 1.0
-        while True:
-            found = self._gradients_of(variant, scale)
-            if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
-                break
-            scale *= _BACKOFF
+        found, scale = scaled(lambda scale: self._gradients_of(variant, scale), variant.precision.loss_scale)
         variant.loss_scale = min(scale, variant.loss_scale)
-        by_param = dict(zip(self._params, zip(self._gradients, found, strict=True), strict=True))
-        for expected, got in by_param.values():
-            _add_gradient(variant.gradients, expected, got, scale)
+        introduced = self._introduced_gradients.pop(variant.name, None)
+        owners: dict[torch.Tensor, list[ModuleSums]] = {}
         for tap, sums in variant.sums.items():
             for param in tap.module.parameters(recurse=False):
-                if param in by_param:
-                    _add_gradient(sums.gradients, *by_param[param], scale)
+                owners.setdefault(param, []).append(sums)
+        for param, of_reference, of_variant in zip(self._params, self._gradients, found, strict=True):
+            pair = _comparable(of_reference, of_variant, scale)
+            if pair is None:
+                continue
+            expected, got = pair
+            variant.gradients.add(expected, got)
+            own = expected if introduced is None or param not in introduced else expected + introduced[param]
+            for sums in owners.get(param, ()):
+                sums.gradients.add(expected, got)
+                if introduced is not None:
+                    sums.introduced_gradients.add(expected, own)
+                    sums.carried_gradients.add_rest(expected, got, expected, own)
 
     def _gradients_of(self, variant: _Variant, scale: float) -> list[torch.Tensor | None]:
         self._start.restore()
@@ -535,17 +542,18 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
     return [param.grad for param in params]
 
 
-def _add_gradient(sums: ErrorSums, expected: torch.Tensor | None, found: torch.Tensor | None, scale: float) -> None:
-    if expected is None and found is None:
-        return
+def _comparable(
+    expected: torch.Tensor | None, found: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a gradient in the reference, and one of a scaled loss without the scale; None if there is neither."""
     # A weight without a gradient stays as it is, as one with zeros would by plain gradient descent.
     expected = torch.zeros_like(found) if expected is None and found is not None else expected
     found = torch.zeros_like(expected) if found is None and expected is not None else found
     if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
-        return
+        return None
     expected, found = local(expected), local(found)
     wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
-    sums.add(expected.to(wide), found.to(wide) / scale)
+    return expected.to(wide), found.to(wide) / scale
 
 
 def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, ModuleSums]]:

@@ -17,6 +17,9 @@ from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.casting import in_native_state, native_state_of
 from castwise.policy.policy import Policy
 
+# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
+_LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
+
 
 class Precision:
     """What a run of a model computes in: a policy, or fp32 or fp64 with autocast off.
@@ -60,6 +63,12 @@ class Precision:
         """Let a module, and those inside, have their own weights and buffers again for a while, within `weights`."""
         with nullcontext() if self.dtype is None else _exchanged(module, self._originals.__contains__, self._original):
             yield
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by at first for a backward: as by a GradScaler where anything computes in fp16."""
+        is_narrow = self.bound is not None and torch.float16 in self.bound.low_precisions
+        return _LOSS_SCALE if is_narrow else 1.0
 
     def renew_buffers(self) -> None:
         """Let the next run begin with the buffers that the model has now."""
@@ -180,6 +189,23 @@ def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
         bound = None if was_bound else is_bound_to(policy, model)
         if bound is not None:
             bound.unbind()
+
+
+Gradients = list[torch.Tensor | None]
+
+
+def scaled(compute: Callable[[float], Gradients], scale: float) -> tuple[Gradients, float]:
+    """Return gradients of a loss times the largest scale with which they are finite, and this scale.
+
+    Args:
+        compute: Makes them, given a scale.
+        scale: To begin with.
+    """
+    while True:
+        found = compute(scale)
+        if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
+            return found, scale
+        scale *= _BACKOFF
 
 
 def is_sharded(model: nn.Module) -> bool:
