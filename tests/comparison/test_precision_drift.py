@@ -805,6 +805,25 @@ def test_an_overflow_is_an_infinite_effect_and_comes_first() -> None:
     )
 
 
+def test_what_makes_a_loss_or_gradients_that_are_not_finite_is_named() -> None:
+    model, (x, target) = mlp(), batch()
+    fp16 = {"fp16": policies.fp16}
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+
+    drift = castwise.compare(model, [(x, target)], fp16, loss=F.cross_entropy)
+    assert "2 (Linear) makes values that are not finite of finite ones" in drift["fp16"].failure
+    assert f"fp16: {drift['fp16'].failure}" in drift.notes
+
+    def infinite(output: Tensor, target: Tensor) -> Tensor:
+        return output.sum() * (1.0 if output.dtype is torch.float32 else math.inf)
+
+    drift = castwise.compare(mlp(), [(x, target)], fp16, loss=infinite)
+    assert "so it is the loss function that makes it" in drift["fp16"].failure
+    drift = castwise.compare(mlp(), [(x, target)], fp16, loss=lambda y, t: (y.float() * 1e9).sum())
+    assert "its gradients are not finite, though the loss is multiplied by only 1" in drift["fp16"].failure
+
+
 # Everything is put back.
 
 
@@ -1047,8 +1066,11 @@ def test_a_policy_that_cannot_run_leaves_the_results_of_others() -> None:
     assert math.isnan(drift["fp16"].summary.loss)
     assert drift["fp16"].modules == ()
     assert "note: fp16: cannot be run: ValueError: no kernel for Half" in str(drift)
+    assert "fp16    cannot be run" in str(drift)
+    assert drift.as_dict()["policies"]["fp16"]["failure"] == drift["fp16"].problem
     alone = castwise.compare(model, [batch(), batch()], BF16, loss=F.cross_entropy)
     assert drift["bf16"] == alone["bf16"]
+    assert drift["bf16"].failure == ""
     with pytest.raises(ValueError, match="no kernel for Half"):
         castwise.compare(model, [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)
 

@@ -235,7 +235,11 @@ class Comparison:
             batches=len(found),
             noise=noise,
             not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
-            notes=(*self._notes(variants), *_notes_of_noise(noise)),
+            notes=(
+                *(f"{each.name}: {each.failure}" for each in drifts if each.failure),
+                *self._notes(variants),
+                *_notes_of_noise(noise),
+            ),
         )
 
     @contextmanager
@@ -341,7 +345,6 @@ class Comparison:
             yield "the loss has no gradient, so effects are not known"
         for variant in variants:
             if variant.problem:
-                yield f"{variant.name}: {variant.problem}"
                 continue
             for dtype in [] if variant.precision.bound is None else variant.precision.bound.low_precisions:
                 if self.device == "cpu" and is_native_here(dtype) is False:
