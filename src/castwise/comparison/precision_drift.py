@@ -76,8 +76,12 @@ def compare(
     same ops make of the same values in the reference; errors of modules inside are theirs alone. What else is off in a
     module's outputs under the policy is *carried*: its inputs were off.
 
-    Per policy, a batch costs one forward and backward, another forward, and each module up to four times by itself; the
-    reference costs one forward and backward. Outputs of modules are kept for one run at a time, the reference's.
+    Gradients of weights are split alike: *introduced* is what the module's own ops, forward and backward, do to them,
+    given the reference's values and its gradients of what the module makes.
+
+    Per policy, a batch costs one forward and backward, another forward, and each module up to four forwards and two
+    backwards by itself; the reference costs one forward and backward. Outputs of modules are kept for one run at a
+    time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
     random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
@@ -94,9 +98,10 @@ def compare(
         forward: Instead of `loss`, for batches of any kind: of the model and a batch, returns the loss.
         reference: "float32", with autocast off; "float64", in which weights, buffers and inputs are cast, too; or a
             policy. Regions that the model's own code begins hold in the reference as well.
-        gradients: False leaves out the backwards of the policies.
+        gradients: False leaves out the backwards of the policies and of modules by themselves.
         vary: Compare the reference with itself as well, with the samples of a batch one by one ("batch_size") or in
-            another order ("batch_order"). Errors below this noise are nothing that a policy does.
+            another order ("batch_order"). Errors below this noise are nothing that a policy does. Refused where the
+            forward draws random numbers.
         clip_band: The least and the largest ratio of probabilities for `LogProbDrift.outside_band`.
 
     Returns:
