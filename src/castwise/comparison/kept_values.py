@@ -1,12 +1,12 @@
-"""Arguments and outputs of modules, kept so that a module can be called again with them."""
+"""What modules are given and return, kept so that a module can be called again with it, and the tensors in that."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Kept:
         return _PickledObject(*opened, first)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _TensorPlace:
     """Where a tensor belongs in a kept value; no tuple, which torch's pytree would look into."""
 
@@ -149,3 +149,29 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif leaf is not None and not isinstance(leaf, _PASSED_ON):
             found += [each for each in (_opened(leaf) or (b"", []))[1] if isinstance(each, torch.Tensor)]
     return found
+
+
+def direct_tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a value that are not inside of objects which torch's pytree does not know."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def returned_tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors of what a module returns, also those in the fields of dataclasses."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
+            found += direct_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module has as plain attributes and that a hook may compute before each forward.
+
+    Such as the weights of torch's older weight norm and spectral norm, and of pruning.
+    """
+    if not module._forward_pre_hooks:
+        return {}
+    return {name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}

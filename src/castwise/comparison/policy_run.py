@@ -9,21 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from castwise._torch_private import is_backward_running
+from castwise.comparison.call_again import call_again
 from castwise.comparison.errors import EffectSums, ErrorSums
-from castwise.comparison.module_calls import (
-    Call,
-    Key,
-    ReferenceRun,
-    Site,
-    Tap,
-    Watch,
-    attributes_of,
-    call_again,
-    dtypes_in,
-    returned_tensors,
-)
+from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
 from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import Precision, Region, scaled
+from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun, Site
+from castwise.comparison.watch import Tap, Watch
 
 _NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
 _NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
@@ -113,11 +105,11 @@ class PolicyRun:
             return tap.forward(*args, **kwargs)
         number = self._numbers[tap]
         self._numbers[tap] += 1
-        inputs = dtypes_in((args, kwargs))
+        inputs = _dtypes((args, kwargs))
         region = Region.here(self._device)
         attributes = attributes_of(tap.module)
         output = tap.forward(*args, **kwargs)
-        note = self._notes[tap, number] = Note(region, inputs, dtypes_in(output), attributes)
+        note = self._notes[tap, number] = Note(region, inputs, _dtypes(output), attributes)
         sums = self._sums[tap]
         sums.calls += 1
         call = self._reference.calls.get((tap, number))
@@ -127,9 +119,9 @@ class PolicyRun:
             self._compare(call, note, returned_tensors(output), sums)
         return output
 
-    def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+    def add_effect(self, call: Call, gradients: Gradients) -> None:
         """Add gradients of the loss by what a module's own ops make, times the errors that they introduce."""
-        key = call.tap, call.number
+        key = call.key
         note = self._notes.get(key)
         has_gradients = self._introduced_gradients is not None and key in self._reading_weights
         if note is None or (key in self._exact and not has_gradients):
@@ -152,7 +144,7 @@ class PolicyRun:
         pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
         if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
             sums.problem = "returns tensors of other shapes than in the reference"
-            self._exact.add((call.tap, call.number))
+            self._exact.add(call.key)
             return
         introduced = self._introduced(call, note, sums)
         is_exact = True
@@ -162,7 +154,7 @@ class PolicyRun:
                 sums.introduced.add(without, with_error)
             is_exact = is_exact and before == (sums.introduced.squares, sums.introduced.nonfinite)
         if is_exact:
-            self._exact.add((call.tap, call.number))
+            self._exact.add(call.key)
         for place, (reference, value) in enumerate(pairs):
             if not reference.is_floating_point():
                 continue
@@ -175,7 +167,7 @@ class PolicyRun:
                 sums.carried.add_rest(reference, value, *own)
 
     def _introduced(
-        self, call: Call, note: Note, sums: ModuleSums, gradients: dict[Site, torch.Tensor] | None = None
+        self, call: Call, note: Note, sums: ModuleSums, gradients: Gradients | None = None
     ) -> dict[Site, Pair]:
         """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same.
 
@@ -191,7 +183,7 @@ class PolicyRun:
             if child is None:
                 dtypes = note.inputs
             else:
-                child_note = self._notes.get((child.tap, child.number))
+                child_note = self._notes.get(child.key)
                 dtypes = [] if child_note is None else child_note.outputs
             tensor = self._of_reference(tensor)
             return tensor.to(dtypes[place]) if place < len(dtypes) and tensor.is_floating_point() else tensor
@@ -205,7 +197,7 @@ class PolicyRun:
                 keeps_graph=keeps_graph,
             )
             if any(value.requires_grad for value in values.values()):
-                self._reading_weights.add((call.tap, call.number))
+                self._reading_weights.add(call.key)
             if keeps_graph or self._rounds(call, note):
                 weights, attributes = self._expected.weights, call.attributes
                 expected = call_again(
@@ -213,7 +205,7 @@ class PolicyRun:
                     keeps_graph=keeps_graph,
                 )
             else:
-                expected = {site: self._of_reference(call.tensor(site)) for site in values}
+                expected = {site: self._of_reference(call.made(site)) for site in values}
         except Exception as error:
             if is_of_memory(error):
                 raise
@@ -229,7 +221,7 @@ class PolicyRun:
         return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
 
     def _add_gradients(
-        self, call: Call, note: Note, pairs: dict[Site, Pair], gradients: dict[Site, torch.Tensor], sums: ModuleSums
+        self, call: Call, note: Note, pairs: dict[Site, Pair], gradients: Gradients, sums: ModuleSums
     ) -> None:
         """Add what the backward of a module's own ops makes of gradients here, less what it makes of them there.
 
@@ -285,7 +277,7 @@ class PolicyRun:
             return True
         return any(
             child.output is not None
-            and (child_note := self._notes.get((child.tap, child.number))) is not None
+            and (child_note := self._notes.get(child.key)) is not None
             and [tensor.dtype for tensor in child.output.tensors] != child_note.outputs
             for child in call.children
         )
@@ -306,3 +298,8 @@ class PolicyRun:
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
     return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    """List the dtypes of a value's tensors, in the order in which `Kept` has them."""
+    return [tensor.dtype for tensor in tensors_in(value)]

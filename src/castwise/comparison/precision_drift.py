@@ -16,24 +16,18 @@ from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accu
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
+from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
 from castwise.comparison.interrupts import Interrupts
+from castwise.comparison.kept_values import attributes_of
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
-from castwise.comparison.module_calls import (
-    Call,
-    ReferenceRun,
-    Site,
-    Tap,
-    Watch,
-    Written,
-    attributes_of,
-    forgetting_graph,
-)
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
 from castwise.comparison.precisions import Precision, bound_for_now, is_sharded, scaled
+from castwise.comparison.reference_run import Call, Gradients, ReferenceRun, Written
 from castwise.comparison.starting_point import StartingPoint
+from castwise.comparison.watch import Tap, Watch
 from castwise.diagnosis.diagnosis import diagnose
 from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
 from castwise.policy.bound_policy import BoundPolicy
@@ -421,7 +415,7 @@ class _OneBatch:
             precisions = self._reference, precision
             each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection)
             runs.append(each)
-            return self._watch.telling(each)
+            return self._watch.telling(each.call)
 
         with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), forgetting_graph():
             if not variant.vary:
@@ -441,7 +435,7 @@ class _OneBatch:
         """Run the backward of the reference, and add up effects as gradients come by."""
         run, loss = self._run, self._loss
 
-        def on_gradients(call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+        def on_gradients(call: Call, gradients: Gradients) -> None:
             for _, runs in self._runs:
                 for each in runs:
                     each.add_effect(call, gradients)
@@ -450,7 +444,7 @@ class _OneBatch:
         run.calls.clear()
         params = [self._reference.weight(param) for param in self._params]
         if loss.requires_grad and (params or run.sources):
-            with self._reference.weights(self._objective.model), self._watch.telling(run):
+            with self._reference.weights(self._objective.model), self._watch.telling(run.call):
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
             self._gradients = found[: len(params)]
@@ -511,7 +505,12 @@ class _OneBatch:
         run = ReferenceRun(self._device, written, adds_gradients)
         batch = fresh(self._batch, self._reference.cast)
         model = self._objective.model
-        with self._reference.weights(model), self._reference.region(), torch.enable_grad(), self._watch.telling(run):
+        with (
+            self._reference.weights(model),
+            self._reference.region(),
+            torch.enable_grad(),
+            self._watch.telling(run.call),
+        ):
             outputs, self._loss = self._objective(batch)
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
         return run

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from castwise.comparison.module_calls import Call, Site, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.call_again import call_again
+from castwise.comparison.kept_values import direct_tensors
 from castwise.comparison.objective import is_of_memory
 from castwise.comparison.precisions import Precision, Region
+from castwise.comparison.reference_run import Call, Site
+from castwise.comparison.watch import Tap, Watch
 
 COSTS = ("flops", "bytes", "measured")
 # Of one matrix product in fp32: tensor cores do twice as many in 16 bits as in TF32, NVIDIA's fp32 for matrix products
@@ -33,12 +36,12 @@ def forwards(kind: str, formats: int) -> int:
 
 
 class OwnFlops:
-    """Counts the flops of matrix products and convolutions that each module calls itself; a run for a `Watch`.
+    """Counts the flops of matrix products and convolutions that each module calls itself; told by a `Watch`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
         >>> flops = OwnFlops()
-        >>> with Watch(model) as watch, flops.counting, watch.telling(flops):
+        >>> with Watch(model) as watch, flops.counting, watch.telling(flops.call):
         ...     _ = model(torch.ones(3, 4))
         >>> {tap.name: count for tap, count in flops.counts.items() if count}
         {'0': 192}
@@ -76,7 +79,7 @@ def of_flops(counts: dict[Tap, int], formats: Sequence[str]) -> Costs:
 
 
 class OutputBytes:
-    """Adds up the bytes that the modules of a model return and of the weights that they read; a run for a `Watch`.
+    """Adds up the bytes that the modules of a model return and of the weights that they read; told by a `Watch`.
 
     Weights count as being of the dtype of what the module returns.
 

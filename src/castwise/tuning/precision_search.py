@@ -14,8 +14,8 @@ from torch import nn
 
 from castwise._number_text import several
 from castwise._suggestions import listed, nearest
+from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift
-from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.precision_drift import (
     Comparison,
@@ -26,7 +26,9 @@ from castwise.comparison.precision_drift import (
     restored,
 )
 from castwise.comparison.precisions import Precision, bound_for_now
+from castwise.comparison.reference_run import ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
+from castwise.comparison.watch import Tap, Watch
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
 from castwise.tuning import costs
@@ -156,11 +158,16 @@ class Search:
         search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
         reference = Precision(self._device, dtype=torch.float32)
         reference.dtype = torch.float32 if reference.changes(self._model) else None
-        called = _CalledModules()
+        called: set[str] = set()
+
+        def noting(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            called.add(tap.name)
+            return tap.forward(*args, **kwargs)
+
         with (
             restored(self._model, found),
             Watch(self._model, self._comparison.interrupts.let_through) as watch,
-            watch.telling(called),
+            watch.telling(noting),
         ):
             self._reference_losses = [self._loss_in(reference, batch) for batch in found]
         for number, reference_loss in enumerate(self._reference_losses):
@@ -189,8 +196,8 @@ class Search:
             choice, error = self._repaired(choice, search, held_out)
         policy = self._policy(choice)
         point = self._points[policy]
-        never_called = tuple(name for name in drift.not_called if name not in called.names)
-        of_held_out = tuple(name for name in drift.not_called if name in called.names)
+        never_called = tuple(name for name in drift.not_called if name not in called)
+        of_held_out = tuple(name for name in drift.not_called if name in called)
         calls = {module.name for each in drift for module in each.modules if module.calls}
         return Tuned(
             policy=policy,
@@ -240,15 +247,15 @@ class Search:
         with Watch(self._model, self._comparison.interrupts.let_through) as watch, ExitStack() as stack:
             if self._kind == "flops":
                 flops = costs.OwnFlops()
-                with flops.counting, watch.telling(flops):
+                with flops.counting, watch.telling(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
             run = ReferenceRun(self._device, {})
-            with watch.telling(run):
+            with watch.telling(run.call):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
             if written := run.overwritten():
                 run = ReferenceRun(self._device, written)
-                with watch.telling(run):
+                with watch.telling(run.call):
                     self._loss(Policy(compute="float32"), batch, forgets_graph=False)
             bound = {name: stack.enter_context(bound_for_now(Policy(compute=name), self._model)) for name in names}
             precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
@@ -259,7 +266,7 @@ class Search:
             else:
                 of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
                 for name, counts in of_formats.items():
-                    with watch.telling(costs.OutputBytes(counts)):
+                    with watch.telling(costs.OutputBytes(counts).call):
                         self._loss(Policy(compute=name), batch)
                 found = {
                     tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
@@ -481,18 +488,6 @@ class Search:
                 f"formats for {others} modules that have no {self._kind} of their own: they follow those around"
             )
         return left_out
-
-
-class _CalledModules:
-    """Notes which modules are called; a run for a `Watch`."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module."""
-        self.names.add(tap.name)
-        return tap.forward(*args, **kwargs)
 
 
 def _square(shift: float | None) -> float:
