@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from castwise._torch_private import is_backward_running
 from castwise.comparison.call_again import call_again
 from castwise.comparison.errors import EffectSums, ErrorSums
 from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
 from castwise.comparison.objective import first_line, is_of_memory
-from castwise.comparison.precisions import Precision, Region, scaled
+from castwise.comparison.precisions import ParamGradients, Precision, Region, scaled
 from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun, Site
 from castwise.comparison.watch import Tap, Watch
 
@@ -175,7 +178,6 @@ class PolicyRun:
             call, note, sums: Of the module.
             gradients: Of what they make. If given, errors that they introduce into gradients of weights are added.
         """
-        keeps_graph = gradients is not None
         if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
             return {}
 
@@ -191,18 +193,18 @@ class PolicyRun:
         def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
             return rounded(child, place, tensor).to(tensor.dtype)
 
+        backward = None
+        if gradients is not None:
+            backward = _Backward(call, gradients, self._precision.loss_scale, self._expected.weight)
         try:
-            values = call_again(
-                *(self._watch, call, self._device, self._weights, note.region, note.attributes, rounded, self._resized),
-                keeps_graph=keeps_graph,
+            values = self._by_itself(
+                *(call, self._weights, note.region, note.attributes, rounded),
+                None if backward is None else backward.here,
             )
-            if any(value.requires_grad for value in values.values()):
-                self._reading_weights.add(call.key)
-            if keeps_graph or self._rounds(call, note):
-                weights, attributes = self._expected.weights, call.attributes
-                expected = call_again(
-                    *(self._watch, call, self._device, weights, call.region, attributes, rounded_and_back),
-                    keeps_graph=keeps_graph,
+            if backward is not None or self._rounds(call, note):
+                expected = self._by_itself(
+                    *(call, self._expected.weights, call.region, call.attributes, rounded_and_back),
+                    None if backward is None else backward.there,
                 )
             else:
                 expected = {site: self._of_reference(call.made(site)) for site in values}
@@ -212,52 +214,35 @@ class PolicyRun:
             sums.problem = f"cannot be run by itself: {first_line(error)}"
             return {}
         pairs = {site: (expected[site], value) for site, value in values.items() if site in expected}
-        if gradients is not None:
-            self._add_gradients(call, note, pairs, gradients, sums)
-        pairs = {site: (without.detach(), with_error.detach()) for site, (without, with_error) in pairs.items()}
         if not all(map(_are_comparable, pairs.values())):
             sums.problem = "takes another path by itself"
             return {}
+        if backward is not None and self._introduced_gradients is not None:
+            # The weights that a hook has computed hide the parameters that it has computed them of.
+            sums.is_split = sums.is_split and not backward.failed and not note.attributes
+            backward.add_errors(self._introduced_gradients)
         return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
 
-    def _add_gradients(
-        self, call: Call, note: Note, pairs: dict[Site, Pair], gradients: Gradients, sums: ModuleSums
-    ) -> None:
-        """Add what the backward of a module's own ops makes of gradients here, less what it makes of them there.
-
-        Both get the gradients as they are handed over here.
-        """
-        added = self._introduced_gradients
-        sites = [site for site, pair in pairs.items() if site in gradients and all(each.requires_grad for each in pair)]
-        if added is None or not sites:
-            return
-        if note.attributes:  # weights that a hook has computed from the parameters
-            sums.is_split = False
-            return
-
-        def of_params(place: int, params: list[torch.Tensor], scale: float) -> list[torch.Tensor | None]:
-            given = [(gradients[site] * scale).to(pairs[site][1].dtype).to(pairs[site][place].dtype) for site in sites]
-            made = [pairs[site][place] for site in sites]
-            return list(torch.autograd.grad(made, params, given, retain_graph=True, allow_unused=True))
-
-        params = call.tap.params
-        try:
-            with self._watch.telling(None):
-                with self._weights(call.tap.module):
-                    found, scale = scaled(lambda scale: of_params(1, list(params), scale), self._precision.loss_scale)
-                with self._expected.weights(call.tap.module):
-                    expected = of_params(0, [self._expected.weight(param) for param in params], scale)
-        except Exception as error:
-            if is_of_memory(error):
-                raise
-            sums.is_split = False
-            return
-        for param, without, with_error in zip(params, expected, found, strict=True):
-            if without is None or with_error is None or without.layout is not torch.strided:
-                continue
-            wide = torch.float64 if without.dtype is torch.float64 else torch.float32
-            introduced = (with_error.to(wide) - without.to(wide)) / scale
-            added[param] = added[param].add_(introduced) if param in added else introduced
+    def _by_itself(
+        self,
+        call: Call,
+        weights: Callable[[nn.Module], AbstractContextManager[None]],
+        region: Region,
+        attributes: dict[str, torch.Tensor],
+        shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
+        backward: Callable[[dict[Site, torch.Tensor]], None] | None,
+    ) -> dict[Site, torch.Tensor]:
+        """Return what a module's own ops make, and run their backward, after which their graph is freed."""
+        values = call_again(
+            *(self._watch, call, self._device, weights, region, attributes, shown, self._resized),
+            keeps_graph=backward is not None,
+        )
+        if any(value.requires_grad for value in values.values()):
+            self._reading_weights.add(call.key)
+        if backward is not None:
+            with self._watch.telling(None), weights(call.tap.module):
+                backward(values)
+        return {site: value.detach() for site, value in values.items()}
 
     def _is_the_same(self, call: Call, note: Note) -> bool:
         """Return True if its own ops are those of the reference, on tensors of the same dtypes."""
@@ -293,6 +278,65 @@ class PolicyRun:
         if self._selection is None or not shape or shape[0] != self._selection[1]:
             return shape
         return torch.Size([len(self._selection[0]), *shape[1:]])
+
+
+class _Backward:
+    """Backwards of a module's own ops here and in the reference, from the gradients that are handed over here.
+
+    Args:
+        call: Of the module in the reference.
+        gradients: Of the loss, by what its own ops make, in the reference.
+        loss_scale: Of the policy.
+        weight: Makes what stands for a parameter in the reference.
+    """
+
+    def __init__(
+        self, call: Call, gradients: Gradients, loss_scale: float, weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.failed = False
+        self._params, self._gradients, self._scale, self._weight = call.tap.params, gradients, loss_scale, weight
+        self._handed_over: dict[Site, torch.dtype] = {}
+        self._found: ParamGradients = []
+        self._expected: ParamGradients = []
+
+    def here(self, made: dict[Site, torch.Tensor]) -> None:
+        """Run the backward of what the ops have made under the policy."""
+        self._handed_over = {
+            site: made[site].dtype for site in self._gradients if site in made and made[site].requires_grad
+        }
+        self._found, self._scale = scaled(lambda scale: self._of_params(made, self._params, scale), self._scale)
+
+    def there(self, made: dict[Site, torch.Tensor]) -> None:
+        """Run the backward of what the ops have made in the reference."""
+        self._expected = self._of_params(made, [self._weight(param) for param in self._params], self._scale)
+
+    def add_errors(self, added: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add what the gradients here are off, by parameter."""
+        if self.failed:
+            return
+        for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
+            if found is not None and expected is not None and expected.layout is torch.strided:
+                wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
+                error = (found.to(wide) - expected.to(wide)) / self._scale
+                added[param] = added[param].add_(error) if param in added else error
+
+    def _of_params(
+        self, made: dict[Site, torch.Tensor], params: Sequence[torch.Tensor], scale: float
+    ) -> ParamGradients:
+        outputs = [made[site] for site in self._handed_over]
+        if self.failed or not outputs:
+            return [None] * len(params)
+        given = [
+            (self._gradients[site] * scale).to(handed_over).to(made[site].dtype)
+            for site, handed_over in self._handed_over.items()
+        ]
+        try:
+            return list(torch.autograd.grad(outputs, params, given, retain_graph=True, allow_unused=True))
+        except Exception as error:  # such as of an op without a backward in the policy's dtype
+            if is_of_memory(error):
+                raise
+            self.failed = True
+            return [None] * len(params)
 
 
 def _are_comparable(pair: Pair) -> bool:

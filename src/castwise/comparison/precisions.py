@@ -191,10 +191,11 @@ def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
             bound.unbind()
 
 
-Gradients = list[torch.Tensor | None]
+ParamGradients = list[torch.Tensor | None]
+"""Of a loss by parameters; None where it does not depend on one."""
 
 
-def scaled(compute: Callable[[float], Gradients], scale: float) -> tuple[Gradients, float]:
+def scaled(compute: Callable[[float], ParamGradients], scale: float) -> tuple[ParamGradients, float]:
     """Return gradients of a loss times the largest scale with which they are finite, and this scale.
 
     Args:
