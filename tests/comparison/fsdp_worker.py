@@ -39,6 +39,11 @@ x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
 batch = x, torch.arange(6) % 4
 before = [param.to_local().clone() for param in model.parameters()]
 policy = {"bf16": castwise.policies.bf16}
+refusal = ""
+try:
+    castwise.tune(model, [batch] * 2, loss=F.cross_entropy)
+except ValueError as error:
+    refusal = str(error)
 drift = castwise.compare(model, [batch], policy, loss=F.cross_entropy)
 without = castwise.compare(plain, [batch], policy, loss=F.cross_entropy)["bf16"]
 found = drift["bf16"]
@@ -51,6 +56,7 @@ print(
             "effects": [found[name].effect for name in ("0", "2.0", "3")],
             "effects_without": [without[name].effect for name in ("0", "2.0", "3")],
             "cosine": found.summary.gradient_cosine,
+            "tune": refusal,
         }
     )
 )

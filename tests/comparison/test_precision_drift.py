@@ -668,6 +668,7 @@ def test_fsdp2_units_are_compared_on_each_rank(tmp_path: Path) -> None:
         assert of_rank["is_restored"]
         assert of_rank["effects"] == pytest.approx(of_rank["effects_without"])
         assert of_rank["cosine"] > 0.999
+        assert "tune the model before it is sharded" in of_rank["tune"]
 
 
 def test_a_model_in_flattened_shards_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -968,6 +969,16 @@ def test_a_reference_that_is_not_finite_is_diagnosed() -> None:
         model[2].weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"the loss of batches\[0\] is nan in the reference(.|\n)*2.weight is nan at"):
         castwise.compare(model, [one], BF16, loss=F.cross_entropy)
+
+
+def test_a_reference_that_is_not_finite_is_diagnosed_with_a_forward_too() -> None:
+    model, one = mlp(), batch()
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"the loss of batches\[0\] is nan in the reference(.|\n)*model.2.weight is nan at"
+    ):
+        castwise.compare(model, [one], BF16, forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
 
 
 # Faults.

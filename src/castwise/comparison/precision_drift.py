@@ -531,11 +531,24 @@ def nonfinite_error(objective: Objective, reference: Precision, batch: Any, numb
         loss = float(objective(copied)[1].detach())
         text = f"the loss of batches[{number}] is {loss} in the reference: there is nothing to compare with"
         start.restore()
+        copied = fresh(batch, reference.cast)
         if objective.loss is None:
-            return NonfiniteReferenceError(text)
-        inputs, _ = copied = fresh(batch, reference.cast)
-        found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), inputs)
+            found = diagnose(_Called(objective), lambda loss: loss, (copied,))
+        else:
+            found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), copied[0])
     return NonfiniteReferenceError(f"{text}\n{found}")
+
+
+class _Called(nn.Module):
+    """A model as a `forward` calls it, whose modules are named with "model." before."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model, self._objective = objective.model, objective
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss."""
+        return self._objective(batch)[1]
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -25,7 +25,7 @@ from castwise.comparison.precision_drift import (
     relative_loss_error,
     restored,
 )
-from castwise.comparison.precisions import Precision, bound_for_now
+from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
 from castwise.comparison.reference_run import ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
@@ -89,8 +89,8 @@ def tune(
 
     Raises:
         TypeError: See `compare`.
-        ValueError: There is a single batch, a format or a cost is unknown, the loss is not finite in float32 (the text
-            has the diagnosis), or there is nothing to choose.
+        ValueError: There is a single batch, the model has sharded weights, a format or a cost is unknown, the loss is
+            not finite in float32 (the text has the diagnosis), or there is nothing to choose.
 
     Example:
         >>> import castwise
@@ -118,6 +118,11 @@ class Search:
     ) -> None:
         self._comparison = Comparison(model, loss, forward, gradients=False)
         self._model, self._device = self._comparison.model, self._comparison.device
+        if is_sharded(self._model):
+            raise ValueError(
+                "model has sharded weights, whose ranks must run the same policies, and each rank would search with "
+                "batches of its own: tune the model before it is sharded, or compare some policies"
+            )
         self._objective = Objective(self._model, loss, forward)
         names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
         if not names:
