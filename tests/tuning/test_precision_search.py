@@ -326,6 +326,7 @@ def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
     )
     assert best.formats == {"encoder": "float32", "head": "bfloat16"}
     assert any("encoder runs under torch.no_grad()" in note for note in best.notes)
+    assert "lower formats for what has no known effect: encoder" in best.not_tried
 
 
 def test_formats_may_be_an_iterator() -> None:

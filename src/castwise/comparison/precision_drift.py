@@ -42,6 +42,7 @@ _REFERENCES = {"float32": torch.float32, "float64": torch.float64}
 _VARY = ("batch_size", "batch_order")
 CLIP_BAND = (0.8, 1.2)
 _MOST_NOISE = 0.01
+_NOTED_MODULES = 5
 _NO_GRADIENT = "has no effect that is known: the loss has no gradient"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -349,9 +350,15 @@ class Comparison:
                 if self.device == "cpu" and is_native_here(dtype) is False:
                     name = str(dtype).removeprefix("torch.")
                     yield f"{variant.name}: this CPU has no units for {name}, which is emulated"
+            names: dict[str, list[str]] = {}
             for tap, sums in variant.sums.items():
                 if sums.problem or sums.lacks_gradient not in ("", _NO_GRADIENT):
-                    yield f"{variant.name}: {tap.name or '(root)'} {sums.problem or sums.lacks_gradient}"
+                    names.setdefault(sums.problem or sums.lacks_gradient, []).append(tap.name or "(root)")
+            for problem, of_problem in names.items():
+                more = len(of_problem) - _NOTED_MODULES
+                rest = f" and {more:,} more" if more > 0 else ""
+                each = "" if len(of_problem) == 1 else "each of "
+                yield f"{variant.name}: {each}{', '.join(of_problem[:_NOTED_MODULES])}{rest} {problem}"
 
 
 class _OneBatch:

@@ -487,6 +487,10 @@ class Search:
         left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
         if of_held_out:
             left_out.append(f"formats for what only held-out batches call: {', '.join(of_held_out)}")
+        unknown = {module.name for each in drift for module in each.modules if module.effect is None}
+        unknown &= set(self._options_by_name)
+        if unknown:
+            left_out.append(f"lower formats for what has no known effect: {', '.join(sorted(unknown))}")
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(
