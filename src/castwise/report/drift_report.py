@@ -25,7 +25,7 @@ AT_FIRST = 40
 
 
 def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
-    """Write one HTML page about what `compare` or `tune` has returned; see `Drift.report`."""
+    """Write one HTML page about what `compare` or `tune` has returned (`found`) to `path`; see `Drift.report`."""
     tuned: Any = found if hasattr(found, "frontier") else None
     drift: Any = found if tuned is None else tuned.drift
     environment, plotly_js = report._environment(), report._plotly_js()

@@ -133,7 +133,7 @@ class Tuned:
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page with pictures of the same; see `Drift.report`."""
+        """Write one HTML page with pictures of the same to `path`; see `Drift.report`."""
         from castwise.report.drift_report import write_drift_report
 
         return write_drift_report(self, path)
