@@ -23,7 +23,7 @@ import castwise
 import recording
 from castwise import Policy
 from castwise.bench.recording import headline
-from castwise.comparison.module_calls import Watch
+from castwise.comparison.watch import Watch
 from castwise.demo import gpt
 from castwise.demo.corpus import Corpus, read_text
 from castwise.tuning.costs import OwnFlops
@@ -83,7 +83,8 @@ def of_seed(seed: int, steps: int) -> dict[str, Any]:
     start = gpt.GPT(SIZE)
     train(start, FP32, corpus, seed, range(WARM_UP))
     batches: list[tuple[Tensor, Tensor]] = [corpus.batch(SIZE, seed + 1000, step) for step in range(TUNED_ON)]
-    with Watch(start) as watch, OwnFlops(watch) as counted:
+    counted = OwnFlops()
+    with Watch(start) as watch, counted.counting, watch.telling(counted.call):
         start(batches[0][0])
     flops = {tap.name: count for tap, count in counted.counts.items() if count}
     uniform = castwise.compare(start, batches, FIXED, loss=gpt.loss, gradients=False)

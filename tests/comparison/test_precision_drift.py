@@ -119,6 +119,105 @@ def test_gradients_and_loss_are_those_of_the_policys_own_run() -> None:
     assert drift["1"].gradients is None
 
 
+def in_bf16(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(*args)
+
+
+@pytest.mark.parametrize("reference", ["float32", "float64"])
+def test_gradients_are_split_as_computed_by_hand_in_fp64(reference: Any) -> None:
+    model, (x, target) = mlp(), batch()
+    double = copy.deepcopy(model).double()
+    a = double[0](x.double())
+    b = double[1](a)
+    y = double[2](b)
+    params = list(double.parameters())
+    of_a, of_y, *expected = torch.autograd.grad(F.cross_entropy(y, target), [a, y, *params])
+    # Each layer by itself, given the reference's values and gradients in the dtypes that the policy hands over.
+    introduced = []
+    for place, given, gradient in ((0, x, of_a), (2, b.detach().bfloat16(), of_y)):
+        handed_over = gradient.bfloat16()
+        made = in_bf16(model[place], given), double[place](given.double())
+        here = torch.autograd.grad(made[0], [*model[place].parameters()], handed_over)
+        there = torch.autograd.grad(made[1], [*double[place].parameters()], handed_over.double())
+        introduced += [low.double() - exact for low, exact in zip(here, there, strict=True)]
+    loss = in_bf16(lambda x: F.cross_entropy(model(x), target), x)
+    total = torch.autograd.grad(loss, [*model.parameters()])
+
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, reference=reference)["bf16"]
+    for name, at in (("0", slice(0, 2)), ("2", slice(2, 4))):
+        own, of_reference, of_policy = (
+            torch.cat([each.double().flatten() for each in grads[at]]) for grads in (introduced, expected, total)
+        )
+        exactness = 1e-5 if reference == "float32" else 1e-9
+        found = drift[name]
+        assert relative_rms(found.introduced_gradients) == pytest.approx(rms(own) / rms(of_reference), rel=exactness)
+        carried = of_policy - of_reference - own
+        assert relative_rms(found.carried_gradients) == pytest.approx(rms(carried) / rms(of_reference), rel=exactness)
+        assert 1e-4 < relative_rms(found.introduced_gradients) < 1e-2
+    assert drift["1"].introduced_gradients is None
+
+
+def split(model: nn.Module, policy: Policy, loss: Any = F.cross_entropy) -> dict[str, tuple[float, float]]:
+    """Return the introduced and the carried error of the gradients of each module."""
+    drift = castwise.compare(model, [batch()], {"p": policy}, loss=loss, reference="float64")["p"]
+    return {
+        each.name: (relative_rms(each.introduced_gradients), relative_rms(each.carried_gradients))
+        for each in drift.modules
+        if each.gradients is not None
+    }
+
+
+def test_a_module_in_fp32_carries_what_is_off_in_its_gradients() -> None:
+    found = split(mlp(), Policy(compute="float32", modules={"0": "bfloat16"}))
+    assert found["0"][0] > 1e-3
+    assert found["2"][0] < 1e-6 < 1e-4 < found["2"][1]
+    found = split(mlp(), Policy(compute="float32", modules={"2": "bfloat16"}))
+    assert found["0"][0] < 1e-6 < 1e-4 < found["0"][1]
+
+
+def test_gradients_of_a_weight_that_several_modules_use_are_split_as_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(self.first(x) * self.scale)
+            # A weight that is read beside its module, and one that is not used in any.
+            return hidden @ self.first.weight[:4].T
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + model.scale.square().sum()
+
+    model = Tied()
+    found = split(model, policies.bf16, loss)
+    assert found["first"][0] > 1e-4
+    assert found["second"][0] > 1e-4
+    assert 0 < found[""][0] < 1e-2
+    exact = split(model, FP32["fp32"], loss)
+    assert max(error for pair in exact.values() for error in pair) < 1e-6
+
+
+def test_gradients_of_parts_that_checkpoints_and_fp16_scale_are_split() -> None:
+    found = [
+        castwise.compare(Checkpointed(kind), [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)["fp16"]
+        for kind in (None, False, True)
+    ]
+    for module in found[0].modules:
+        if module.gradients is not None:
+            expected = relative_rms(module.introduced_gradients)
+            assert 1e-5 < expected < 1e-2
+            for other in found[1:]:
+                assert relative_rms(other[module.name].introduced_gradients) == pytest.approx(expected, rel=1e-3)
+    tiny = castwise.compare(mlp(), [batch()], {"fp16": policies.fp16}, loss=lambda y, t: F.cross_entropy(y, t) * 1e-6)[
+        "fp16"
+    ]
+    assert relative_rms(tiny["0"].introduced_gradients) < 1e-2  # and not lost below the least number of fp16
+
+
 def test_without_gradients_no_backward_of_a_policy_runs() -> None:
     drift = castwise.compare(mlp(), [batch()], BF16, loss=F.cross_entropy, gradients=False)["bf16"]
     assert drift.summary.gradient_cosine is None
@@ -387,6 +486,127 @@ def test_activation_checkpointing_changes_no_figure(use_reentrant: bool) -> None
     assert figures[0] == figures[1]
 
 
+class Checkpointed(nn.Module):
+    """Attention, a shared layer and a function in checkpoints, or outside of any."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.last = nn.Linear(8, 8), nn.Linear(8, 8), Attention()
+        self.use_reentrant = use_reentrant
+
+    def run(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return function(x)
+        return checkpoint(function, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(lambda x: self.shared(self.shared(x).tanh()), self.first(x))
+        return self.run(self.last, self.run(self.shared, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_shared_modules_and_of_functions_change_no_figure(use_reentrant: bool) -> None:
+    expected, found = (
+        castwise.compare(Checkpointed(kind), [batch()], BF16, loss=F.cross_entropy)["bf16"]
+        for kind in (None, use_reentrant)
+    )
+    assert {module.name for module in expected.modules if module.effect} == {
+        *("", "first", "shared", "last", "last.qkv", "last.out")
+    }
+    assert [(module.name, module.effect) for module in found.modules] == [
+        (module.name, pytest.approx(module.effect, rel=1e-6)) for module in expected.modules
+    ]
+
+
+def test_a_reentrant_checkpoint_without_gradients_in_training_has_none_in_the_reference() -> None:
+    model = Checkpointed(use_reentrant=True)
+    model.first.requires_grad_(False)
+    x, target = batch()
+    F.cross_entropy(model(x), target)
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)
+    assert drift["bf16"].summary.gradient_cosine is None
+    assert {module.effect for module in drift["bf16"].modules if module.name} == {None}
+    assert "the loss has no gradient, so effects are not known" in drift.notes
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = model, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))  # type: ignore[no-any-return]
+
+    drift = castwise.compare(Head(), [(x, target)], BF16, loss=F.cross_entropy)
+    assert drift["bf16"]["body.shared"].gradients is None
+    assert drift["bf16"]["body.shared"].effect is None
+    assert drift["bf16"].summary.gradient_cosine == pytest.approx(1.0, abs=1e-3)
+    assert drift["bf16"]["head"].effect
+    assert any("body.shared" in note and "runs under torch.no_grad()" in note for note in drift.notes)
+
+
+def test_the_effect_of_a_module_whose_output_is_detached_is_not_known() -> None:
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).detach())  # type: ignore[no-any-return]
+
+    drift = castwise.compare(Detaching(), [batch()], {**BF16, **FP32}, loss=F.cross_entropy)
+    assert drift["bf16"]["first"].effect is None
+    assert drift["bf16"]["first"].introduced is not None
+    assert drift["bf16"]["last"].effect
+    assert drift["fp32"]["first"].effect == 0.0  # it has no errors
+    assert drift.notes == (
+        "bf16: first gets no gradient, as what it returns is detached or not used, so its effect is not known",
+    )
+
+
+def test_what_many_modules_have_in_common_is_one_note() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.encoder(x)
+            return self.head(x)  # type: ignore[no-any-return]
+
+    names = ", ".join(f"encoder.{place}" for place in range(5))
+    drift = castwise.compare(Frozen(), [batch()], BF16, loss=F.cross_entropy)
+    assert drift.notes == (f"bf16: each of {names} and 3 more runs under torch.no_grad(), so its effect is not known",)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_computes_are_those_of_the_run(wrap: Any, training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4)).train(training)
+    x, target = batch()
+    attribute = model[0].weight
+    drift = castwise.compare(model, [(x, target)], {**BF16, **FP32}, loss=F.cross_entropy, reference="float64")
+    assert model[0].weight is attribute
+    assert drift.notes == ()
+    for name, low, high in (("bf16", 1e-3, 1e-2), ("fp32", 1e-9, 1e-6)):
+        assert low < relative_rms(drift[name]["0"].introduced) < high
+        assert drift[name]["0"].effect
+    recurrent = nn.Sequential(wrap(nn.LSTM(8, 4), "weight_hh_l0")).train(training)
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], target)
+
+    drift = castwise.compare(recurrent, [(x, target)], FP32, loss=loss, reference="float64")
+    assert drift.notes == ()
+    assert drift["fp32"]["0"].gradients is not None
+    assert drift["fp32"]["0"].introduced_gradients is None  # the weights are computed outside of the module's forward
+    assert 1e-9 < relative_rms(drift["fp32"]["0"].introduced) < 1e-6
+
+
 def test_a_recurrent_layer_keeps_its_weights_in_the_reference_too() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -458,12 +678,20 @@ def test_experts_that_get_other_tokens_are_told_and_end_nothing() -> None:
 
 
 def test_fsdp2_units_are_compared_on_each_rank(tmp_path: Path) -> None:
-    found = ranks.run(Path(__file__).with_name("fsdp2_worker.py"), 2, tmp_path / "store", "compare")
+    found = ranks.run(Path(__file__).with_name("fsdp_worker.py"), 2, tmp_path / "store", "fsdp2")
     for of_rank in found:
         assert of_rank["problems"] == []
         assert of_rank["is_restored"]
         assert of_rank["effects"] == pytest.approx(of_rank["effects_without"])
         assert of_rank["cosine"] > 0.999
+        assert "tune the model before it is sharded" in of_rank["tune"]
+
+
+def test_a_model_in_flattened_shards_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    found = ranks.run(Path(__file__).with_name("fsdp_worker.py"), 2, tmp_path / "store", "fsdp1")
+    for of_rank in found:
+        assert len(of_rank) == 4
+        assert {"use fully_shard" in text for text in of_rank} == {True}
 
 
 def test_what_is_compiled_is_compared_as_its_eager_original() -> None:
@@ -533,6 +761,20 @@ def test_a_module_that_mixes_samples_is_the_first_in_the_noise(vary: Any, refere
     assert drift.noise.summary.gradient_cosine is not None
 
 
+@pytest.mark.parametrize("vary", ["batch_size", "batch_order"])
+def test_samples_that_would_get_other_random_numbers_are_refused(vary: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=rf"vary='{vary}' .* other random numbers from '1': call model.eval\(\)"):
+        castwise.compare(model, [batch()], loss=F.cross_entropy, vary=vary)
+    assert castwise.compare(model.eval(), [batch()], loss=F.cross_entropy, vary=vary).noise is not None
+
+    def augmented(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0] * random.random()), batch[1])
+
+    with pytest.raises(ValueError, match="other random numbers from the forward"):
+        castwise.compare(model, [batch()], forward=augmented, vary=vary)
+
+
 def test_with_forward_samples_one_by_one_have_the_mean_of_their_losses() -> None:
     model, (x, target) = mlp(), batch()
     drift = castwise.compare(
@@ -580,6 +822,25 @@ def test_an_overflow_is_an_infinite_effect_and_comes_first() -> None:
     )
 
 
+def test_what_makes_a_loss_or_gradients_that_are_not_finite_is_named() -> None:
+    model, (x, target) = mlp(), batch()
+    fp16 = {"fp16": policies.fp16}
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+
+    drift = castwise.compare(model, [(x, target)], fp16, loss=F.cross_entropy)
+    assert "2 (Linear) makes values that are not finite of finite ones" in drift["fp16"].failure
+    assert f"fp16: {drift['fp16'].failure}" in drift.notes
+
+    def infinite(output: Tensor, target: Tensor) -> Tensor:
+        return output.sum() * (1.0 if output.dtype is torch.float32 else math.inf)
+
+    drift = castwise.compare(mlp(), [(x, target)], fp16, loss=infinite)
+    assert "so it is the loss function that makes it" in drift["fp16"].failure
+    drift = castwise.compare(mlp(), [(x, target)], fp16, loss=lambda y, t: (y.float() * 1e9).sum())
+    assert "its gradients are not finite, though the loss is multiplied by only 1" in drift["fp16"].failure
+
+
 # Everything is put back.
 
 
@@ -619,10 +880,10 @@ class State:
 class Changing(nn.Module):
     """Writes to whatever it can reach, and raises when told."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool) -> None:
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
-        self.last, self.scale = nn.Linear(8, 4), nn.Identity()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5 * draws)
+        self.last, self.scale, self.draws = nn.Linear(8, 4), nn.Identity(), draws
         self.register_buffer("count", torch.zeros(()))
         self.error: Callable[[], BaseException] | None = None
         self.calls, self.fail_at = 0, -1
@@ -631,19 +892,20 @@ class Changing(nn.Module):
         self.calls += 1
         if self.calls == self.fail_at and self.error is not None:
             raise self.error()
-        self.count = self.count + random.random()
+        self.count = self.count + (random.random() if self.draws else 1.0)
         self.first.weight.data.mul_(1.01)
         self.train(not self.training) if self.calls % 2 else None
         self.scale(self.norm.weight)
         return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("vary", [None, "batch_order"])
 @pytest.mark.parametrize("reference", ["float32", "float64"])
 @pytest.mark.parametrize("fail_at", [-1, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseException]) -> None:
+def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseException], vary: Any) -> None:
     torch.manual_seed(0)
-    model, (x, target) = Changing(), batch()
+    model, (x, target) = Changing(draws=vary is None), batch()
     F.cross_entropy(model(x), target).backward()
     model.fail_at, model.error = fail_at + model.calls if fail_at > 0 else -1, lambda: error("planted")
     state = State(model, [x, target])
@@ -651,7 +913,7 @@ def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseEx
 
     def run() -> Drift:
         return castwise.compare(
-            model, [(x, target)] * 2, {"p": policy}, loss=F.cross_entropy, reference=reference, vary="batch_order"
+            model, [(x, target)] * 2, {"p": policy}, loss=F.cross_entropy, reference=reference, vary=vary
         )
 
     with contextlib.suppress(error):  # what a module raises where it is called again by itself is a note
@@ -662,9 +924,7 @@ def test_everything_is_put_back(reference: Any, fail_at: int, error: type[BaseEx
 def test_two_comparisons_of_one_model_have_the_same_figures() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
-    first, second = (
-        castwise.compare(model, [batch()], BF16, loss=F.cross_entropy, vary="batch_order") for _ in range(2)
-    )
+    first, second = (castwise.compare(model, [batch()], BF16, loss=F.cross_entropy) for _ in range(2))
     assert first == second
 
 
@@ -725,6 +985,16 @@ def test_a_reference_that_is_not_finite_is_diagnosed() -> None:
         model[2].weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"the loss of batches\[0\] is nan in the reference(.|\n)*2.weight is nan at"):
         castwise.compare(model, [one], BF16, loss=F.cross_entropy)
+
+
+def test_a_reference_that_is_not_finite_is_diagnosed_with_a_forward_too() -> None:
+    model, one = mlp(), batch()
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"the loss of batches\[0\] is nan in the reference(.|\n)*model.2.weight is nan at"
+    ):
+        castwise.compare(model, [one], BF16, forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
 
 
 # Faults.
@@ -823,8 +1093,11 @@ def test_a_policy_that_cannot_run_leaves_the_results_of_others() -> None:
     assert math.isnan(drift["fp16"].summary.loss)
     assert drift["fp16"].modules == ()
     assert "note: fp16: cannot be run: ValueError: no kernel for Half" in str(drift)
+    assert "fp16    cannot be run" in str(drift)
+    assert drift.as_dict()["policies"]["fp16"]["failure"] == drift["fp16"].problem
     alone = castwise.compare(model, [batch(), batch()], BF16, loss=F.cross_entropy)
     assert drift["bf16"] == alone["bf16"]
+    assert drift["bf16"].failure == ""
     with pytest.raises(ValueError, match="no kernel for Half"):
         castwise.compare(model, [batch()], {"fp16": policies.fp16}, loss=F.cross_entropy)
 

@@ -126,6 +126,37 @@ def test_text_and_plots_can_be_read_in_light_and_dark_on_screens_of_any_width(br
             assert contrast(browser, selector, "fill") >= 4.5, selector
 
 
+def test_it_is_plain_why_a_policy_has_failed(browser: Browser, tmp_path: Path) -> None:
+    class RefusesHalf(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            if output.dtype is torch.float16:
+                raise ValueError("no <kernel> for Half")
+            return output
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), RefusesHalf(4, 4))
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    policy = {"fp16": policies.fp16, "overflow": castwise.Policy("float32", modules={"2": "float16"})}
+    found = castwise.compare(model, batches(), policy, loss=F.cross_entropy)
+    failures = ["cannot be run: ValueError: no <kernel> for Half"]
+    failures.append(f"its loss is {found['overflow'].summary.loss}: 2 (Linear) makes values that are not finite")
+    browser.open(found.report(tmp_path / "failed.html"))
+    shown = [each.text for each in browser.driver.find_elements(By.CSS_SELECTOR, "#summary .critical")]
+    assert len(shown) == 2
+    for text, name, failure in zip(shown, policy, failures, strict=True):
+        assert name in text
+        assert failure in text
+    summary = browser.driver.find_element(By.CSS_SELECTOR, "#summary tbody").text
+    assert "fp16 cannot be run" in summary.splitlines()
+    assert failures[0] in browser.driver.find_element(By.ID, "bars-caption").text
+    choose(browser, "policy", "overflow")
+    browser.wait_for("document.getElementById('bars').data[0].x.length === 5")
+    assert contrast(browser, "#summary .critical p", "color") >= 4.5
+    assert browser.logs("browser") == []
+
+
 def test_the_frontier_is_a_curve_with_the_chosen_point(browser: Browser, tuned: Tuned, tmp_path: Path) -> None:
     browser.open(tuned.report(tmp_path / "tuned.html"))
     assert browser.run("document.documentElement.dataset.drawn") == "2"

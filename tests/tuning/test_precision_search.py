@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
-from castwise.comparison.module_calls import Watch
+from castwise.comparison.watch import Watch
 from castwise.tuning import precision_search
 from castwise.tuning.costs import OutputBytes
 from castwise.tuning.tuned import Tuned
@@ -129,7 +129,7 @@ def test_no_policy_claims_to_save_bytes_that_it_does_not() -> None:
     def nbytes(policy: Policy) -> float:
         counts: dict[Any, float] = {}
         bound = policy.bind(model)
-        with Watch(model) as watch, watch.telling(OutputBytes(counts)), castwise.autocast("cpu", policy=bound):
+        with Watch(model) as watch, watch.telling(OutputBytes(counts).call), castwise.autocast("cpu", policy=bound):
             model(batches()[0][0])
         bound.unbind()
         return sum(counts.values())
@@ -205,17 +205,49 @@ def test_weights_in_bf16_are_judged_by_a_reference_in_fp32() -> None:
     assert all(param.dtype is torch.bfloat16 for param in model.parameters())
 
 
-def test_runs_are_at_most_three_forwards_and_backwards_for_each_module() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)), nn.Linear(8, 4))
-    forwards = []
+class Counted(nn.Linear):
+    """Counts its calls, in forwards: a backward costs two."""
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        forwards.append(output)
-        return F.cross_entropy(output, target)
+    forwards = 0
 
-    best = castwise.tune(model, batches(), loss=loss, formats=("bfloat16", "float32"), tolerance=1e-5)
-    assert best.evaluations <= 6 * 31
-    assert len(forwards) / 4 <= 3 * 3 * 31  # a forward is a third of both; of four batches
+    def forward(self, x: Tensor) -> Tensor:
+        def add(count: int) -> None:
+            Counted.forwards += count
+
+        add(1)
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: add(2))
+        return output
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 1e-4, 1e-9])
+@pytest.mark.parametrize("formats", [("bfloat16", "float32"), ("float16", "bfloat16", "float32")])
+@pytest.mark.parametrize("layers", [1, 2, 3, 10])
+def test_runs_are_at_most_three_forwards_and_backwards_for_each_module(
+    layers: int, formats: tuple[str, ...], tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counted(8, 8) for _ in range(layers - 1)), Counted(8, 4))
+    for count in (2, 3):
+        Counted.forwards = 0
+        castwise.tune(model, batches(count), loss=F.cross_entropy, formats=formats, tolerance=tolerance)
+        assert Counted.forwards / layers / count <= 3 * 3 * layers
+
+
+def test_modules_that_only_held_out_batches_call_are_not_listed_as_never_called() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            return (self.second if which else self.first)(x)  # type: ignore[no-any-return]
+
+    given = [((x, which), target) for (x, target), which in zip(batches(), (0, 1, 0, 1), strict=True)]
+    best = castwise.tune(Two(), given, loss=F.cross_entropy, tolerance=0.5)
+    assert best.not_called == ("third",)
+    assert "formats for what only held-out batches call: second" in best.not_tried
 
 
 def test_bad_input_is_refused_with_what_to_do() -> None:
@@ -294,6 +326,7 @@ def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
     )
     assert best.formats == {"encoder": "float32", "head": "bfloat16"}
     assert any("encoder runs under torch.no_grad()" in note for note in best.notes)
+    assert "lower formats for what has no known effect: encoder" in best.not_tried
 
 
 def test_formats_may_be_an_iterator() -> None:

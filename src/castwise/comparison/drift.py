@@ -41,6 +41,10 @@ class ModuleDrift:
         carried: What is left of the total without those: its inputs were already off.
         total: Of its outputs in the policy's run.
         gradients: Of its own parameters; None without any, or if they were not asked for.
+        introduced_gradients: Errors in these that its own ops make, forward and backward, of the reference's inputs and
+            of the reference's gradients of its outputs; None if it is not known, as of sharded weights and of those
+            that a hook computes, or of the noise.
+        carried_gradients: What is left of `gradients` without those.
         problem: Why something is missing; "" if nothing is.
     """
 
@@ -55,6 +59,8 @@ class ModuleDrift:
     carried: Errors | None
     total: Errors | None
     gradients: Errors | None
+    introduced_gradients: Errors | None = None
+    carried_gradients: Errors | None = None
     problem: str = ""
 
 
@@ -107,6 +113,32 @@ class PolicyDrift:
             if module.name == name:
                 return module
         raise KeyError(name)
+
+    @property
+    def failure(self) -> str:
+        """Why it has no figures, or none that are finite; "" if it has."""
+        if self.problem:
+            return self.problem
+        gradients = self.summary.gradient_errors
+        if not math.isfinite(self.summary.loss):
+            return f"its loss is {self.summary.loss}: {self._origin()}"
+        if gradients is not None and gradients.nonfinite:
+            return (
+                f"{percent(gradients.nonfinite)} of its gradients are not finite, though the loss is multiplied "
+                f"by only {self.summary.loss_scale:g}"
+            )
+        return ""
+
+    def _origin(self) -> str:
+        """Return which module is the first to have values that are not finite, in the model's order."""
+        in_order = sorted(self.modules, key=lambda module: module.place)
+        for module in in_order:
+            if module.introduced is not None and module.introduced.nonfinite:
+                return f"{module.name or '(root)'} ({module.type}) makes values that are not finite of finite ones"
+        for module in in_order:
+            if module.total is not None and module.total.nonfinite:
+                return f"the first values that are not finite are those that {module.name or '(root)'} returns"
+        return "all modules return finite values, so it is the loss function that makes it"
 
     def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
         """Return the table of modules as text, its header first.
@@ -185,6 +217,9 @@ class Drift:
         rows = [(*header, *(log_probs if has_tokens else ()))]
         for policy in each:
             found = policy.summary
+            if policy.problem:
+                rows.append((policy.name, "cannot be run", *([""] * (len(rows[0]) - 2))))
+                continue
             row = [policy.name, f"{found.loss:.6g}", _number(found.relative_loss_error)]
             cosine, ratio = found.gradient_cosine, found.gradient_norm_ratio
             row += ["" if cosine is None else f"{cosine:.6f}", "" if ratio is None else f"{ratio:.4f}"]
@@ -235,6 +270,7 @@ def _record(drift: PolicyDrift) -> dict[str, Any]:
     return {
         "policy": None if drift.policy is None else plain_policy(drift.policy),
         "problem": drift.problem,
+        "failure": drift.failure,
         "summary": plain(dataclasses.asdict(drift.summary)),
         "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
     }

@@ -1,7 +1,8 @@
-"""Arguments and outputs of modules, kept so that a module can be called again with them."""
+"""What modules are given and return, kept so that a module can be called again with it, and the tensors in that."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import types
@@ -55,7 +56,13 @@ class Kept:
 
     def made_of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value with other tensors in the places of its own."""
-        return tree_map(lambda leaf: leaf.filled(tensors) if isinstance(leaf, _Place) else leaf, self._structure)
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, _TensorPlace):
+                return tensors[leaf.place]
+            return leaf.copy_with(tensors) if isinstance(leaf, _PickledObject) else leaf
+
+        return tree_map(filled, self._structure)
 
     def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -69,43 +76,33 @@ class Kept:
         first = len(self.tensors)
         found = [each for each in opened[1] if isinstance(each, torch.Tensor)]
         self.tensors += [tensor.detach() for tensor in found]
-        return _ObjectPlace(*opened, first)
+        return _PickledObject(*opened, first)
 
 
-class _Place:
-    """Where tensors belong in a kept value."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TensorPlace:
+    """Where a tensor belongs in a kept value; no tuple, which torch's pytree would look into."""
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return what belongs here, of the tensors of the whole value."""
-        raise NotImplementedError
-
-
-class _TensorPlace(_Place):
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tensor."""
-        return tensors[self._place]
+    place: int
 
 
-class _ObjectPlace(_Place):
-    """An object that torch's pytree does not know.
+class _PickledObject:
+    """An object that torch's pytree does not know, as it was when it was kept.
 
     Args:
-        written: It, pickled.
+        pickled: It, without what is in `shared`.
         shared: What the pickle refers to by number: tensors, modules, functions.
         first: Place of the first of its tensors.
     """
 
-    def __init__(self, written: bytes, shared: list[Any], first: int) -> None:
-        self._written, self._shared, self._first = written, shared, first
+    def __init__(self, pickled: bytes, shared: list[Any], first: int) -> None:
+        self._pickled, self._shared, self._first = pickled, shared, first
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a copy of the object."""
+    def copy_with(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return a copy of the object with other tensors, given those of the whole kept value."""
         following = iter(tensors[self._first :])
         shared = [next(following) if isinstance(each, torch.Tensor) else each for each in self._shared]
-        return _Unpickler(io.BytesIO(self._written), shared).load()
+        return _Unpickler(io.BytesIO(self._pickled), shared).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -152,3 +149,29 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif leaf is not None and not isinstance(leaf, _PASSED_ON):
             found += [each for each in (_opened(leaf) or (b"", []))[1] if isinstance(each, torch.Tensor)]
     return found
+
+
+def direct_tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a value that are not inside of objects which torch's pytree does not know."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def returned_tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors of what a module returns, also those in the fields of dataclasses."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
+            found += direct_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module has as plain attributes and that a hook may compute before each forward.
+
+    Such as the weights of torch's older weight norm and spectral norm, and of pruning.
+    """
+    if not module._forward_pre_hooks:
+        return {}
+    return {name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from castwise._torch_private import is_backward_running
+from castwise.comparison.call_again import call_again
 from castwise.comparison.errors import EffectSums, ErrorSums
-from castwise.comparison.module_calls import (
-    Call,
-    Key,
-    ReferenceRun,
-    Site,
-    Tap,
-    Watch,
-    call_again,
-    dtypes_in,
-    returned_tensors,
-)
+from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
 from castwise.comparison.objective import first_line, is_of_memory
-from castwise.comparison.precisions import Precision, Region
+from castwise.comparison.precisions import ParamGradients, Precision, Region, scaled
+from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun, Site
+from castwise.comparison.watch import Tap, Watch
+
+_NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
+_NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in the reference, and the same one under a policy."""
@@ -35,11 +34,13 @@ class Note(NamedTuple):
         region: What held there.
         inputs: Dtypes of the tensors in its arguments.
         outputs: Dtypes of the tensors that it returned.
+        attributes: See `attributes_of`.
     """
 
     region: Region
     inputs: list[torch.dtype]
     outputs: list[torch.dtype]
+    attributes: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -49,6 +50,7 @@ class ModuleSums:
     Args:
         problem: Why its errors are not known.
         lacks_gradient: Why its effect alone is not known.
+        is_split: Whether it is known which errors of the gradients of its parameters it introduces.
     """
 
     calls: int = 0
@@ -56,9 +58,12 @@ class ModuleSums:
     introduced: ErrorSums = field(default_factory=ErrorSums)
     carried: ErrorSums = field(default_factory=ErrorSums)
     gradients: ErrorSums = field(default_factory=ErrorSums)
+    introduced_gradients: ErrorSums = field(default_factory=ErrorSums)
+    carried_gradients: ErrorSums = field(default_factory=ErrorSums)
     effect: EffectSums = field(default_factory=EffectSums)
     problem: str = ""
     lacks_gradient: str = ""
+    is_split: bool = True
 
 
 class PolicyRun:
@@ -70,6 +75,8 @@ class PolicyRun:
         precisions: That of the reference, and that of this run.
         device: The `type` of the model's device.
         sums: By module, to which errors are added.
+        introduced_gradients: By parameter, to which errors in gradients are added that modules introduce; None if they
+            are not wanted.
         selection: Which samples of the reference's batch this run is given, and how many the batch has; None if the
             same.
     """
@@ -81,6 +88,7 @@ class PolicyRun:
         precisions: tuple[Precision, Precision],
         device: str,
         sums: dict[Tap, ModuleSums],
+        introduced_gradients: dict[torch.Tensor, torch.Tensor] | None = None,
         selection: tuple[torch.Tensor, int] | None = None,
     ) -> None:
         self._watch, self._reference, self._device, self._sums = watch, reference, device, sums
@@ -88,10 +96,11 @@ class PolicyRun:
         # In the backward of the reference the model has the weights of the reference.
         same = self._precision is self._expected
         self._weights = self._precision.weights if same else self._expected.own_weights
-        self._selection = selection
+        self._introduced_gradients, self._selection = introduced_gradients, selection
         self._notes: dict[Key, Note] = {}
         self._numbers: Counter[Tap] = Counter()
         self._exact: set[Key] = set()
+        self._reading_weights: set[Key] = set()
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, and compare what it returns."""
@@ -99,10 +108,11 @@ class PolicyRun:
             return tap.forward(*args, **kwargs)
         number = self._numbers[tap]
         self._numbers[tap] += 1
-        inputs = dtypes_in((args, kwargs))
+        inputs = _dtypes((args, kwargs))
         region = Region.here(self._device)
+        attributes = attributes_of(tap.module)
         output = tap.forward(*args, **kwargs)
-        note = self._notes[tap, number] = Note(region, inputs, dtypes_in(output))
+        note = self._notes[tap, number] = Note(region, inputs, _dtypes(output), attributes)
         sums = self._sums[tap]
         sums.calls += 1
         call = self._reference.calls.get((tap, number))
@@ -112,29 +122,32 @@ class PolicyRun:
             self._compare(call, note, returned_tensors(output), sums)
         return output
 
-    def add_effect(self, call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+    def add_effect(self, call: Call, gradients: Gradients) -> None:
         """Add gradients of the loss by what a module's own ops make, times the errors that they introduce."""
-        note = self._notes.get((call.tap, call.number))
-        if note is None or (call.tap, call.number) in self._exact:
+        key = call.key
+        note = self._notes.get(key)
+        has_gradients = self._introduced_gradients is not None and key in self._reading_weights
+        if note is None or (key in self._exact and not has_gradients):
             return
         sums = self._sums[call.tap]
-        introduced = self._introduced(call, note, sums)
+        introduced = self._introduced(call, note, sums, gradients if has_gradients else None)
         for site, gradient in gradients.items():
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
 
-    def note_missing_gradient(self, call: Call) -> None:
-        """Note that a call got no gradient because it ran without any, unless it introduces no errors."""
-        key = call.tap, call.number
-        if call.tap.has_own_ops and key in self._notes and key not in self._exact:
-            self._sums[call.tap].lacks_gradient = "runs under torch.no_grad(), so its effect is not known"
+    def note_missing_gradients(self) -> None:
+        """Note which calls no gradient has reached, unless they introduce no errors."""
+        without_gradient = self._reference.without_gradient()
+        for key in self._notes.keys() - self._exact - self._reference.reached:
+            if key[0].has_own_ops:
+                self._sums[key[0]].lacks_gradient = _NO_GRAD if key in without_gradient else _NOT_REACHED
 
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
         pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
         if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
             sums.problem = "returns tensors of other shapes than in the reference"
-            self._exact.add((call.tap, call.number))
+            self._exact.add(call.key)
             return
         introduced = self._introduced(call, note, sums)
         is_exact = True
@@ -144,7 +157,7 @@ class PolicyRun:
                 sums.introduced.add(without, with_error)
             is_exact = is_exact and before == (sums.introduced.squares, sums.introduced.nonfinite)
         if is_exact:
-            self._exact.add((call.tap, call.number))
+            self._exact.add(call.key)
         for place, (reference, value) in enumerate(pairs):
             if not reference.is_floating_point():
                 continue
@@ -156,8 +169,15 @@ class PolicyRun:
             else:
                 sums.carried.add_rest(reference, value, *own)
 
-    def _introduced(self, call: Call, note: Note, sums: ModuleSums) -> dict[Site, Pair]:
-        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same."""
+    def _introduced(
+        self, call: Call, note: Note, sums: ModuleSums, gradients: Gradients | None = None
+    ) -> dict[Site, Pair]:
+        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same.
+
+        Args:
+            call, note, sums: Of the module.
+            gradients: Of what they make. If given, errors that they introduce into gradients of weights are added.
+        """
         if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
             return {}
 
@@ -165,7 +185,7 @@ class PolicyRun:
             if child is None:
                 dtypes = note.inputs
             else:
-                child_note = self._notes.get((child.tap, child.number))
+                child_note = self._notes.get(child.key)
                 dtypes = [] if child_note is None else child_note.outputs
             tensor = self._of_reference(tensor)
             return tensor.to(dtypes[place]) if place < len(dtypes) and tensor.is_floating_point() else tensor
@@ -173,14 +193,21 @@ class PolicyRun:
         def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
             return rounded(child, place, tensor).to(tensor.dtype)
 
+        backward = None
+        if gradients is not None:
+            backward = _Backward(call, gradients, self._precision.loss_scale, self._expected.weight)
         try:
-            values = call_again(self._watch, call, self._device, self._weights, note.region, rounded, self._resized)
-            if self._rounds(call, note):
-                expected = call_again(
-                    self._watch, call, self._device, self._expected.weights, call.region, rounded_and_back
+            values = self._by_itself(
+                *(call, self._weights, note.region, note.attributes, rounded),
+                None if backward is None else backward.here,
+            )
+            if backward is not None or self._rounds(call, note):
+                expected = self._by_itself(
+                    *(call, self._expected.weights, call.region, call.attributes, rounded_and_back),
+                    None if backward is None else backward.there,
                 )
             else:
-                expected = {site: self._of_reference(call.tensor(site)) for site in values}
+                expected = {site: self._of_reference(call.made(site)) for site in values}
         except Exception as error:
             if is_of_memory(error):
                 raise
@@ -190,7 +217,32 @@ class PolicyRun:
         if not all(map(_are_comparable, pairs.values())):
             sums.problem = "takes another path by itself"
             return {}
+        if backward is not None and self._introduced_gradients is not None:
+            # The weights that a hook has computed hide the parameters that it has computed them of.
+            sums.is_split = sums.is_split and not backward.failed and not note.attributes
+            backward.add_errors(self._introduced_gradients)
         return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
+
+    def _by_itself(
+        self,
+        call: Call,
+        weights: Callable[[nn.Module], AbstractContextManager[None]],
+        region: Region,
+        attributes: dict[str, torch.Tensor],
+        shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
+        backward: Callable[[dict[Site, torch.Tensor]], None] | None,
+    ) -> dict[Site, torch.Tensor]:
+        """Return what a module's own ops make, and run their backward, after which their graph is freed."""
+        values = call_again(
+            *(self._watch, call, self._device, weights, region, attributes, shown, self._resized),
+            keeps_graph=backward is not None,
+        )
+        if any(value.requires_grad for value in values.values()):
+            self._reading_weights.add(call.key)
+        if backward is not None:
+            with self._watch.telling(None), weights(call.tap.module):
+                backward(values)
+        return {site: value.detach() for site, value in values.items()}
 
     def _is_the_same(self, call: Call, note: Note) -> bool:
         """Return True if its own ops are those of the reference, on tensors of the same dtypes."""
@@ -210,7 +262,7 @@ class PolicyRun:
             return True
         return any(
             child.output is not None
-            and (child_note := self._notes.get((child.tap, child.number))) is not None
+            and (child_note := self._notes.get(child.key)) is not None
             and [tensor.dtype for tensor in child.output.tensors] != child_note.outputs
             for child in call.children
         )
@@ -228,6 +280,70 @@ class PolicyRun:
         return torch.Size([len(self._selection[0]), *shape[1:]])
 
 
+class _Backward:
+    """Backwards of a module's own ops here and in the reference, from the gradients that are handed over here.
+
+    Args:
+        call: Of the module in the reference.
+        gradients: Of the loss, by what its own ops make, in the reference.
+        loss_scale: Of the policy.
+        weight: Makes what stands for a parameter in the reference.
+    """
+
+    def __init__(
+        self, call: Call, gradients: Gradients, loss_scale: float, weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.failed = False
+        self._params, self._gradients, self._scale, self._weight = call.tap.params, gradients, loss_scale, weight
+        self._handed_over: dict[Site, torch.dtype] = {}
+        self._found: ParamGradients = []
+        self._expected: ParamGradients = []
+
+    def here(self, made: dict[Site, torch.Tensor]) -> None:
+        """Run the backward of what the ops have made under the policy."""
+        self._handed_over = {
+            site: made[site].dtype for site in self._gradients if site in made and made[site].requires_grad
+        }
+        self._found, self._scale = scaled(lambda scale: self._of_params(made, self._params, scale), self._scale)
+
+    def there(self, made: dict[Site, torch.Tensor]) -> None:
+        """Run the backward of what the ops have made in the reference."""
+        self._expected = self._of_params(made, [self._weight(param) for param in self._params], self._scale)
+
+    def add_errors(self, added: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add what the gradients here are off, by parameter."""
+        if self.failed:
+            return
+        for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
+            if found is not None and expected is not None and expected.layout is torch.strided:
+                wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
+                error = (found.to(wide) - expected.to(wide)) / self._scale
+                added[param] = added[param].add_(error) if param in added else error
+
+    def _of_params(
+        self, made: dict[Site, torch.Tensor], params: Sequence[torch.Tensor], scale: float
+    ) -> ParamGradients:
+        outputs = [made[site] for site in self._handed_over]
+        if self.failed or not outputs:
+            return [None] * len(params)
+        given = [
+            (self._gradients[site] * scale).to(handed_over).to(made[site].dtype)
+            for site, handed_over in self._handed_over.items()
+        ]
+        try:
+            return list(torch.autograd.grad(outputs, params, given, retain_graph=True, allow_unused=True))
+        except Exception as error:  # such as of an op without a backward in the policy's dtype
+            if is_of_memory(error):
+                raise
+            self.failed = True
+            return [None] * len(params)
+
+
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
     return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    """List the dtypes of a value's tensors, in the order in which `Kept` has them."""
+    return [tensor.dtype for tensor in tensors_in(value)]

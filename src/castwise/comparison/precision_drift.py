@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,21 +12,25 @@ import torch
 from torch import nn
 
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_compiled, no_post_accumulate_hooks
+from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
+from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison.errors import ErrorSums, local
+from castwise.comparison.interrupts import Interrupts
+from castwise.comparison.kept_values import attributes_of
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
-from castwise.comparison.module_calls import Call, ReferenceRun, Site, Tap, Watch, forgetting_graph
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
-from castwise.comparison.precisions import Precision, is_sharded
+from castwise.comparison.precisions import Precision, bound_for_now, is_sharded, scaled
+from castwise.comparison.reference_run import Call, Gradients, ReferenceRun, Written
 from castwise.comparison.starting_point import StartingPoint
+from castwise.comparison.watch import Tap, Watch
 from castwise.diagnosis.diagnosis import diagnose
-from castwise.diagnosis.replay import gradients_of, unchanged
-from castwise.policy.bound_policy import BoundPolicy, is_bound_to
+from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
+from castwise.policy.bound_policy import BoundPolicy
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
 
@@ -37,9 +41,8 @@ Progress = Callable[[str, int, int], None]
 _REFERENCES = {"float32": torch.float32, "float64": torch.float64}
 _VARY = ("batch_size", "batch_order")
 CLIP_BAND = (0.8, 1.2)
-# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
-_LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
 _MOST_NOISE = 0.01
+_NOTED_MODULES = 5
 _NO_GRADIENT = "has no effect that is known: the loss has no gradient"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -68,8 +71,12 @@ def compare(
     same ops make of the same values in the reference; errors of modules inside are theirs alone. What else is off in a
     module's outputs under the policy is *carried*: its inputs were off.
 
-    Per policy, a batch costs one forward and backward, another forward, and each module up to four times by itself; the
-    reference costs one forward and backward. Outputs of modules are kept for one run at a time, the reference's.
+    Gradients of weights are split alike: *introduced* is what the module's own ops, forward and backward, do to them,
+    given the reference's values and its gradients of what the module makes.
+
+    Per policy, a batch costs one forward and backward, another forward, and each module up to four forwards and two
+    backwards by itself; the reference costs one forward and backward. Outputs of modules are kept for one run at a
+    time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
     random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
@@ -86,9 +93,10 @@ def compare(
         forward: Instead of `loss`, for batches of any kind: of the model and a batch, returns the loss.
         reference: "float32", with autocast off; "float64", in which weights, buffers and inputs are cast, too; or a
             policy. Regions that the model's own code begins hold in the reference as well.
-        gradients: False leaves out the backwards of the policies.
+        gradients: False leaves out the backwards of the policies and of modules by themselves.
         vary: Compare the reference with itself as well, with the samples of a batch one by one ("batch_size") or in
-            another order ("batch_order"). Errors below this noise are nothing that a policy does.
+            another order ("batch_order"). Errors below this noise are nothing that a policy does. Refused where the
+            forward draws random numbers.
         clip_band: The least and the largest ratio of probabilities for `LogProbDrift.outside_band`.
 
     Returns:
@@ -96,8 +104,9 @@ def compare(
 
     Raises:
         TypeError: An argument has the wrong type, or a module returns a generator.
-        ValueError: A policy does not fit the model, `reference` or `vary` is unknown, or the loss is not finite in the
-            reference: the text has the diagnosis.
+        ValueError: A policy does not fit the model, `reference` or `vary` is unknown, the model is wrapped in
+            `FullyShardedDataParallel`, `vary` was given and the forward draws random numbers, or the loss is not finite
+            in the reference: the text has the diagnosis.
 
     Example:
         >>> import castwise
@@ -161,6 +170,11 @@ class Comparison:
         clip_band: tuple[float, float] = CLIP_BAND,
     ) -> None:
         self.model = unwrapped(model)
+        if any(map(is_fsdp_flattened, self.model.parameters())):
+            raise ValueError(
+                "the weights of the model are flattened by FullyShardedDataParallel, so modules have no gradients of "
+                "their own: use fully_shard, or give the model as it is before it is wrapped"
+            )
         self._objective = Objective(self.model, loss, forward)
         self._is_compiled = any(map(is_compiled, [*model.modules()]))
         if vary is not None and vary not in _VARY:
@@ -177,6 +191,7 @@ class Comparison:
             raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
         self._reference, self._with_gradients, self._vary, self._band = reference, gradients, vary, (low, high)
         self.device = device_of(self.model)
+        self.interrupts = Interrupts()
 
     def drift(
         self, batches: Any, policies: Mapping[str, Policy | BoundPolicy], progress: Progress | None = None
@@ -198,7 +213,7 @@ class Comparison:
             for number, batch in enumerate(found):
                 with watch:
                     one = _OneBatch(self._objective, watch, self.device, reference, batch, self._with_gradients)
-                    reference_losses.append(one.run_reference(number))
+                    reference_losses.append(one.run_reference(number, self._vary))
                     for place, variant in enumerate(variants):
                         if progress is not None:
                             progress("batches", number * len(variants) + place, steps)
@@ -207,6 +222,7 @@ class Comparison:
                     one.run_backward(variants)
                 if self._with_gradients:
                     for variant in variants:
+                        self.interrupts.let_through()
                         with self._refusals_noted(variant, variants):
                             one.add_gradients(variant)
             if progress is not None:
@@ -219,7 +235,11 @@ class Comparison:
             batches=len(found),
             noise=noise,
             not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
-            notes=(*self._notes(variants), *_notes_of_noise(noise)),
+            notes=(
+                *(f"{each.name}: {each.failure}" for each in drifts if each.failure),
+                *self._notes(variants),
+                *_notes_of_noise(noise),
+            ),
         )
 
     @contextmanager
@@ -239,7 +259,6 @@ class Comparison:
         self, batches: list[Any], policies: Mapping[str, Policy | BoundPolicy]
     ) -> Iterator[tuple[Watch, Precision, list[_Variant]]]:
         """Bind what is not bound, and put everything back afterwards."""
-        newly_bound: list[BoundPolicy] = []
 
         def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
             if isinstance(policy, BoundPolicy):
@@ -249,13 +268,10 @@ class Comparison:
                 return policy
             if not isinstance(policy, Policy):
                 raise TypeError(f"{name} must be a castwise.Policy, bound or not, got {type(policy).__name__}")
-            was_bound = is_bound_to(policy, self.model) is not None
-            found = policy.bind(self.model)
-            if not was_bound:
-                newly_bound.append(found)
-            return found
+            return stack.enter_context(bound_for_now(policy, self.model))
 
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self.interrupts)
             if isinstance(self._reference, (Policy, BoundPolicy)):
                 reference = Precision(self.device, bound(self._reference, "reference"))
             else:
@@ -275,10 +291,7 @@ class Comparison:
             if self._vary is not None:
                 variants.append(self._variant(self._vary, reference, self._vary))
             with restored(self.model, batches):
-                yield Watch(self.model), reference, variants
-        finally:
-            for each in reversed(newly_bound):
-                each.unbind()
+                yield Watch(self.model, self.interrupts.let_through), reference, variants
 
     def _variant(self, name: str, precision: Precision, vary: str | None = None) -> _Variant:
         policy = None if vary or precision.bound is None else precision.bound.policy
@@ -303,6 +316,8 @@ class Comparison:
                 carried=None if sums.problem else sums.carried.errors(),
                 total=sums.total.errors(),
                 gradients=sums.gradients.errors(),
+                introduced_gradients=sums.introduced_gradients.errors() if sums.is_split and not sums.problem else None,
+                carried_gradients=sums.carried_gradients.errors() if sums.is_split and not sums.problem else None,
                 problem=sums.problem or sums.lacks_gradient,
             )
             for place, (tap, sums) in enumerate(_in_order(variant.sums, watch))
@@ -330,15 +345,20 @@ class Comparison:
             yield "the loss has no gradient, so effects are not known"
         for variant in variants:
             if variant.problem:
-                yield f"{variant.name}: {variant.problem}"
                 continue
             for dtype in [] if variant.precision.bound is None else variant.precision.bound.low_precisions:
                 if self.device == "cpu" and is_native_here(dtype) is False:
                     name = str(dtype).removeprefix("torch.")
                     yield f"{variant.name}: this CPU has no units for {name}, which is emulated"
+            names: dict[str, list[str]] = {}
             for tap, sums in variant.sums.items():
                 if sums.problem or sums.lacks_gradient not in ("", _NO_GRADIENT):
-                    yield f"{variant.name}: {tap.name or '(root)'} {sums.problem or sums.lacks_gradient}"
+                    names.setdefault(sums.problem or sums.lacks_gradient, []).append(tap.name or "(root)")
+            for problem, of_problem in names.items():
+                more = len(of_problem) - _NOTED_MODULES
+                rest = f" and {more:,} more" if more > 0 else ""
+                each = "" if len(of_problem) == 1 else "each of "
+                yield f"{variant.name}: {each}{', '.join(of_problem[:_NOTED_MODULES])}{rest} {problem}"
 
 
 class _OneBatch:
@@ -353,13 +373,28 @@ class _OneBatch:
         self._runs: list[tuple[_Variant, list[PolicyRun]]] = []
         self._gradients: list[torch.Tensor | None] = []
         self._params = [param for param in objective.model.parameters() if param.requires_grad]
+        self._introduced_gradients: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
 
-    def run_reference(self, number: int) -> float:
-        """Run the forward of the reference; return its loss."""
+    def run_reference(self, number: int, vary: str | None = None) -> float:
+        """Run the forward of the reference; return its loss.
+
+        Args:
+            number: Of the batch.
+            vary: See `compare`; refused if random numbers are drawn.
+        """
         self._run = self._forward_of_reference({})
         written = self._run.overwritten()
-        if written:  # in place, which is known only now
-            self._run = self._forward_of_reference(written)
+        # Reentrant checkpoints whose inputs have no gradient give none to the weights inside in training: so no input
+        # may get one here.
+        adds_gradients = not (self._params and self._run.sources and has_reentrant_checkpoint([self._loss]))
+        if written or not adds_gradients:  # which is known only now
+            self._run = self._forward_of_reference(written, adds_gradients)
+        if vary is not None and self._start.has_drawn():
+            names = [name or "(root)" for name in self._run.drawing()]
+            raise ValueError(
+                f"vary={vary!r} runs the samples of a batch otherwise, so they would get other random numbers from "
+                f"{listed(names) if names else 'the forward'}: call model.eval() before, or leave out vary"
+            )
         loss = float(self._loss.detach())
         if not math.isfinite(loss):
             del self._run, self._loss
@@ -378,13 +413,16 @@ class _OneBatch:
             variant.sums.setdefault(tap, ModuleSums())
         batch = fresh(self._batch, precision.cast)
         size = self._objective.size_of(batch) if variant.vary else 0
+        introduced = None
+        if self._with_gradients and not variant.vary and not is_sharded(self._objective.model):
+            introduced = self._introduced_gradients.setdefault(variant.name, {})
 
         def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
-            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, selection)
+            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection)
             runs.append(each)
-            return self._watch.telling(each)
+            return self._watch.telling(each.call)
 
         with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), forgetting_graph():
             if not variant.vary:
@@ -404,7 +442,7 @@ class _OneBatch:
         """Run the backward of the reference, and add up effects as gradients come by."""
         run, loss = self._run, self._loss
 
-        def on_gradients(call: Call, gradients: dict[Site, torch.Tensor]) -> None:
+        def on_gradients(call: Call, gradients: Gradients) -> None:
             for _, runs in self._runs:
                 for each in runs:
                     each.add_effect(call, gradients)
@@ -413,14 +451,13 @@ class _OneBatch:
         run.calls.clear()
         params = [self._reference.weight(param) for param in self._params]
         if loss.requires_grad and (params or run.sources):
-            with self._reference.weights(self._objective.model), self._watch.telling(run):
+            with self._reference.weights(self._objective.model), self._watch.telling(run.call):
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
             self._gradients = found[: len(params)]
-            for call in run.without_gradient():
-                for _, runs in self._runs:
-                    for each in runs:
-                        each.note_missing_gradient(call)
+            for _, runs in self._runs:
+                for each in runs:
+                    each.note_missing_gradients()
         elif not loss.requires_grad:
             for variant in variants:
                 for sums in variant.sums.values():
@@ -432,22 +469,25 @@ class _OneBatch:
         """Run forward and backward of a variant, and compare the gradients of the weights."""
         if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
-        precision = variant.precision
-        narrow = precision.bound is not None and torch.float16 in precision.bound.low_precisions
-        scale = _LOSS_SCALE if narrow else 1.0
-        while True:
-            found = self._gradients_of(variant, scale)
-            if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
-                break
-            scale *= _BACKOFF
+        found, scale = scaled(lambda scale: self._gradients_of(variant, scale), variant.precision.loss_scale)
         variant.loss_scale = min(scale, variant.loss_scale)
-        by_param = dict(zip(self._params, zip(self._gradients, found, strict=True), strict=True))
-        for expected, got in by_param.values():
-            _add_gradient(variant.gradients, expected, got, scale)
+        introduced = self._introduced_gradients.pop(variant.name, None)
+        owners: dict[torch.Tensor, list[ModuleSums]] = {}
         for tap, sums in variant.sums.items():
             for param in tap.module.parameters(recurse=False):
-                if param in by_param:
-                    _add_gradient(sums.gradients, *by_param[param], scale)
+                owners.setdefault(param, []).append(sums)
+        for param, of_reference, of_variant in zip(self._params, self._gradients, found, strict=True):
+            pair = _comparable(of_reference, of_variant, scale)
+            if pair is None:
+                continue
+            expected, got = pair
+            variant.gradients.add(expected, got)
+            own = expected if introduced is None or param not in introduced else expected + introduced[param]
+            for sums in owners.get(param, ()):
+                sums.gradients.add(expected, got)
+                if introduced is not None:
+                    sums.introduced_gradients.add(expected, own)
+                    sums.carried_gradients.add_rest(expected, got, expected, own)
 
     def _gradients_of(self, variant: _Variant, scale: float) -> list[torch.Tensor | None]:
         self._start.restore()
@@ -466,13 +506,18 @@ class _OneBatch:
             loss = loss.double() if loss.dtype is torch.float64 else loss.float()
             return _gradients(loss * scale, [precision.weight(param) for param in self._params])
 
-    def _forward_of_reference(self, written: Any) -> ReferenceRun:
+    def _forward_of_reference(self, written: Written, adds_gradients: bool = True) -> ReferenceRun:
         self._start.restore()
         self._reference.renew_buffers()
-        run = ReferenceRun(self._device, written)
+        run = ReferenceRun(self._device, written, adds_gradients)
         batch = fresh(self._batch, self._reference.cast)
         model = self._objective.model
-        with self._reference.weights(model), self._reference.region(), torch.enable_grad(), self._watch.telling(run):
+        with (
+            self._reference.weights(model),
+            self._reference.region(),
+            torch.enable_grad(),
+            self._watch.telling(run.call),
+        ):
             outputs, self._loss = self._objective(batch)
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
         return run
@@ -493,11 +538,24 @@ def nonfinite_error(objective: Objective, reference: Precision, batch: Any, numb
         loss = float(objective(copied)[1].detach())
         text = f"the loss of batches[{number}] is {loss} in the reference: there is nothing to compare with"
         start.restore()
+        copied = fresh(batch, reference.cast)
         if objective.loss is None:
-            return NonfiniteReferenceError(text)
-        inputs, _ = copied = fresh(batch, reference.cast)
-        found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), inputs)
+            found = diagnose(_Called(objective), lambda loss: loss, (copied,))
+        else:
+            found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), copied[0])
     return NonfiniteReferenceError(f"{text}\n{found}")
+
+
+class _Called(nn.Module):
+    """A model as a `forward` calls it, whose modules are named with "model." before."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model, self._objective = objective.model, objective
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss."""
+        return self._objective(batch)[1]
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -511,17 +569,18 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
     return [param.grad for param in params]
 
 
-def _add_gradient(sums: ErrorSums, expected: torch.Tensor | None, found: torch.Tensor | None, scale: float) -> None:
-    if expected is None and found is None:
-        return
+def _comparable(
+    expected: torch.Tensor | None, found: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a gradient in the reference, and one of a scaled loss without the scale; None if there is neither."""
     # A weight without a gradient stays as it is, as one with zeros would by plain gradient descent.
     expected = torch.zeros_like(found) if expected is None and found is not None else expected
     found = torch.zeros_like(expected) if found is None and expected is not None else found
     if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
-        return
+        return None
     expected, found = local(expected), local(found)
     wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
-    sums.add(expected.to(wide), found.to(wide) / scale)
+    return expected.to(wide), found.to(wide) / scale
 
 
 def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, ModuleSums]]:
@@ -568,15 +627,20 @@ def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
         _without_warnings_of_emulation(),
     ):
         guard.before_write([param for param in model.parameters() if local(param) is param])
-        yield
+        attributes = [(each, vars(each)[name], name) for each in model.modules() for name in attributes_of(each)]
+        try:
+            yield
+        finally:
+            for module, value, name in attributes:
+                setattr(module, name, value)
 
 
 @contextmanager
 def _without_warnings_of_emulation() -> Iterator[None]:
     """Keep regions from warning of formats that the CPU emulates: the notes say so."""
     before = set(SETTLED)
-    SETTLED.update({torch.float16, torch.bfloat16})
     try:
+        SETTLED.update({torch.float16, torch.bfloat16})
         yield
     finally:
         SETTLED.intersection_update(before)

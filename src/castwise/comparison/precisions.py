@@ -13,8 +13,12 @@ from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.thread_state import THREAD
 from castwise.comparison.errors import local
-from castwise.policy.bound_policy import BoundPolicy
+from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.casting import in_native_state, native_state_of
+from castwise.policy.policy import Policy
+
+# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
+_LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
 
 
 class Precision:
@@ -59,6 +63,12 @@ class Precision:
         """Let a module, and those inside, have their own weights and buffers again for a while, within `weights`."""
         with nullcontext() if self.dtype is None else _exchanged(module, self._originals.__contains__, self._original):
             yield
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by at first for a backward: as by a GradScaler where anything computes in fp16."""
+        is_narrow = self.bound is not None and torch.float16 in self.bound.low_precisions
+        return _LOSS_SCALE if is_narrow else 1.0
 
     def renew_buffers(self) -> None:
         """Let the next run begin with the buffers that the model has now."""
@@ -143,11 +153,11 @@ class Region(NamedTuple):
     def again(self, device: str) -> Iterator[None]:
         """Let it hold in this thread for a while, also in a backward."""
         before = THREAD.state
-        # In a backward a module with rules looks up the state of the forward that checkpointing runs again, unless
-        # it is told that this is known already.
-        THREAD.state = None if self.state is None else self.state._replace(again=True)
         mode = None if self.state is None else self.state.bound.mode()
         try:
+            # In a backward a module with rules looks up the state of the forward that checkpointing runs again, unless
+            # it is told that this is known already.
+            THREAD.state = None if self.state is None else self.state._replace(again=True)
             with mode or nullcontext():
                 if self.native is None:
                     yield
@@ -167,6 +177,36 @@ class Region(NamedTuple):
             return True
         bound = self.state.bound
         return not (self.state.ops and bound.op_rules) and bound.key not in getattr(forward, "rules", ())
+
+
+@contextmanager
+def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
+    """Bind a policy for a while; one that is bound already stays so."""
+    was_bound = is_bound_to(policy, model) is not None
+    try:
+        yield policy.bind(model)
+    finally:
+        bound = None if was_bound else is_bound_to(policy, model)
+        if bound is not None:
+            bound.unbind()
+
+
+ParamGradients = list[torch.Tensor | None]
+"""Of a loss by parameters; None where it does not depend on one."""
+
+
+def scaled(compute: Callable[[float], ParamGradients], scale: float) -> tuple[ParamGradients, float]:
+    """Return gradients of a loss times the largest scale with which they are finite, and this scale.
+
+    Args:
+        compute: Makes them, given a scale.
+        scale: To begin with.
+    """
+    while True:
+        found = compute(scale)
+        if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
+            return found, scale
+        scale *= _BACKOFF
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -21,6 +21,10 @@ class StartingPoint:
         self._buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._random = RandomState()
 
+    def has_drawn(self) -> bool:
+        """Return True if random numbers were drawn since it was made."""
+        return not self._random.is_current(also_outside_torch=True)
+
     def restore(self) -> None:
         """Put them back; their counts of writes stay, as backwards that are still to come look at them."""
         for now, before in self._names:

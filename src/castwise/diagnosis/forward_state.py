@@ -30,8 +30,14 @@ class RandomState:
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
-    def is_current(self) -> bool:
-        """Return True if torch's generators have drawn nothing since."""
+    def is_current(self, also_outside_torch: bool = False) -> bool:
+        """Return True if torch's generators have drawn nothing since.
+
+        Args:
+            also_outside_torch: Ask the same of those of Python and numpy, which takes longer.
+        """
+        if also_outside_torch and not self._is_current_outside_torch():
+            return False
         accelerator = _accelerator()
         if not torch.equal(self._torch, torch.get_rng_state()):
             return False
@@ -39,6 +45,14 @@ class RandomState:
             return True
         now = accelerator.get_rng_state_all()
         return all(torch.equal(before, after) for before, after in zip(self._of_devices, now, strict=True))
+
+    def _is_current_outside_torch(self) -> bool:
+        if random.getstate() != self._python:
+            return False
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is None or self._numpy is None:
+            return True
+        return all(map(numpy.array_equal, self._numpy, numpy.random.get_state()))
 
     def restore(self) -> None:
         """Put it back."""

@@ -87,7 +87,7 @@ def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torc
     What is called after gradients were accumulated does not run: optimizers in the backward, the all-reduce of DDP.
     """
     tensors, seeds = [tensor for tensor, _ in roots], [seed for _, seed in roots]
-    if not _has_reentrant_checkpoint(tensors):
+    if not has_reentrant_checkpoint(tensors):
         return list(torch.autograd.grad(tensors, params, seeds, allow_unused=True))
     for param in params:
         param.grad = None
@@ -107,7 +107,8 @@ def edges_below(tensors: Sequence[torch.Tensor]) -> set[Edge]:
     return {(node, place) for above in _nodes_of(tensors) for node, place in above.next_functions}
 
 
-def _has_reentrant_checkpoint(tensors: Sequence[torch.Tensor]) -> bool:
+def has_reentrant_checkpoint(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if tensors were computed with a checkpoint of `use_reentrant=True`."""
     return any(node.name() == _REENTRANT for node in _nodes_of(tensors))
 
 

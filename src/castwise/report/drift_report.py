@@ -25,19 +25,7 @@ AT_FIRST = 40
 
 
 def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about what precisions do to a model.
-
-    Args:
-        found: What `compare` or `tune` has returned.
-        path: Where to write; an older file there is replaced.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
-        OSError: The page cannot be written.
-    """
+    """Write one HTML page about what `compare` or `tune` has returned (`found`) to `path`; see `Drift.report`."""
     tuned: Any = found if hasattr(found, "frontier") else None
     drift: Any = found if tuned is None else tuned.drift
     environment, plotly_js = report._environment(), report._plotly_js()
@@ -47,8 +35,12 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
         drift=drift,
         tuned=tuned,
         not_tried=() if tuned is None else tuned.not_tried,
+        not_called=found.not_called,
         summary=drift.summary_rows(),
-        policies=[{"name": each.name, "rows": [_row(module) for module in each.modules]} for each in shown],
+        policies=[
+            {"name": each.name, "failure": each.failure, "rows": [_row(module) for module in each.modules]}
+            for each in shown
+        ],
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
         figures=report._packed({"bars": {each.name: _bars(each) for each in shown}, "frontier": _frontier(tuned)}),
@@ -64,7 +56,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
     return target
 
 
-def _bars(drift: PolicyDrift) -> dict[str, list[Any]]:
+def _bars(drift: PolicyDrift) -> dict[str, Any]:
     """Return what is drawn of a policy, module by module in the model's order; numbers that no axis has are None."""
     modules = sorted(drift.modules, key=lambda module: module.place)
     by_effect = {module.name: rank for rank, module in enumerate(drift.modules)}
@@ -74,6 +66,7 @@ def _bars(drift: PolicyDrift) -> dict[str, list[Any]]:
         "carried": [_drawn(module.carried) for module in modules],
         "told": [_told(module) for module in modules],
         "rank": [by_effect[module.name] for module in modules],
+        "failure": "" if modules else drift.failure,
     }
 
 
@@ -92,7 +85,8 @@ def _told(module: ModuleDrift) -> str:
 
 
 def _row(module: ModuleDrift) -> dict[str, Any]:
-    errors = (module.introduced, module.carried, module.gradients)
+    of_gradients = module.gradients, module.introduced_gradients, module.carried_gradients
+    errors = module.introduced, module.carried, *of_gradients
     return {
         "name": module.name or "(root)",
         "type": module.type,

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from castwise.comparison.module_calls import Call, Site, Tap, Watch, call_again, direct_tensors
+from castwise.comparison.call_again import call_again
+from castwise.comparison.kept_values import direct_tensors
 from castwise.comparison.objective import is_of_memory
 from castwise.comparison.precisions import Precision, Region
+from castwise.comparison.reference_run import Call, Site
+from castwise.comparison.watch import Tap, Watch
 
 COSTS = ("flops", "bytes", "measured")
 # Of one matrix product in fp32: tensor cores do twice as many in 16 bits as in TF32, NVIDIA's fp32 for matrix products
@@ -24,40 +27,39 @@ _REPETITIONS = 5
 Costs = dict[Tap, dict[str, float]]
 
 
+def forwards(kind: str, formats: int) -> int:
+    """Return how many forwards of a batch it takes to learn what modules cost in so many formats."""
+    if kind == "flops":
+        return 1
+    of_reference, of_casting, of_format = 2, 1, _REPETITIONS if kind == "measured" else 1
+    return of_reference + (of_casting + of_format) * formats
+
+
 class OwnFlops:
-    """Counts the flops of matrix products and convolutions that each module calls itself; a run for a `Watch`.
+    """Counts the flops of matrix products and convolutions that each module calls itself; told by a `Watch`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
-        >>> with Watch(model) as watch, OwnFlops(watch) as flops:
+        >>> flops = OwnFlops()
+        >>> with Watch(model) as watch, flops.counting, watch.telling(flops.call):
         ...     _ = model(torch.ones(3, 4))
         >>> {tap.name: count for tap, count in flops.counts.items() if count}
         {'0': 192}
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self) -> None:
         self.counts: defaultdict[Tap, int] = defaultdict(int)
-        self._watch = watch
-        self._mode: Any = FlopCounterMode(display=False, custom_mapping=_custom_formulas())
+        self.counting: Any = FlopCounterMode(display=False, custom_mapping=_custom_formulas())
         self._running: list[int] = []
-
-    def __enter__(self) -> OwnFlops:
-        self._mode.__enter__()
-        self._watch.run = self
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._watch.run = None
-        self._mode.__exit__(*error)
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module."""
-        before = self._mode.get_total_flops()
+        before = self.counting.get_total_flops()
         self._running.append(0)
         try:
             return tap.forward(*args, **kwargs)
         finally:
-            total, inside = self._mode.get_total_flops() - before, self._running.pop()
+            total, inside = self.counting.get_total_flops() - before, self._running.pop()
             self.counts[tap] += total - inside
             if self._running:
                 self._running[-1] += total
@@ -77,7 +79,7 @@ def of_flops(counts: dict[Tap, int], formats: Sequence[str]) -> Costs:
 
 
 class OutputBytes:
-    """Adds up the bytes that the modules of a model return and of the weights that they read; a run for a `Watch`.
+    """Adds up the bytes that the modules of a model return and of the weights that they read; told by a `Watch`.
 
     Weights count as being of the dtype of what the module returns.
 
@@ -151,7 +153,9 @@ def _runs(
     for name, precision in precisions.items():
         with precision.region():
             region = Region.here(device)
-        runs[name] = functools.partial(call_again, watch, call, device, precision.weights, region, _as_it_is)
+        runs[name] = functools.partial(
+            call_again, watch, call, device, precision.weights, region, call.attributes, _as_it_is
+        )
     return runs
 
 

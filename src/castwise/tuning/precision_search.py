@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 
 from castwise._number_text import several
 from castwise._suggestions import listed, nearest
+from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift
-from castwise.comparison.module_calls import ReferenceRun, Tap, Watch, forgetting_graph
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.precision_drift import (
     Comparison,
@@ -25,9 +25,10 @@ from castwise.comparison.precision_drift import (
     relative_loss_error,
     restored,
 )
-from castwise.comparison.precisions import Precision
+from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
+from castwise.comparison.reference_run import ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
-from castwise.policy.bound_policy import is_bound_to
+from castwise.comparison.watch import Tap, Watch
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
 from castwise.tuning import costs
@@ -36,8 +37,12 @@ from castwise.tuning.tuned import Frontier, Point, Tuned
 
 FORMATS = ("float16", "bfloat16", "float32")
 Cost = Literal["flops", "bytes", "measured"]
-# Policies that are run for each module that is chosen for: a third of a forward and backward each.
-_RUNS_FOR_EACH = 6
+# Runs are counted in forwards of one batch, of which a backward costs two. The search may cost so many per module and
+# batch, three forwards and backwards, and no more than so many policies are run for each module on the search batches.
+_FORWARDS_FOR_EACH, _RUNS_FOR_EACH = 9, 6
+# What `compare` costs at most: forward and backward of the reference, and of each format a forward, and each module by
+# itself four times.
+_OF_REFERENCE, _OF_FORMAT = 3, 5
 _FRONTIER_POINTS = 8
 _HELD_OUT_RUNS = 16
 # Choices are run whose expected error is at most so many times the tolerance; of small models, any.
@@ -66,8 +71,9 @@ def tune(
     The result is about single steps of these batches. It does not show that a long run with the policy ends where one
     in float32 ends: train both for as long as you can afford, and compare.
 
-    Costs at most three forwards and backwards of each batch per module, or about twenty where there are only a few
-    modules. Everything is put back as by `compare`. Without "measured" costs, the same call has the same result.
+    Costs at most three forwards and backwards of each batch per module that is chosen for; five, if there is only one
+    and its weights have 16 bits. Everything is put back as by `compare`. Without "measured" costs, which take some
+    more runs, the same call has the same result.
 
     Args:
         model, loss, forward: See `compare`.
@@ -83,8 +89,8 @@ def tune(
 
     Raises:
         TypeError: See `compare`.
-        ValueError: There is a single batch, a format or a cost is unknown, the loss is not finite in float32 (the text
-            has the diagnosis), or there is nothing to choose.
+        ValueError: There is a single batch, the model has sharded weights, a format or a cost is unknown, the loss is
+            not finite in float32 (the text has the diagnosis), or there is nothing to choose.
 
     Example:
         >>> import castwise
@@ -112,6 +118,11 @@ class Search:
     ) -> None:
         self._comparison = Comparison(model, loss, forward, gradients=False)
         self._model, self._device = self._comparison.model, self._comparison.device
+        if is_sharded(self._model):
+            raise ValueError(
+                "model has sharded weights, whose ranks must run the same policies, and each rank would search with "
+                "batches of its own: tune the model before it is sharded, or compare some policies"
+            )
         self._objective = Objective(self._model, loss, forward)
         names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
         if not names:
@@ -145,13 +156,28 @@ class Search:
         if len(found) < 2:
             raise ValueError("batches must have at least two batches, as every second is held out, got one")
         self._progress = progress or _no_progress
+        with self._comparison.interrupts:
+            return self._search(found)
+
+    def _search(self, found: list[Any]) -> Tuned:
         search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
         reference = Precision(self._device, dtype=torch.float32)
         reference.dtype = torch.float32 if reference.changes(self._model) else None
-        with restored(self._model, found):
+        called: set[str] = set()
+
+        def noting(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            called.add(tap.name)
+            return tap.forward(*args, **kwargs)
+
+        with (
+            restored(self._model, found),
+            Watch(self._model, self._comparison.interrupts.let_through) as watch,
+            watch.telling(noting),
+        ):
             self._reference_losses = [self._loss_in(reference, batch) for batch in found]
-            for number, reference_loss in enumerate(self._reference_losses):
-                if not math.isfinite(reference_loss):
+        for number, reference_loss in enumerate(self._reference_losses):
+            if not math.isfinite(reference_loss):
+                with restored(self._model, found):
                     raise nonfinite_error(self._objective, reference, found[number], number)
         uniform = {name: Policy(compute=name) for name in self._formats}
         drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
@@ -163,12 +189,20 @@ class Search:
             self._options_by_name = options = self._options(drift, search)
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
             self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
-            self._left = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
-            self._total = self._left
+            of_costs = costs.forwards(self._kind, len(uniform))
+            spent = len(found) + len(search) * (of_costs + _OF_REFERENCE + _OF_FORMAT * len(uniform))
+            self._forwards = _FORWARDS_FOR_EACH * len(options) * len(found) - spent
+            most = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
+            # Half of what is left is for the held-out batches.
+            self._left = self._total = max(0, min(most, self._forwards // (2 * len(search))))
+            for name in self._formats:
+                self._note(dict.fromkeys(options, name), drift[name].summary.relative_loss_error)
             choice = self._improved(self._on_the_path(search), search)
             choice, error = self._repaired(choice, search, held_out)
         policy = self._policy(choice)
         point = self._points[policy]
+        never_called = tuple(name for name in drift.not_called if name not in called)
+        of_held_out = tuple(name for name in drift.not_called if name in called)
         calls = {module.name for each in drift for module in each.modules if module.calls}
         return Tuned(
             policy=policy,
@@ -182,8 +216,8 @@ class Search:
             frontier=self._frontier(policy),
             drift=drift,
             evaluations=len(self._points),
-            not_called=drift.not_called,
-            not_tried=tuple(self._not_tried(calls, drift)),
+            not_called=never_called,
+            not_tried=tuple(self._not_tried(calls, of_held_out, drift)),
             notes=(*drift.notes, *self._notes()),
         )
 
@@ -215,20 +249,21 @@ class Search:
     def _costs(self, batch: Any) -> costs.Costs:
         """Return the cost of each module that a batch calls in each format, and in float32."""
         names = list(dict.fromkeys([*self._formats, "float32"]))
-        with Watch(self._model) as watch:
+        with Watch(self._model, self._comparison.interrupts.let_through) as watch, ExitStack() as stack:
             if self._kind == "flops":
-                with costs.OwnFlops(watch) as flops:
+                flops = costs.OwnFlops()
+                with flops.counting, watch.telling(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
             run = ReferenceRun(self._device, {})
-            with watch.telling(run):
+            with watch.telling(run.call):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
             if written := run.overwritten():
                 run = ReferenceRun(self._device, written)
-                with watch.telling(run):
+                with watch.telling(run.call):
                     self._loss(Policy(compute="float32"), batch, forgets_graph=False)
-            # Policies without rules put nothing on a model, so they may stay bound.
-            precisions = {name: Precision(self._device, Policy(compute=name).bind(self._model)) for name in names}
+            bound = {name: stack.enter_context(bound_for_now(Policy(compute=name), self._model)) for name in names}
+            precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
             calls = list(run.calls.values())
             casting = costs.casting(watch, calls, self._device, precisions)
             if self._kind == "measured":
@@ -236,7 +271,7 @@ class Search:
             else:
                 of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
                 for name, counts in of_formats.items():
-                    with watch.telling(costs.OutputBytes(counts)):
+                    with watch.telling(costs.OutputBytes(counts).call):
                         self._loss(Policy(compute=name), batch)
                 found = {
                     tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
@@ -270,11 +305,16 @@ class Search:
         if policy not in self._points:
             self._left -= 1
             self._progress("policies", self._total - max(self._left, 0), self._total)
-            self._choices[policy] = choice
-            self._points[policy] = Point(self._cost(choice), self._mean_error(policy, places), policy)
+            self._note(choice, self._mean_error(policy, places))
         return self._points[policy].error
 
+    def _note(self, choice: Choice, error: float) -> None:
+        policy = self._policy(choice)
+        self._choices[policy] = choice
+        self._points[policy] = Point(self._cost(choice), error, policy)
+
     def _mean_error(self, policy: Policy, places: list[int]) -> float:
+        self._forwards -= len(places)
         try:
             pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
         except Exception as error:  # such as of code that does not take a mixture of dtypes
@@ -285,15 +325,11 @@ class Search:
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
     def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
-        was_bound = is_bound_to(policy, self._model) is not None
-        bound = policy.bind(self._model)
-        try:
+        with bound_for_now(policy, self._model) as bound:
             return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
-        finally:
-            if not was_bound:
-                bound.unbind()
 
     def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
+        self._comparison.interrupts.let_through()
         start = StartingPoint(self._model)
         graph = forgetting_graph() if forgets_graph else nullcontext()
         try:
@@ -307,14 +343,15 @@ class Search:
         choices = path(self._options_by_name)
         last = len(choices) - 1
         for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
-            self._error(choices[place], places)
+            if self._left > 0:
+                self._error(choices[place], places)
         kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
         if not kept:  # errors of modules cancel, so that the most exact choice need not be the nearest
             return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
         low, high = max(kept), last + 1
         run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
         high = min(run, default=high)
-        while high - low > 1:
+        while high - low > 1 and self._left > 0:
             middle = (low + high) // 2
             if self._error(choices[middle], places) <= self._tolerance:
                 low = middle
@@ -382,11 +419,14 @@ class Search:
 
         Where the one that was found is not, the others that were run are asked, the cheapest first, and then modules of
         the one with the least error are raised. Where no choice is within the tolerance, the nearest ones on the search
-        batches are run on the held-out ones, and the one with the least error there is returned.
+        batches are run on the held-out ones, and the one with the least error there is returned. All that as far as
+        runs are left.
         """
         errors: dict[Policy, float] = {}
 
         def error_of(policy: Policy) -> float:
+            if policy not in errors and errors and self._forwards < len(held_out):
+                return math.inf
             if policy not in errors:
                 errors[policy] = self._mean_error(policy, held_out)
             return errors[policy]
@@ -402,7 +442,7 @@ class Search:
             if error_of(policy) <= self._tolerance:
                 return self._choices[policy], errors[policy]
         raised = self._raised(self._choices[nearest_run()])
-        while raised is not None:
+        while raised is not None and self._forwards >= len(places) + len(held_out):
             self._error(raised, places)
             if error_of(self._policy(raised)) <= self._tolerance:
                 return raised, errors[self._policy(raised)]
@@ -438,13 +478,19 @@ class Search:
             f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
         ]
 
-    def _not_tried(self, called: set[str], drift: Drift) -> list[str]:
+    def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
         modules, count = len(self._options_by_name), len(self._formats)
         left_out = [
             f"{count}^{modules} policies less the {len(self._points)} that were run",
             "op rules, formats of 8 bits, and the loss function outside of the region's rules",
         ]
         left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
+        if of_held_out:
+            left_out.append(f"formats for what only held-out batches call: {', '.join(of_held_out)}")
+        unknown = {module.name for each in drift for module in each.modules if module.effect is None}
+        unknown &= set(self._options_by_name)
+        if unknown:
+            left_out.append(f"lower formats for what has no known effect: {', '.join(sorted(unknown))}")
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(

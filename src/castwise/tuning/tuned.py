@@ -133,18 +133,7 @@ class Tuned:
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with pictures of the same.
-
-        Args:
-            path: Where to write; an older file there is replaced.
-
-        Returns:
-            `path`.
-
-        Raises:
-            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
-            OSError: The page cannot be written.
-        """
+        """Write one HTML page with pictures of the same to `path`; see `Drift.report`."""
         from castwise.report.drift_report import write_drift_report
 
         return write_drift_report(self, path)

@@ -59,7 +59,7 @@
     const height = 110 + ROW * Math.max(rows.length, 2);
     plot.style.height = `${height}px`;
     const longest = Math.max(...labels.map((label) => label.length), 5);
-    document.getElementById("bars-caption").textContent = rows.length < policy.names.length
+    document.getElementById("bars-caption").textContent = policy.failure ? `Nothing to draw: ${policy.failure}.` : rows.length < policy.names.length
       ? `${rows.length} of ${policy.names.length} modules: those with the largest effects, or those whose names match.`
       : `All ${policy.names.length} modules.`;
     return Plotly.react(plot, [bars("introduced", "introduced", "--accent"), bars("carried", "carried", "--muted-bar")], layout(plot, {
