@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ from castwise.comparison.objective import is_of_memory
 from castwise.comparison.precisions import Precision, Region
 from castwise.comparison.reference_run import Call, Site
 from castwise.comparison.watch import Tap, Watch
+from castwise.recipes.recipe import RECIPES
+from castwise.recipes.scalings import E2M1
 
 COSTS = ("flops", "bytes", "measured")
 # Of one matrix product in fp32: tensor cores do twice as many in 16 bits as in TF32, NVIDIA's fp32 for matrix products
 # (A100 and H100 data sheets), and CPUs with units for a format about as many.
+# In 8 bits they do twice as many again, and in 4 bits four times (H100 and B200 data sheets).
 FLOP_WEIGHTS = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
+FLOP_WEIGHTS |= {name: 0.125 if name == "nvfp4" else 0.25 for name in RECIPES}
 _REPETITIONS = 5
 
 Costs = dict[Tap, dict[str, float]]
@@ -78,17 +82,23 @@ def of_flops(counts: dict[Tap, int], formats: Sequence[str]) -> Costs:
     return {tap: {name: count * FLOP_WEIGHTS[name] for name in formats} for tap, count in counts.items() if count}
 
 
+def bytes_of_weight(recipe: str) -> float:
+    """Return how many bytes an element of a weight takes in a recipe, without its share of a scale."""
+    return 0.5 if RECIPES.get(recipe) and RECIPES[recipe].output[1].numbers is E2M1 else 1.0
+
+
 class OutputBytes:
     """Adds up the bytes that the modules of a model return and of the weights that they read; told by a `Watch`.
 
-    Weights count as being of the dtype of what the module returns.
+    Weights count as being of the dtype of what the module returns, unless they are quantized.
 
     Args:
         counts: By module, to which bytes are added.
+        quantized: Bytes of an element of the weights of modules with a recipe, by their names, if there are any.
     """
 
-    def __init__(self, counts: dict[Tap, float]) -> None:
-        self._counts = counts
+    def __init__(self, counts: dict[Tap, float], quantized: Mapping[str, float] | None = None) -> None:
+        self._counts, self._quantized = counts, quantized or {}
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module."""
@@ -96,7 +106,8 @@ class OutputBytes:
         made = [tensor for tensor in direct_tensors(output) if tensor.is_floating_point()]
         if tap.has_own_ops and made:
             weights = sum(param.numel() for param in tap.module.parameters(recurse=False))
-            nbytes = sum(tensor.nbytes for tensor in made) + weights * made[0].itemsize
+            of_weight = self._quantized.get(tap.name, made[0].itemsize)
+            nbytes = sum(tensor.nbytes for tensor in made) + weights * of_weight
             self._counts[tap] = self._counts.get(tap, 0.0) + nbytes
         return output
 

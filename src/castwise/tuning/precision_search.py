@@ -26,11 +26,12 @@ from castwise.comparison.precision_drift import (
     restored,
 )
 from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
-from castwise.comparison.reference_run import ReferenceRun
+from castwise.comparison.reference_run import Call, ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
-from castwise.policy.module_rules import decide
+from castwise.policy.module_rules import decide, spelled
 from castwise.policy.policy import Policy
+from castwise.recipes.recipe import RECIPES, labelled
 from castwise.tuning import costs
 from castwise.tuning.greedy import Choice, Option, path
 from castwise.tuning.tuned import Frontier, Point, Tuned
@@ -48,7 +49,9 @@ _HELD_OUT_RUNS = 16
 # Choices are run whose expected error is at most so many times the tolerance; of small models, any.
 _MARGINS = (1.0, 4.0)
 _MOST_CHOICES = 3**9
+GAIN = 1.1  # less is not worth a change of precision
 _DIGITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+_DIGITS |= {name: recipe.output[1].numbers.mantissa_bits for name, recipe in RECIPES.items()}
 
 
 def tune(
@@ -78,14 +81,16 @@ def tune(
     Args:
         model, loss, forward: See `compare`.
         batches: See `compare`; two at least, of which every second is held out.
-        formats: To choose from: "float16", "bfloat16", "float32".
+        formats: To choose from: "float16", "bfloat16", "float32", and recipes of 8 and 4 bits for linear layers, such
+            as "float8_rowwise" (see `Policy`). Around recipes layers are in "bfloat16", or else in the first of these.
         tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
-        cost: "flops" of matrix products and convolutions, half in 16 bits; "bytes" of what modules make and of the
-            weights that they read; or "measured", seconds of a forward on this machine.
+        cost: "flops" of matrix products and convolutions, half in 16 bits, a quarter in 8, an eighth in 4; "bytes" of
+            what modules make and of the weights that they read; or "measured", seconds of a forward on this machine.
 
     Returns:
         The policy, what it costs, its error, and what else was run. Where no policy is within the tolerance, the one of
-        the least error, with `is_within_tolerance` False.
+        the least error, with `is_within_tolerance` False. Notes say if a recipe is not worth it on this machine, because
+        its layers are no faster than in the dtype around them.
 
     Raises:
         TypeError: See `compare`.
@@ -99,7 +104,7 @@ def tune(
         >>> batches = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(4)]
         >>> best = castwise.tune(model, batches, loss=nn.functional.cross_entropy, formats=("bfloat16", "float32"))
         >>> best.policy, best.cost
-        (Policy(compute='bfloat16', modules={}, ops={}, output=None, in_place='raise'), 0.5)
+        (Policy(compute='bfloat16', modules={}, ops={}, output=None, in_place='raise', backend='auto'), 0.5)
     """
     return Search(model, loss, forward, formats, tolerance, cost).tuned(batches)
 
@@ -125,12 +130,16 @@ class Search:
             )
         self._objective = Objective(self._model, loss, forward)
         names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
+        known = (*FORMATS, *RECIPES)
         if not names:
-            raise ValueError(f"formats must be some of {listed(FORMATS)}, got {formats!r}")
+            raise ValueError(f"formats must be some of {listed(known)}, got {formats!r}")
         for name in names:
-            if name not in FORMATS:
-                near = nearest(str(name), FORMATS)
-                raise ValueError(f"formats must be some of {listed(FORMATS)}, got {name!r}{near}")
+            if name not in known:
+                raise ValueError(f"formats must be some of {listed(known)}, got {name!r}{nearest(str(name), known)}")
+        dtypes = [name for name in ("bfloat16", *FORMATS) if name in names]
+        if not dtypes:
+            raise ValueError(f"formats must have one of {listed(FORMATS)} for what takes no recipe, got {formats!r}")
+        self._around = dtypes[0]
         if cost not in costs.COSTS:
             near = nearest(str(cost), costs.COSTS)
             raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
@@ -179,7 +188,7 @@ class Search:
             if not math.isfinite(reference_loss):
                 with restored(self._model, found):
                     raise nonfinite_error(self._objective, reference, found[number], number)
-        uniform = {name: Policy(compute=name) for name in self._formats}
+        uniform = {name: self._uniform(name) for name in self._formats}
         drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
         self._formats = [name for name in self._formats if not drift[name].problem]
         if self._formats == ["float32"]:
@@ -196,9 +205,11 @@ class Search:
             # Half of what is left is for the held-out batches.
             self._left = self._total = max(0, min(most, self._forwards // (2 * len(search))))
             for name in self._formats:
-                self._note(dict.fromkeys(options, name), drift[name].summary.relative_loss_error)
+                everywhere = {each: name if (each, name) in self._option_of else self._around for each in options}
+                self._note(everywhere, drift[name].summary.relative_loss_error)
             choice = self._improved(self._on_the_path(search), search)
             choice, error = self._repaired(choice, search, held_out)
+            worth = self._worth_of_recipes(choice, found[search[0]])
         policy = self._policy(choice)
         point = self._points[policy]
         never_called = tuple(name for name in drift.not_called if name not in called)
@@ -218,8 +229,18 @@ class Search:
             evaluations=len(self._points),
             not_called=never_called,
             not_tried=tuple(self._not_tried(calls, of_held_out, drift)),
-            notes=(*drift.notes, *self._notes()),
+            notes=(*drift.notes, *self._notes(), *worth),
         )
+
+    def _uniform(self, name: str) -> Policy:
+        """Return the policy that has all modules in a format; of a recipe, all layers that take it."""
+        if name in FORMATS:
+            return Policy(compute=name)
+        return Policy(compute=self._around, modules={f"maybe:{spelled(nn.Linear)}": f"{name}?"})
+
+    def _takers(self, name: str) -> set[str]:
+        """Return the modules that a recipe is for."""
+        return {decision.name for decision in decide(self._uniform(name), self._model) if decision.recipe}
 
     def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
         """Return by module what each format costs and adds to the loss; modules of no cost are left out."""
@@ -230,6 +251,7 @@ class Search:
                 of_modules[tap.name] = {each: before.get(each, 0.0) + cost for each, cost in of_formats.items()}
         self._cost_in_fp32 = {name: of_module["float32"] for name, of_module in of_modules.items()}
         effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
+        takers = {name: self._takers(name) for name in self._formats if name in RECIPES}
         options = {}
         for module, of_module in of_modules.items():
             is_called = all(module in of_format for of_format in effects.values())
@@ -239,6 +261,7 @@ class Search:
                         name, of_module[name], _square(effects[name][module].loss_shift) / drift.batches, _DIGITS[name]
                     )
                     for name in self._formats
+                    if module in takers.get(name, [module])
                 ]
         if not options:
             raise ValueError(
@@ -249,30 +272,28 @@ class Search:
     def _costs(self, batch: Any) -> costs.Costs:
         """Return the cost of each module that a batch calls in each format, and in float32."""
         names = list(dict.fromkeys([*self._formats, "float32"]))
-        with Watch(self._model, self._comparison.interrupts.let_through) as watch, ExitStack() as stack:
+        with ExitStack() as stack:
+            # Bound before the model is watched: a recipe goes by the module's own forward.
+            bound = {name: stack.enter_context(bound_for_now(self._uniform(name), self._model)) for name in names}
+            watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
             if self._kind == "flops":
                 flops = costs.OwnFlops()
                 with flops.counting, watch.telling(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
-            run = ReferenceRun(self._device, {})
-            with watch.telling(run.call):
-                self._loss(Policy(compute="float32"), batch, forgets_graph=False)
-            if written := run.overwritten():
-                run = ReferenceRun(self._device, written)
-                with watch.telling(run.call):
-                    self._loss(Policy(compute="float32"), batch, forgets_graph=False)
-            bound = {name: stack.enter_context(bound_for_now(Policy(compute=name), self._model)) for name in names}
             precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
-            calls = list(run.calls.values())
+            calls = self._calls(watch, batch)
             casting = costs.casting(watch, calls, self._device, precisions)
+            takers = {name: self._takers(name) for name in names if name in RECIPES}
+            casting |= {call.tap for call in calls if any(call.tap.name in of_name for of_name in takers.values())}
             if self._kind == "measured":
                 found = costs.measured(watch, calls, self._device, precisions)
             else:
                 of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
                 for name, counts in of_formats.items():
-                    with watch.telling(costs.OutputBytes(counts).call):
-                        self._loss(Policy(compute=name), batch)
+                    quantized = dict.fromkeys(takers.get(name, ()), costs.bytes_of_weight(name))
+                    with watch.telling(costs.OutputBytes(counts, quantized).call):
+                        self._loss(self._uniform(name), batch)
                 found = {
                     tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
                     for tap, of_fp32 in of_formats["float32"].items()
@@ -282,17 +303,51 @@ class Search:
                 for tap, of_module in found.items()
             }
 
+    def _calls(self, watch: Watch, batch: Any) -> list[Call]:
+        """Return the calls of a run of the reference."""
+        run = ReferenceRun(self._device, {})
+        with watch.telling(run.call):
+            self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+        if written := run.overwritten():
+            run = ReferenceRun(self._device, written)
+            with watch.telling(run.call):
+                self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+        return list(run.calls.values())
+
+    def _worth_of_recipes(self, choice: Choice, batch: Any) -> list[str]:
+        """Return what the speed of this machine says of the recipes that were chosen: notes."""
+        notes = []
+        for name in [name for name in RECIPES if name in choice.values()]:
+            layers = {layer for layer, chosen in choice.items() if chosen == name}
+            with ExitStack() as stack:
+                policies = {each: self._uniform(each) for each in (name, self._around)}
+                bound = {each: stack.enter_context(bound_for_now(of, self._model)) for each, of in policies.items()}
+                watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
+                calls = [call for call in self._calls(watch, batch) if call.tap.name in layers]
+                precisions = {each: Precision(self._device, of_each) for each, of_each in bound.items()}
+                seconds = costs.measured(watch, calls, self._device, precisions).values()
+            ratio = sum(of[name] for of in seconds) / sum(of[self._around] for of in seconds)
+            label = labelled(RECIPES[name], policies[name].backend, self._device)
+            time = (
+                f"a forward of its {several(len(layers), 'layer')} takes {ratio:.2g} times as long as in {self._around}"
+            )
+            worth = "is not worth it on this machine" if ratio > 1 / GAIN else "is faster on this machine"
+            notes.append(f"{label} {worth}: {time}")
+        return notes
+
     def _policy(self, choice: Choice) -> Policy:
-        """Return a choice as a policy: the format of most modules, and rules for those that do not follow it."""
+        """Return a choice as a policy: the dtype of most modules, and rules for those that do not follow it."""
         modules = Counter(choice.values())
-        compute = max(self._formats, key=lambda name: (modules[name], -FORMATS.index(name)))
+        dtypes = {self._around, *self._formats} - RECIPES.keys()
+        compute = max(dtypes, key=lambda name: (modules[name], -FORMATS.index(name)))
         rules: dict[str, str] = {}
         around: dict[str, str] = {}
         for decision in decide(Policy(compute=compute), self._model):
             outer = around.get(decision.name.rpartition(".")[0], compute) if decision.name else compute
-            around[decision.name] = choice.get(decision.name, outer)
-            if around[decision.name] != outer:
-                rules[decision.name] = around[decision.name]
+            chosen = choice.get(decision.name, outer)
+            around[decision.name] = outer if chosen in RECIPES else chosen
+            if chosen != outer:
+                rules[decision.name] = chosen
         return Policy(compute=compute, modules=rules)
 
     def _cost(self, choice: Choice) -> float:
@@ -482,7 +537,7 @@ class Search:
         modules, count = len(self._options_by_name), len(self._formats)
         left_out = [
             f"{count}^{modules} policies less the {len(self._points)} that were run",
-            "op rules, formats of 8 bits, and the loss function outside of the region's rules",
+            "op rules, other formats, and the loss function outside of the region's rules",
         ]
         left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
         if of_held_out:
