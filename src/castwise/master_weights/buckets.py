@@ -24,7 +24,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return to_local().detach()
 
 
-def writes_to(param: torch.Tensor) -> int:
+def write_count(param: torch.Tensor) -> int:
     """Return how many writes torch has counted: of a DTensor, itself and what this rank holds count apart."""
     here = local(param)
     return version(here) + (version(param) if hasattr(param, "to_local") else 0)
@@ -35,15 +35,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if elements fill a stretch of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return tensor.numel() == 0
-            expected *= size
-    return True
+def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of another one: itself, or a copy."""
+    if tensor.stride() == like.stride() and not tensor.is_neg():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +80,7 @@ class Weight:
 
     def note_written(self) -> None:
         """Note that the parameter is what the fp32 weight rounds to."""
-        self.version = writes_to(self.param)
+        self.version = write_count(self.param)
         self.bits, self.awaits_weights = None, False
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from castwise.master_weights.buckets import Bucket, Stretch, Workspace, local
+from castwise.master_weights.buckets import Bucket, Stretch, Workspace, laid_out_as, local
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def loans_of(bucket: Bucket, values: torch.Tensor, workspace: Workspace, *, all_
             if all_:
                 loans.append(Loan(stretch, as_dtensor(_shaped(stretch.in_bucket(values), like), param), None))
             continue
-        grad = _laid_out_as(local(param.grad), local(param))
+        grad = laid_out_as(local(param.grad), local(param))
         if stretch.weight.is_cut():
             grad = stretch.of(grad)
         if grad.dtype is not torch.float32:
@@ -72,12 +72,6 @@ def loans_of(bucket: Bucket, values: torch.Tensor, workspace: Workspace, *, all_
     if copied:
         torch._foreach_copy_(copied_to, copied)
     return loans
-
-
-def _laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if tensor.stride() == like.stride() and not tensor.is_neg():
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def _shaped(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,19 @@ from castwise._torch_private import is_fsdp_flattened, never_traced
 from castwise._warnings import warn
 from castwise.amp.closures import given, no_momentum_of_a_skipped_step
 from castwise.amp.iteration import Snapshot
-from castwise.amp.measure import check_bound, check_norm_type
+from castwise.amp.measure import check_bound, check_norm_type, reciprocal
 from castwise.master_weights import narrowing
-from castwise.master_weights.buckets import Bucket, Stretch, Weight, Workspace, fill, flat, is_dense, local, writes_to
+from castwise.master_weights.buckets import (
+    Bucket,
+    Stretch,
+    Weight,
+    Workspace,
+    fill,
+    flat,
+    laid_out_as,
+    local,
+    write_count,
+)
 from castwise.master_weights.codecs import Chance, codec_of
 from castwise.master_weights.inner_optimizers import (
     Reach,
@@ -213,7 +223,8 @@ class MasterWeights(torch.optim.Optimizer):
                 )
             if self._grad_dtype is torch.float32 and param.grad is not None:
                 raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() before")
-            if not is_dense(local(param)):
+            here = local(param)
+            if not (here.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(here)):
                 raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
             if self._dtype is torch.float16 and param.dtype is not torch.float16:
                 largest = float(local(param).abs().amax()) if local(param).numel() else 0.0
@@ -438,7 +449,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Let a fused optimizer unscale and skip; yield what gradients are to be multiplied by for any other."""
         if not is_fused:
             factor = getattr(self, "grad_factor", None)
-            yield factor if factor is not None or scale is None else scale.double().reciprocal().float()
+            yield factor if factor is not None or scale is None else reciprocal(scale)
             return
         with given(self._inner, grad_scale=scale, found_inf=found_inf):
             if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
@@ -520,10 +531,10 @@ class MasterWeights(torch.optim.Optimizer):
             for index, of_group in members.items()
         }
         lent_members = {index: [each for each in of_group if each is not None] for index, of_group in stand_ins.items()}
-        versions = {stretch.weight: writes_to(stretch.weight.param) for stretch in loans}
+        versions = {stretch.weight: write_count(stretch.weight.param) for stretch in loans}
         with lent(self._inner, lent_members, self._low_state, self._new):
             yield list(loans.values())
-        if any(writes_to(weight.param) != before for weight, before in versions.items()):
+        if any(write_count(weight.param) != before for weight, before in versions.items()):
             raise RuntimeError(
                 f"{type(self._inner).__name__} has written to parameters from a list of its own, not from its groups: "
                 "MasterWeights cannot wrap it"
@@ -571,7 +582,7 @@ class MasterWeights(torch.optim.Optimizer):
             return
         written = []
         for weight in self._weights:
-            now = writes_to(weight.param)
+            now = write_count(weight.param)
             if weight.bits is not None and (now != weight.version or weight.awaits_weights):
                 is_known = weight.bits == weight.digest()
             else:
@@ -704,7 +715,7 @@ class MasterWeights(torch.optim.Optimizer):
                 continue
             for stretch in weight.stretches:
                 of_stretch = {
-                    name: stretch.of(_as_laid_out(local(entries[_PREFIX + name]), local(weight.param)))
+                    name: stretch.of(laid_out_as(local(entries[_PREFIX + name]), local(weight.param)))
                     for name in stretch.bucket.codec.entries()
                 }
                 stretch.load(of_stretch)
@@ -798,7 +809,7 @@ class MasterWeights(torch.optim.Optimizer):
         if value.shape != param.shape:
             return value.float() if value.dtype.itemsize < 4 else value
         stored = value.to(self._stored_as(name))
-        return stored if hasattr(param, "to_local") else _as_laid_out(stored, local(param))
+        return stored if hasattr(param, "to_local") else laid_out_as(stored, local(param))
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return `model.state_dict()` with the fp32 weights: an ordinary checkpoint of an fp32 model.
@@ -882,7 +893,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
         for weight in self.__dict__.get("_weights", []):
-            weight.version = writes_to(weight.param)
+            weight.version = write_count(weight.param)
             _OWNERS[weight.param] = ref(self)
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -907,10 +918,6 @@ class MasterWeights(torch.optim.Optimizer):
     def __repr__(self) -> str:
         rounding = f", rounding={self._rounding!r}" if self._method == "split" and self._dtype is torch.bfloat16 else ""
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r}{rounding})"
-
-
-def _as_laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def _owner_of(param: torch.Tensor) -> object:
