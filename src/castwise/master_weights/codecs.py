@@ -14,6 +14,7 @@ import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ def _upper_half(bits: torch.Tensor, rounds_even: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
@@ -349,10 +350,11 @@ class Chance:
 
     Args:
         seed: Any whole number.
+        compiled: Whether rounding goes through `torch.compile`.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.taken = seed, 0
+    def __init__(self, seed: int, *, compiled: bool = False) -> None:
+        self.seed, self.taken, self._is_compiled = seed, 0, compiled
         self._taken_on: dict[torch.device, torch.Tensor] = {}  # where the host does not know: beyond `taken`
 
     def count(self, found_inf: torch.Tensor | None = None) -> None:
@@ -378,7 +380,13 @@ class Chance:
         key, step = key.to(values.device), step.to(values.device)
         if values.device in self._taken_on:
             step = step + self._taken_on[values.device]
-        return round_by_chance(values, random_bits(values, key, step).view(values.shape), dtype)
+        # Flat, as compiled code is made anew for each number of dimensions.
+        rounded = (_compiled(_round) if self._is_compiled else _round)(values.reshape(-1), key, step, dtype)
+        return rounded.view(values.shape)
+
+
+def _round(values: torch.Tensor, key: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return round_by_chance(values, random_bits(values, key, step), dtype)
 
 
 def _signed(number: int) -> int:
@@ -399,14 +407,14 @@ def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dty
     Returns:
         fp32 numbers that `dtype` holds.
     """
-    dropped = 16 if dtype is torch.bfloat16 else 13
-    bits = random.bitwise_and((1 << dropped) - 1).add_(values.view(torch.int32))
-    rounded = bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
-    if dtype is torch.float16:
-        chance = random.bitwise_and(0x1FFF) / 2.0**13  # of 13 bits: fp32 has no more beside numbers up to 2**10
-        steps = values.abs() * 2.0**24 + chance  # below 2**-14 all steps are as long
-        rounded = torch.where(values.abs() < 2.0**-14, steps.floor_().mul_(2.0**-24).copysign_(values), rounded)
-        rounded.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
+    if dtype is torch.bfloat16:
+        rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+        return torch.where(values == values, rounded, values)  # of some NaN the sum is a number; inf stays inf
+    random = random.bitwise_and(0x1FFF)
+    rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
+    # Of 13 bits, too: fp32 has no more beside numbers up to 2**10. Below 2**-14 all steps are as long.
+    steps = (values.abs() * 2.0**24 + random / 2.0**13).floor_().mul_(2.0**-24).copysign_(values)
+    rounded = torch.where(values.abs() < 2.0**-14, steps, rounded).clamp_(-_LARGEST_HALF, _LARGEST_HALF)
     return torch.where(values.isfinite(), rounded, values)
 
 
@@ -424,8 +432,9 @@ def random_bits(like: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> to
         int32, within [0, 65536); flat.
     """
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
+    shifted = torch.empty_like(x)  # once: new memory costs more than a shift
     for salt in (step, 0):
-        x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
-        x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
-        x.bitwise_xor_(x >> 16).add_(salt)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted)).mul_(-0x7A143589)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=shifted)).mul_(-0x3D4D51C3)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted)).add_(salt)
     return x.bitwise_and_(0xFFFF)
