@@ -178,10 +178,9 @@ def test_weights_that_a_device_did_not_step_change_no_bit(method: str, dtype: to
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     with torch.no_grad():
         for bucket in optimizer._buckets:
-            workspace = optimizer._workspace
-            bucket.encode(bucket.decode(workspace), bucket.stretches, workspace)
-    for weight in optimizer._weights:
-        weight.note_written()
+            desk = optimizer._workspace.desk(bucket)
+            assert not bucket.decode(desk)
+            bucket.encode(desk, bucket.stretches)
     assert same_bits(model.state_dict(), before[0])
     after = optimizer.state_dict()["state"]
     assert all(same_bits(after[number], before[1][number]) for number in after)

@@ -87,7 +87,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 weights, in `out` or in memory of the codec's own, where they may be changed."""
+        """Return the fp32 weights, which are put into `out`."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
@@ -300,11 +300,10 @@ class _FullCopy(Codec):
         super().__init__(master=self._master)
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self._master
+        return out.copy_(self._master)
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        if values is not self._master:
-            self._master.copy_(values)
+        self._master.copy_(values)
         weights.copy_(values)
 
 
