@@ -302,9 +302,11 @@ class Bucket:
 
 def _sum(weights: torch.Tensor) -> int:
     whole = weights.view(torch.int16)
-    if whole.numel() % 4 == 0 and whole.storage_offset() % 4 == 0:
-        whole = whole.view(torch.int64)  # eight bytes at a time
-    return int(whole.sum(dtype=torch.int64).item())
+    if whole.storage_offset() % 4:
+        return int(whole.sum(dtype=torch.int64).item())
+    in_eights = len(whole) // 4 * 4  # eight bytes at a time take an eighth of the time
+    total = int(whole[:in_eights].view(torch.int64).sum().item())
+    return total if in_eights == len(whole) else total + int(whole[in_eights:].sum(dtype=torch.int64).item())
 
 
 def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_ROW = 1024  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
+_ROW = 512  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
 _TIE = -(1 << 15)
 _LARGEST_HALF = 65504.0
 # From here on, fp32 numbers that round to one fp16 number are told apart by 16 bits; below, fixed point takes over.
@@ -200,35 +200,38 @@ class _ListedTies:
     def __init__(self, length: int) -> None:
         self._length = length
         self._positions = torch.zeros(0, dtype=torch.int64)
+        self._added = torch.zeros(0, dtype=torch.int32)
+        """What the upper half lacks there: 1 << 16, or 0 for a tie that was rounded up."""
 
     def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
         in_rows = self._length // _ROW * _ROW
         rows = residue[:in_rows].view(-1, _ROW)
         found = (rows.amin(1) == _TIE).nonzero().view(-1)
         if len(found):
-            row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
-            found = found[row].mul_(_ROW).add_(column)
+            row, column = (rows.index_select(0, found) == _TIE).nonzero().unbind(1)
+            found = found.take(row).mul_(_ROW).add_(column)
         if in_rows < self._length:
             found = torch.cat([found, (residue[in_rows:] == _TIE).nonzero().view(-1).add_(in_rows)])
-        if len(found):
-            found = found[bits[found].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
-        self._positions = found
+        # Rounded down to the even number below, the upper half of the bits is that number.
+        self._positions, self._added = found, bits.take(found).bitwise_and_(1 << 16).bitwise_xor_(1 << 16)
 
     def add_to(self, bits: torch.Tensor) -> None:
         if len(self._positions):
-            bits[self._positions] += 1 << 16
+            bits.index_add_(0, self._positions, self._added)
 
     def mask(self, begin: int, end: int) -> torch.Tensor:
         mask = torch.zeros(self._length, dtype=torch.bool)
-        mask[self._positions] = True
+        mask[self._positions] = self._added != 0
         return mask[begin:end].clone()
 
     def load(self, begin: int, mask: torch.Tensor) -> None:
         is_other = (self._positions < begin) | (self._positions >= begin + len(mask))
-        self._positions = torch.cat([self._positions[is_other], mask.nonzero().view(-1) + begin])
+        loaded = mask.nonzero().view(-1) + begin
+        self._positions = torch.cat([self._positions[is_other], loaded])
+        self._added = torch.cat([self._added[is_other], torch.full(loaded.shape, 1 << 16, dtype=torch.int32)])
 
     def bytes(self) -> int:
-        return self._positions.nbytes
+        return self._positions.nbytes + self._added.nbytes
 
 
 class _PackedTies:
