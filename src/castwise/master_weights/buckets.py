@@ -42,7 +42,7 @@ def as_dtensor(values: torch.Tensor, like: Any) -> torch.Tensor:
 
 def write_count(param: torch.Tensor) -> int:
     """Return how many writes torch has counted: of a DTensor, itself and what this rank holds count apart."""
-    return version(param) + (version(local(param)) if is_dtensor(param) else 0)
+    return version(param) if is_plain(param) else version(param) + version(local(param))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, param: torch.Tensor) -> Layout:
         """Return that of a parameter."""
-        here = local(param) if is_dtensor(param) else param
+        here = param if is_plain(param) else local(param)
         return cls(param.dtype, param.shape, here.stride(), here.device)
 
 
@@ -131,9 +131,8 @@ class Stretch:
     def of_param(self) -> torch.Tensor:
         """Return this part of what this rank holds of the parameter: flat if the weight is cut, or else as it is."""
         param = self.weight.param
-        if self.weight.is_cut():
-            return self.of(param)
-        return local(param) if is_dtensor(param) else param
+        here = param if is_plain(param) else local(param)
+        return self.of(here) if self.length < here.numel() else here
 
     def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
         """Return this part of a bucket's values; flat."""
@@ -159,12 +158,10 @@ class Loan:
     """Memory for a gradient, laid out alike."""
     low: torch.Tensor
     """Memory for the 16-bit weight, laid out alike."""
+    is_part: bool
+    """Whether other parts of the weight are lent by themselves."""
     grad: torch.Tensor | None = None
     """What this rank holds of the parameter's gradient in this step, in its dtype, laid out alike."""
-
-    def is_part(self) -> bool:
-        """Return True if other parts of the weight are lent by themselves."""
-        return self.stretch.weight.is_cut()
 
 
 class Desk:
@@ -189,7 +186,8 @@ class Desk:
                 stretch.in_bucket(memory).as_strided(like.shape, like.stride())
                 for memory in (self.values, grads, self.weights)
             )
-            self.loans.append(Loan(stretch, as_dtensor(stand_in, stretch.weight.param), grad, low))
+            weight = stretch.weight
+            self.loans.append(Loan(stretch, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut()))
 
     def take_values_back(self) -> None:
         """Copy fp32 weights that an optimizer has put elsewhere, by an assignment to `.data`."""
@@ -294,19 +292,16 @@ class Bucket:
 
     def _weights(self, desk: Desk) -> torch.Tensor:
         """Return the memory of the 16-bit weights, or if they are several memory for copies."""
-        if len(self.stretches) > 1:
-            return desk.weights
-        param = self.stretches[0].weight.param
-        return self.stretches[0].of(local(param) if is_dtensor(param) else param)
+        return desk.weights if len(self.stretches) > 1 else flat(self.stretches[0].of_param())
 
 
 def _sum(weights: torch.Tensor) -> int:
-    whole = weights.view(torch.int16)
-    if whole.storage_offset() % 4:
-        return int(whole.sum(dtype=torch.int64).item())
-    in_eights = len(whole) // 4 * 4  # eight bytes at a time take an eighth of the time
-    total = int(whole[:in_eights].view(torch.int64).sum().item())
-    return total if in_eights == len(whole) else total + int(whole[in_eights:].sum(dtype=torch.int64).item())
+    if weights.storage_offset() % 4:
+        return int(weights.view(torch.int16).sum(dtype=torch.int64).item())
+    rest = weights.numel() % 4  # eight bytes at a time take an eighth of the time
+    if rest:
+        return _sum(weights[:-rest]) + int(weights[-rest:].view(torch.int16).sum(dtype=torch.int64).item())
+    return int(weights.view(torch.int64).sum().item())
 
 
 def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:

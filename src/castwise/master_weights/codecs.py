@@ -212,8 +212,11 @@ class _ListedTies:
             found = found.take(row).mul_(_ROW).add_(column)
         if in_rows < self._length:
             found = torch.cat([found, (residue[in_rows:] == _TIE).nonzero().view(-1).add_(in_rows)])
-        # Rounded down to the even number below, the upper half of the bits is that number.
-        self._positions, self._added = found, bits.take(found).bitwise_and_(1 << 16).bitwise_xor_(1 << 16)
+        self._positions = found
+        if len(found):  # of those rounded down, to the even number below, the upper half of the bits is that number
+            self._added = bits.take(found).bitwise_and_(1 << 16).bitwise_xor_(1 << 16)
+        else:
+            self._added = self._added[:0]
 
     def add_to(self, bits: torch.Tensor) -> None:
         if len(self._positions):

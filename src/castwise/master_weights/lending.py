@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from castwise.amp.gradients import is_plain
 from castwise.master_weights.buckets import Desk, Loan, as_dtensor, is_dtensor, laid_out_as, local
 
 
@@ -57,7 +58,7 @@ def loans_of(desk: Desk, *, all_: bool) -> list[Loan]:
                 fp32_grad = loan.fp32_grad
                 copied_to.append(fp32_grad)
                 copied.append(grad)
-            loan.stand_in.grad = as_dtensor(fp32_grad, of_param)
+            loan.stand_in.grad = fp32_grad if is_plain(of_param) else as_dtensor(fp32_grad, of_param)
             loans.append(loan)
         elif all_:
             loans.append(loan)
@@ -68,10 +69,10 @@ def loans_of(desk: Desk, *, all_: bool) -> list[Loan]:
 
 def _grad_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
     weight = loan.stretch.weight
-    here = local(of_param) if is_dtensor(of_param) else of_param
+    here = of_param if is_plain(of_param) else local(of_param)
     if here.stride() != weight.layout.stride or here.is_neg():
         here = laid_out_as(here, local(weight.param))
-    return loan.stretch.of(here) if weight.is_cut() else here
+    return loan.stretch.of(here) if loan.is_part else here
 
 
 @contextmanager
@@ -137,7 +138,7 @@ def lent(
 
 
 def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> dict[Any, Any]:
-    param, is_part = loan.stretch.weight.param, loan.is_part()
+    param, is_part = loan.stretch.weight.param, loan.is_part
     if not is_part and not low_state.dtypes:
         return of_param
     lent_state = {}
@@ -151,7 +152,7 @@ def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> di
 
 
 def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState) -> None:
-    param, stretch, is_part = loan.stretch.weight.param, loan.stretch, loan.is_part()
+    param, stretch, is_part = loan.stretch.weight.param, loan.stretch, loan.is_part
     if not is_part and not low_state.dtypes:
         state[param] = of_stand_in
         return
