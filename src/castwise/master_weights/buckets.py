@@ -285,7 +285,7 @@ class Bucket:
                 other.in_bucket(weights).copy_(flat(other.of_param()))
             loans = [loan for loan in desk.loans if loan.stretch not in others]
             torch._foreach_copy_([loan.stretch.of_param() for loan in loans], [loan.low for loan in loans])
-        if self.device.type == "cpu" and self.codec.bytes():
+        if self.device.type == "cpu" and not self.codec.is_empty():
             self.sum = _sum(weights)
         for stretch in stepped:
             stretch.weight.note_written()
@@ -305,26 +305,31 @@ def _sum(weights: torch.Tensor) -> int:
 
 
 def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:
-    """Put weights into buckets, in their order.
+    """Put weights into buckets.
 
     Args:
         weights: Which.
         size: Elements that a bucket has at most.
         cuts: Whether a larger weight is cut, unless it is a DTensor; else it gets a bucket of its own.
+
+    Returns:
+        Buckets, in which the stretches of each weight are in their order.
     """
-    buckets: list[Bucket] = []
+    full: list[Bucket] = []
+    shared: list[Bucket] = []  # come last, as last stretches do, which are shorter
     open_: dict[torch.device, Bucket] = {}
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype
         length = local(weight.param).numel()
-        if cuts and length > size and not is_dtensor(weight.param):
-            for start in range(0, length, size):
-                buckets.append(Bucket(device, dtype))
-                buckets[-1].add(weight, start, min(size, length - start))
-            continue
-        bucket = open_.get(device)
-        if bucket is None or bucket.length + length > size:
-            bucket = open_[device] = Bucket(device, dtype)
-            buckets.append(bucket)
-        bucket.add(weight, 0, length)
-    return buckets
+        longest = size if cuts and not is_dtensor(weight.param) else length
+        for start in range(0, length, longest) if length else (0,):
+            part = min(longest, length - start)
+            if part >= size:
+                full.append(Bucket(device, dtype))
+                full[-1].add(weight, start, part)
+                continue
+            if device not in open_ or open_[device].length + part > size:
+                open_[device] = Bucket(device, dtype)
+                shared.append(open_[device])
+            open_[device].add(weight, start, part)
+    return full + shared

@@ -106,6 +106,10 @@ class Codec(ABC):
         for name, tensor in self._kept.items():
             tensor[begin:end].copy_(saved[name])
 
+    def is_empty(self) -> bool:
+        """Return True if nothing is held."""
+        return not self._kept
+
     def bytes(self) -> int:
         """Return how many bytes the codec holds."""
         return sum(tensor.nbytes for tensor in self._kept.values())

@@ -422,7 +422,8 @@ class MasterWeights(torch.optim.Optimizer):
                 gradients that were clipped. Nothing has been changed then.
 
         Warns:
-            UserWarning: A weight was written from outside since the last step; it is taken as it is.
+            UserWarning: A weight was written from outside since the last step; it is taken as it is. Writes that torch
+                does not count, as through `.data`, are found on a CPU, and the warning comes after the step.
         """
         loss = None
         if closure is not None and not callable(closure):
@@ -539,21 +540,23 @@ class MasterWeights(torch.optim.Optimizer):
             written: Is added to: weights that were found to be written unnoticed.
             all_: Whether weights without gradients are lent as well.
         """
-        is_whole = self._reach is Reach.ALL
-        all_ = all_ or is_whole  # such optimizers may count parameters by their places
+        all_ = all_ or self._reach is Reach.ALL  # such optimizers may count parameters by their places
         desks, found, loans = dict[Bucket, Desk](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
-                # Whoever steps all at once may do anything with what it is lent, which is then not lent again.
+                # An optimizer that is not known may keep what it is lent, or assign to its `.data`: it is lent once.
                 desk = Desk(bucket, Workspace(bucket.length)) if all_ else self._workspace.desk(bucket)
                 desks[bucket], found[bucket] = desk, bucket.decode(desk)
                 loans.update((loan.stretch, loan) for loan in loans_of(desk, all_=all_))
-        members = {
-            index: [loans.get(each) if isinstance(each, Stretch) else each for each in of_group]
+        members: dict[int, list[Loan | torch.Tensor]] = {
+            index: [
+                loans[each] if isinstance(each, Stretch) else each
+                for each in of_group
+                if not isinstance(each, Stretch) or each in loans
+            ]
             for index, of_group in round_.members.items()
         }
-        lent_members = {index: [each for each in of_group if each is not None] for index, of_group in members.items()}
-        with lent(self._inner, lent_members, self._low_state, new, all_=all_):
+        with lent(self._inner, members, self._low_state, new, all_=all_):
             yield [*loans.values()]
         if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
@@ -564,9 +567,7 @@ class MasterWeights(torch.optim.Optimizer):
             changed = found[bucket]
             if all_:
                 desk.take_values_back()
-            bucket.encode(
-                desk, [*changed, *(each for each in bucket.stretches if each in loans and each not in changed)]
-            )
+            bucket.encode(desk, [each for each in bucket.stretches if each in loans or each in changed])
             written += [stretch.weight for stretch in changed]
 
     def __getattr__(self, name: str) -> Any:
