@@ -108,7 +108,8 @@ class MasterWeights(torch.optim.Optimizer):
         grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
             and not with DDP and FSDP, whose reducers know one dtype for both).
         bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
-        compile: Compile decoding, encoding and rounding by chance; the results have the same bits.
+        compile: Compile decoding, encoding and rounding by chance; the results have the same bits. On CPUs it is worth
+            it for what is rounded by chance.
         generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
 
     Raises:
