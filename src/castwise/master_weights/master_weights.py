@@ -545,7 +545,7 @@ class MasterWeights(torch.optim.Optimizer):
         desks, found, loans = dict[Bucket, Desk](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
-                # An optimizer that is not known may keep what it is lent, or assign to its `.data`: it is lent once.
+                # An unknown optimizer may keep what it is lent, or assign to its `.data`: it gets new tensors.
                 desk = Desk(bucket, Workspace(bucket.length)) if all_ else self._workspace.desk(bucket)
                 desks[bucket], found[bucket] = desk, bucket.decode(desk)
                 loans.update((loan.stretch, loan) for loan in loans_of(desk, all_=all_))
