@@ -197,6 +197,17 @@ def test_compiled_codecs_have_the_same_bits(rounding: str, numbers: torch.Tensor
     assert all(each.isnan()[~is_number].all() for each in results[1][:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_chance_has_the_same_bits(dtype: torch.dtype, numbers: torch.Tensor) -> None:
+    compiled, eager = Chance(3, compiled=True), Chance(3)
+    small = torch.randn(100, 3) * 2.0**-16  # where fp16 is in fixed point
+    for values in (numbers, small, small.t(), small[:1, :1], small[:0]):
+        rounded, expected = (chance.round(values, dtype, "a") for chance in (compiled, eager))
+        is_number = ~values.isnan()
+        assert torch.equal(bits(rounded)[is_number], bits(expected)[is_number])
+        assert rounded[~is_number].isnan().all()
+
+
 def test_weights_that_do_not_pair_are_not_compiled() -> None:
     for length, offset in ((7, 0), (8, 1)):
         made = codec_of(

@@ -178,10 +178,9 @@ def test_weights_that_a_device_did_not_step_change_no_bit(method: str, dtype: to
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     with torch.no_grad():
         for bucket in optimizer._buckets:
-            workspace = optimizer._workspace
-            bucket.encode(bucket.decode(workspace), bucket.stretches, workspace)
-    for weight in optimizer._weights:
-        weight.note_written()
+            desk = optimizer._workspace.desk(bucket)
+            assert not bucket.decode(desk)
+            bucket.encode(desk, bucket.stretches)
     assert same_bits(model.state_dict(), before[0])
     after = optimizer.state_dict()["state"]
     assert all(same_bits(after[number], before[1][number]) for number in after)
@@ -213,6 +212,25 @@ def test_gradients_are_unscaled_after_a_scaled_step() -> None:
         scaler.step(optimizer)
         for param, grad in zip(model.parameters(), scaled, strict=True):
             assert torch.equal(param.grad, grad / 1024)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_complex_gradients_are_no_pairs_of_real_ones_beside_16_bit_weights(norm_type: float) -> None:
+    norms = []
+    for with_master in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(3, 2)
+        model.phase = nn.Parameter(torch.tensor([3.0 + 4.0j]))
+        model.gain = nn.Parameter(torch.ones(1))
+        optimizer: Any = optim.SGD(model.parameters(), lr=0.1)
+        if with_master:
+            optimizer = MasterWeights(optimizer, model)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(4, 3)).float().sum() + model.phase.abs().sum() + model.gain.sum()
+        scaler.scale(loss).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 1.0, norm_type=norm_type).item())
+    assert norms[0] == norms[1]
 
 
 def test_clipping_by_torch_rounds_and_ours_does_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,43 @@ def test_writes_are_found_also_where_torch_counts_none(how: str, steps: int) -> 
     assert torch.equal(weights["up.weight"], written)
     train(model, optimizer, 1)
     assert all(value.isfinite().all() for value in optimizer.fp32_state_dict(model).values())
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_writes_are_found_by_the_step_that_meets_them(how: str, has_grad: bool) -> None:
+    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.1), bucket_bytes=1 << 20)  # one bucket
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model.up.weight.grad = torch.ones_like(model.up.weight) if has_grad else None
+    WRITES[how](model)
+    written = model.up.weight.detach().clone()
+    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        assert torch.equal(optimizer.fp32_state_dict(model)["up.weight"], written.float())
+    assert torch.equal(model.up.weight, written)
+
+
+def test_a_write_makes_no_other_bucket_forget() -> None:
+    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.1), bucket_bytes=1 << 14)
+    train(model, optimizer, 2)
+    exact = optimizer.fp32_state_dict(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    model.up.weight.data.zero_()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match="^2 weights were written .*, 'up.weight', 'up.bias' among them"):
+        optimizer.step()  # the two share a bucket
+    after = optimizer.fp32_state_dict(model)
+    exact["up.weight"].zero_()
+    assert torch.equal(after["up.bias"], exact["up.bias"].bfloat16().float())
+    exact["up.bias"] = after["up.bias"]
+    assert same_bits(after, exact)
 
 
 def test_weights_that_are_written_after_a_checkpoint_was_loaded_are_not_those_it_is_for() -> None:
@@ -155,6 +193,29 @@ def test_optimizers_that_reach_the_parameters_by_another_way_are_refused() -> No
     model, optimizer = wrapped(OwnList)
     with pytest.raises(RuntimeError, match=r"^OwnList has written to parameters from a list of its own"):
         train(model, optimizer, 1)
+
+
+class Assigns(optim.Optimizer):
+    """Puts new weights elsewhere."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - 0.1 * param.grad
+
+
+def test_weights_that_an_optimizer_puts_elsewhere_are_stepped() -> None:
+    plain = net()
+    expected = train(plain, Assigns(plain.parameters()), 4)
+    for settings in ({}, {"bucket_bytes": 1 << 20}):
+        model, optimizer = wrapped(Assigns, **settings)
+        assert train(model, optimizer, 4) == expected
+        assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
 
 
 def test_scaled_gradients_are_not_clipped_as_if_they_were_not() -> None:

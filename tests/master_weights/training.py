@@ -80,7 +80,7 @@ def train(
 def wrapped(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> tuple[Net, MasterWeights]:
     """Return a network and its optimizer."""
     model = net()
-    return model, MasterWeights(make(model.parameters()), model, bucket_bytes=SMALL_BUCKETS, **settings)
+    return model, MasterWeights(make(model.parameters()), model, **{"bucket_bytes": SMALL_BUCKETS, **settings})
 
 
 def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:

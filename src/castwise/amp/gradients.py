@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -68,27 +69,21 @@ class Gradients:
 
     def measured_in_fp32(self) -> Gradients:
         """Return these gradients with 16-bit and fp32 ones in common groups: the order in which norms are added up."""
-        merged: dict[tuple[torch.device, torch.dtype, type], Group] = {}
         place = {id(param): index for index, param in enumerate(self.params)}
+        by_kind = defaultdict[tuple[torch.device, torch.dtype, type, bool], list[Any]](list)
         for group in self.groups:
             dtype = torch.float32 if group.dtype.itemsize < 4 else group.dtype
-            key = (group.device, dtype, type(group.tensors[0]))
-            before = merged.get(key, Group(group.device, dtype, [], [], group.is_complex, group.shares and []))
-            shares = [1.0] * len(group.params) if group.shares is None else group.shares
-            shares_before = [1.0] * len(before.params) if before.shares is None else before.shares
-            entries = [
-                *zip(before.params, before.tensors, shares_before, strict=True),
-                *zip(group.params, group.tensors, shares, strict=True),
-            ]
+            kind = (group.device, dtype, type(group.tensors[0]), group.is_complex)
+            rows = len(group.params)
+            of_group = [None] * rows if group.shares is None else group.shares
+            by_kind[kind] += zip(group.params, group.tensors, of_group, [group.dtype] * rows, strict=True)
+        groups = []
+        for (device, dtype, _, is_complex), entries in by_kind.items():
             entries.sort(key=lambda entry: place[id(entry[0])])
-            params, tensors, all_shares = (list(column) for column in zip(*entries, strict=True))
-            has_half = before.has_half or group.dtype.itemsize < 4
-            merged[key] = Group(
-                *(group.device, dtype, params, tensors, group.is_complex),
-                shares=None if group.shares is None else all_shares,
-                has_half=has_half,
-            )
-        return Gradients(self.params, list(merged.values()), self.repeat, self.share)
+            params, tensors, shares, dtypes = map(list, zip(*entries, strict=True))
+            kept, has_half = None if None in shares else shares, {*dtypes} != {dtype}
+            groups.append(Group(device, dtype, params, tensors, is_complex, kept, has_half))
+        return Gradients(self.params, groups, self.repeat, self.share)
 
     def is_double(self) -> bool:
         """Return True if a gradient is in fp64."""

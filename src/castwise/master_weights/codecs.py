@@ -14,10 +14,11 @@ import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-_ROW = 1024  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
+_ROW = 512  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
 _TIE = -(1 << 15)
 _LARGEST_HALF = 65504.0
 # From here on, fp32 numbers that round to one fp16 number are told apart by 16 bits; below, fixed point takes over.
@@ -68,7 +69,7 @@ def _upper_half(bits: torch.Tensor, rounds_even: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
@@ -86,7 +87,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 weights, in `out` or in memory of the codec's own, where they may be changed."""
+        """Return the fp32 weights, which are put into `out`."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
@@ -104,6 +105,10 @@ class Codec(ABC):
         """Take over the entries of a checkpoint."""
         for name, tensor in self._kept.items():
             tensor[begin:end].copy_(saved[name])
+
+    def is_empty(self) -> bool:
+        """Return True if nothing is held."""
+        return not self._kept
 
     def bytes(self) -> int:
         """Return how many bytes the codec holds."""
@@ -199,35 +204,41 @@ class _ListedTies:
     def __init__(self, length: int) -> None:
         self._length = length
         self._positions = torch.zeros(0, dtype=torch.int64)
+        self._added = torch.zeros(0, dtype=torch.int32)
+        """What the upper half lacks there: 1 << 16, or 0 for a tie that was rounded up."""
 
     def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
         in_rows = self._length // _ROW * _ROW
         rows = residue[:in_rows].view(-1, _ROW)
         found = (rows.amin(1) == _TIE).nonzero().view(-1)
         if len(found):
-            row, column = (rows[found] == _TIE).nonzero(as_tuple=True)
-            found = found[row].mul_(_ROW).add_(column)
+            row, column = (rows.index_select(0, found) == _TIE).nonzero().unbind(1)
+            found = found.take(row).mul_(_ROW).add_(column)
         if in_rows < self._length:
             found = torch.cat([found, (residue[in_rows:] == _TIE).nonzero().view(-1).add_(in_rows)])
-        if len(found):
-            found = found[bits[found].bitwise_and_(1 << 16) == 0]  # rounded down: to the even number below
         self._positions = found
+        if len(found):  # of those rounded down, to the even number below, the upper half of the bits is that number
+            self._added = bits.take(found).bitwise_and_(1 << 16).bitwise_xor_(1 << 16)
+        else:
+            self._added = self._added[:0]
 
     def add_to(self, bits: torch.Tensor) -> None:
         if len(self._positions):
-            bits[self._positions] += 1 << 16
+            bits.index_add_(0, self._positions, self._added)
 
     def mask(self, begin: int, end: int) -> torch.Tensor:
         mask = torch.zeros(self._length, dtype=torch.bool)
-        mask[self._positions] = True
+        mask[self._positions] = self._added != 0
         return mask[begin:end].clone()
 
     def load(self, begin: int, mask: torch.Tensor) -> None:
         is_other = (self._positions < begin) | (self._positions >= begin + len(mask))
-        self._positions = torch.cat([self._positions[is_other], mask.nonzero().view(-1) + begin])
+        loaded = mask.nonzero().view(-1) + begin
+        self._positions = torch.cat([self._positions[is_other], loaded])
+        self._added = torch.cat([self._added[is_other], torch.full(loaded.shape, 1 << 16, dtype=torch.int32)])
 
     def bytes(self) -> int:
-        return self._positions.nbytes
+        return self._positions.nbytes + self._added.nbytes
 
 
 class _PackedTies:
@@ -299,11 +310,10 @@ class _FullCopy(Codec):
         super().__init__(master=self._master)
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self._master
+        return out.copy_(self._master)
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        if values is not self._master:
-            self._master.copy_(values)
+        self._master.copy_(values)
         weights.copy_(values)
 
 
@@ -349,10 +359,11 @@ class Chance:
 
     Args:
         seed: Any whole number.
+        compiled: Whether rounding goes through `torch.compile`.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.taken = seed, 0
+    def __init__(self, seed: int, *, compiled: bool = False) -> None:
+        self.seed, self.taken, self._is_compiled = seed, 0, compiled
         self._taken_on: dict[torch.device, torch.Tensor] = {}  # where the host does not know: beyond `taken`
 
     def count(self, found_inf: torch.Tensor | None = None) -> None:
@@ -378,7 +389,13 @@ class Chance:
         key, step = key.to(values.device), step.to(values.device)
         if values.device in self._taken_on:
             step = step + self._taken_on[values.device]
-        return round_by_chance(values, random_bits(values, key, step).view(values.shape), dtype)
+        # Flat, as compiled code is made anew for each number of dimensions.
+        rounded = (_compiled(_round) if self._is_compiled else _round)(values.reshape(-1), key, step, dtype)
+        return rounded.view(values.shape)
+
+
+def _round(values: torch.Tensor, key: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return round_by_chance(values, random_bits(values, key, step), dtype)
 
 
 def _signed(number: int) -> int:
@@ -399,14 +416,14 @@ def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dty
     Returns:
         fp32 numbers that `dtype` holds.
     """
-    dropped = 16 if dtype is torch.bfloat16 else 13
-    bits = random.bitwise_and((1 << dropped) - 1).add_(values.view(torch.int32))
-    rounded = bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
-    if dtype is torch.float16:
-        chance = random.bitwise_and(0x1FFF) / 2.0**13  # of 13 bits: fp32 has no more beside numbers up to 2**10
-        steps = values.abs() * 2.0**24 + chance  # below 2**-14 all steps are as long
-        rounded = torch.where(values.abs() < 2.0**-14, steps.floor_().mul_(2.0**-24).copysign_(values), rounded)
-        rounded.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
+    if dtype is torch.bfloat16:
+        rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+        return torch.where(values == values, rounded, values)  # of some NaN the sum is a number; inf stays inf
+    random = random.bitwise_and(0x1FFF)
+    rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
+    # Of 13 bits, too: fp32 has no more beside numbers up to 2**10. Below 2**-14 all steps are as long.
+    steps = (values.abs() * 2.0**24 + random / 2.0**13).floor_().mul_(2.0**-24).copysign_(values)
+    rounded = torch.where(values.abs() < 2.0**-14, steps, rounded).clamp_(-_LARGEST_HALF, _LARGEST_HALF)
     return torch.where(values.isfinite(), rounded, values)
 
 
@@ -424,8 +441,9 @@ def random_bits(like: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> to
         int32, within [0, 65536); flat.
     """
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
+    shifted = torch.empty_like(x)  # once: new memory costs more than a shift
     for salt in (step, 0):
-        x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
-        x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
-        x.bitwise_xor_(x >> 16).add_(salt)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted)).mul_(-0x7A143589)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=shifted)).mul_(-0x3D4D51C3)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted)).add_(salt)
     return x.bitwise_and_(0xFFFF)

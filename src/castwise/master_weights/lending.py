@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from castwise.master_weights.buckets import Bucket, Stretch, Workspace, local
+from castwise.amp.gradients import is_plain
+from castwise.master_weights.buckets import Desk, Loan, as_dtensor, is_dtensor, laid_out_as, local
 
 
 @dataclass(slots=True)
@@ -24,83 +25,64 @@ class LowState:
     round: Callable[[torch.Tensor, torch.dtype, str], torch.Tensor]
     """Rounds fp32 numbers to a dtype by chance; given a name of its own for each tensor."""
 
+    def stored(self, of_param: Mapping[Any, Any], param: torch.Tensor) -> dict[Any, Any]:
+        """Return state of a 16-bit weight in the dtypes it is stored in, laid out as the weight."""
+        return {name: self._stored(name, value, param) for name, value in of_param.items()}
 
-@dataclass(slots=True, eq=False)
-class Loan:
-    """A stretch of a weight in fp32, with its gradient: what stands for the parameter in the optimizer."""
-
-    stretch: Stretch
-    stand_in: torch.Tensor
-    grad: torch.Tensor | None
-    """In the dtype of the parameter's gradient, laid out as the stand-in."""
-
-    def is_part(self) -> bool:
-        """Return True if other parts of the weight are lent by themselves."""
-        return self.stretch.weight.is_cut()
+    def _stored(self, name: object, value: Any, param: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
+            return value
+        if value.shape != param.shape:
+            return value.float() if value.dtype.itemsize < 4 else value
+        stored = value.to(self.dtypes.get(str(name), torch.float32))
+        return stored if is_dtensor(param) else laid_out_as(stored, local(param))
 
 
-def loans_of(bucket: Bucket, values: torch.Tensor, workspace: Workspace, *, all_: bool = False) -> list[Loan]:
-    """Return loans of the stretches of which there is a gradient.
+def loans_of(desk: Desk, *, all_: bool) -> list[Loan]:
+    """Return the loans of those of a bucket's stretches of which there is a gradient, and give them that.
 
     Args:
-        bucket: Whose.
-        values: The fp32 weights, shape (bucket.length,).
-        workspace: Has memory for fp32 gradients.
+        desk: Where the bucket has been decoded.
         all_: Also those without a gradient.
     """
     loans, copied_to, copied = [], [], []
-    fp32_grads = workspace.get("grads", bucket.length, torch.float32, bucket.device)
-    for stretch in bucket.stretches:
-        param = stretch.weight.param
-        like = stretch.of(local(param)) if stretch.weight.is_cut() else local(param)
-        if param.grad is None:
-            if all_:
-                loans.append(Loan(stretch, as_dtensor(_shaped(stretch.in_bucket(values), like), param), None))
-            continue
-        grad = _laid_out_as(local(param.grad), local(param))
-        if stretch.weight.is_cut():
-            grad = stretch.of(grad)
-        if grad.dtype is not torch.float32:
-            fp32_grad = _shaped(stretch.in_bucket(fp32_grads), like)
-            copied_to.append(fp32_grad)
-            copied.append(grad)
-        else:
-            fp32_grad = grad
-        stand_in = as_dtensor(_shaped(stretch.in_bucket(values), like), param)
-        stand_in.grad = as_dtensor(fp32_grad, param.grad)
-        loans.append(Loan(stretch, stand_in, grad))
+    for loan in desk.loans:
+        param = loan.stretch.weight.param
+        of_param = param.grad
+        loan.grad = None
+        if of_param is not None:
+            loan.grad = grad = _grad_of(loan, of_param)
+            if grad.dtype is torch.float32:
+                fp32_grad = grad
+            else:
+                fp32_grad = loan.fp32_grad
+                copied_to.append(fp32_grad)
+                copied.append(grad)
+            loan.stand_in.grad = fp32_grad if is_plain(of_param) else as_dtensor(fp32_grad, of_param)
+            loans.append(loan)
+        elif all_:
+            loans.append(loan)
     if copied:
         torch._foreach_copy_(copied_to, copied)
     return loans
 
 
-def _laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if tensor.stride() == like.stride() and not tensor.is_neg():
-        return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-def _shaped(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return values.as_strided(like.shape, like.stride())
-
-
-def as_dtensor(values: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return what this rank holds as a DTensor, if `like` is one."""
-    if not hasattr(like, "device_mesh"):
-        return values
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def _grad_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
+    weight = loan.stretch.weight
+    here = of_param if is_plain(of_param) else local(of_param)
+    if here.stride() != weight.layout.stride or here.is_neg():
+        here = laid_out_as(here, local(weight.param))
+    return loan.stretch.of(here) if loan.is_part else here
 
 
 @contextmanager
 def lent(
     optimizer: torch.optim.Optimizer,
     members: dict[int, list[Loan | torch.Tensor]],
-    low_state: LowState | None,
+    low_state: LowState,
     new: set[torch.Tensor],
+    *,
+    all_: bool,
 ) -> Iterator[None]:
     """Let an optimizer have loans instead of parameters; take its state over when the body ends without an error.
 
@@ -109,12 +91,13 @@ def lent(
         members: By index of the group what is in it: loans, and parameters that are as they are.
         low_state: Which state is stored in 16 bits.
         new: Parameters without state before this step: each part of one makes its own.
+        all_: Whether these are all of its members, and it has state of no parameter as well.
 
     Raises:
         RuntimeError: The optimizer has kept state of a tensor that it does not have.
     """
     groups, state = optimizer.param_groups, optimizer.state
-    params_before = [group["params"] for group in groups]
+    params_before = {index: groups[index]["params"] for index in members}
     borrowed: defaultdict[Any, Any] = defaultdict(dict)
     loans = []
     for of_group in members.values():
@@ -126,7 +109,8 @@ def lent(
                     borrowed[member.stand_in] = _lent_state(of_param, member, low_state)
             elif member in state:
                 borrowed[member] = state[member]
-    borrowed.update({key: value for key, value in state.items() if not isinstance(key, torch.Tensor)})
+    if all_:
+        borrowed.update({key: value for key, value in state.items() if not isinstance(key, torch.Tensor)})
     try:
         for index, of_group in members.items():
             groups[index]["params"] = [member.stand_in if isinstance(member, Loan) else member for member in of_group]
@@ -136,57 +120,56 @@ def lent(
         borrowed = optimizer.state  # which an optimizer may replace
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-        for group, params in zip(groups, params_before, strict=True):
-            group["params"] = params
+        for index, params in params_before.items():
+            groups[index]["params"] = params
+        for loan in loans:  # the memory is another bucket's next
+            loan.grad = loan.stand_in.grad = None
     for loan in loans:
         if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
             _take_over(state, of_stand_in, loan, low_state)
-    known = {param for group in groups for param in group["params"]}
-    if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} keeps state of tensors that it was not given, as optimizers made of another "
-            "one do: give MasterWeights the innermost one"
-        )
-    state.update(borrowed)
+    if borrowed:
+        known = {param for group in groups for param in group["params"]}
+        if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps state of tensors that it was not given, as optimizers made of "
+                "another one do: give MasterWeights the innermost one"
+            )
+        state.update(borrowed)
 
 
-def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState | None) -> dict[Any, Any]:
-    param = loan.stretch.weight.param
-    if not loan.is_part() and low_state is None:
+def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> dict[Any, Any]:
+    param, is_part = loan.stretch.weight.param, loan.is_part
+    if not is_part and not low_state.dtypes:
         return of_param
     lent_state = {}
     for name, value in of_param.items():
         if _is_of_weight(value, param):
-            part = loan.stretch.of(value) if loan.is_part() else value
+            part = loan.stretch.of(value) if is_part else value
             lent_state[name] = part.float() if part.dtype.itemsize < 4 else part
         else:  # such as the count of steps, which each part moves
-            lent_state[name] = value.clone() if loan.is_part() and isinstance(value, torch.Tensor) else value
+            lent_state[name] = value.clone() if is_part and isinstance(value, torch.Tensor) else value
     return lent_state
 
 
-def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState | None) -> None:
-    param, stretch = loan.stretch.weight.param, loan.stretch
-    if not loan.is_part() and low_state is None:
+def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState) -> None:
+    param, stretch, is_part = loan.stretch.weight.param, loan.stretch, loan.is_part
+    if not is_part and not low_state.dtypes:
         state[param] = of_stand_in
         return
     of_param = state[param]
     for name, value in of_stand_in.items():
         if not _is_of_weight(value, loan.stand_in):
-            if not loan.is_part() or stretch is stretch.weight.stretches[-1]:  # else parts to come need the old one
+            if not is_part or stretch is stretch.weight.stretches[-1]:  # else parts to come need the old one
                 of_param[name] = value
             continue
-        dtype = torch.float32 if low_state is None else low_state.dtypes.get(str(name), value.dtype)
+        low = low_state.dtypes.get(str(name))
         if not _is_of_weight(of_param.get(name), param):
-            of_param[name] = torch.empty_like(param.detach(), dtype=dtype)
+            of_param[name] = torch.empty_like(param.detach(), dtype=low or value.dtype)
         stored = local(of_param[name])
-        stored = stretch.of(stored) if loan.is_part() else stored
+        stored = stretch.of(stored) if is_part else stored
         new = local(value)
-        if dtype.itemsize < 4:
-            assert low_state is not None
-            if str(name) in low_state.nearest:
-                stored.copy_(new)
-                continue
-            new = low_state.round(new, dtype, f"{name} of {stretch.weight.name} from {stretch.start}")
+        if low is not None and low.itemsize < 4 and str(name) not in low_state.nearest:
+            new = low_state.round(new, low, f"{name} of {stretch.weight.name} from {stretch.start}")
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(new)
 

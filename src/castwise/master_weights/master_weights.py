@@ -2,7 +2,7 @@
 
 `step` goes over the parameters bucket by bucket: decode fp32 weights, lend them with fp32 gradients to the inner
 optimizer, step, encode them again. `codecs` has the number formats, `buckets` the stretches of memory, `lending` what
-the inner optimizer sees meanwhile, `narrowing` which parameters become 16-bit.
+the inner optimizer sees meanwhile, `narrowing` which parameters become 16-bit, `checkpoint_entries` what is saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -23,9 +24,31 @@ from castwise._torch_private import is_fsdp_flattened, never_traced
 from castwise._warnings import warn
 from castwise.amp.closures import given, no_momentum_of_a_skipped_step
 from castwise.amp.iteration import Snapshot
-from castwise.amp.measure import check_bound, check_norm_type
+from castwise.amp.measure import check_bound, check_norm_type, reciprocal
 from castwise.master_weights import narrowing
-from castwise.master_weights.buckets import Bucket, Stretch, Weight, Workspace, fill, flat, is_dense, local, writes_to
+from castwise.master_weights.buckets import (
+    Bucket,
+    Desk,
+    Layout,
+    Loan,
+    Stretch,
+    Weight,
+    Workspace,
+    as_dtensor,
+    fill,
+    flat,
+    is_dtensor,
+    local,
+    write_count,
+)
+from castwise.master_weights.checkpoint_entries import (
+    PREFIX,
+    check_entries,
+    entries_of,
+    load_entries,
+    load_inner,
+    separated,
+)
 from castwise.master_weights.codecs import Chance, codec_of
 from castwise.master_weights.inner_optimizers import (
     Reach,
@@ -35,7 +58,7 @@ from castwise.master_weights.inner_optimizers import (
     state_names,
     step_without_hooks,
 )
-from castwise.master_weights.lending import Loan, LowState, as_dtensor, lent, loans_of
+from castwise.master_weights.lending import LowState, lent, loans_of
 
 _METHODS = ("split", "fp32", "stochastic", "kahan")
 _ROUNDINGS = ("nearest_even", "nearest_away")
@@ -44,10 +67,17 @@ _STATE = {
     *("defaults", "_inner", "_dtype", "_method", "_rounding", "_grad_dtype", "_compiles", "_bucket_length", "_chance"),
     *("_low_state", "_reach", "_weights", "_buckets"),
 }
-_NO_DIGEST = -1
-_PREFIX = "master_weights."  # of entries in a checkpoint of the optimizer
-
 _OWNERS = WeakTensorKeyDictionary()  # parameters that have a MasterWeights
+
+
+@dataclass(slots=True)
+class _Round:
+    """One call of the inner optimizer."""
+
+    buckets: list[Bucket]
+    """Whose weights are lent."""
+    members: dict[int, list[Stretch | torch.Tensor]]
+    """By index of the group which parameters take part: stretches of 16-bit ones, and others as they are."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -78,7 +108,8 @@ class MasterWeights(torch.optim.Optimizer):
         grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
             and not with DDP and FSDP, whose reducers know one dtype for both).
         bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
-        compile: Compile decoding and encoding; the results have the same bits. On CPUs so far it is not faster.
+        compile: Compile decoding, encoding and rounding by chance; the results have the same bits. On CPUs it is worth
+            it for what is rounded by chance.
         generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
 
     Raises:
@@ -138,15 +169,15 @@ class MasterWeights(torch.optim.Optimizer):
         self._dtype, self._method, self._rounding = dtype, method, rounding
         self._narrow, self._grad_dtype, self._compiles = narrow, grad_dtype, compile
         self._bucket_length = bucket_bytes // 4096 * 1024
-        self._chance = Chance(0 if generator is None else generator.initial_seed())
+        self._chance = Chance(0 if generator is None else generator.initial_seed(), compiled=compile)
         self._low_state = _low_state(optimizer, state_dtype, self._chance)
         self._model: ref[nn.Module] | None = ref(model)
         self._reach = reach_of(optimizer)
         self._weights: list[Weight] = []
         self._buckets: list[Bucket] = []
-        self._workspace = Workspace()
+        self._workspace = Workspace(0)
+        self._known_rounds: tuple[list[list[int]], list[_Round]] | None = None
         self._clipped: tuple[Snapshot, torch.Tensor] | None = None
-        self._new: set[torch.Tensor] = set()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
         self._inner = optimizer
@@ -193,7 +224,7 @@ class MasterWeights(torch.optim.Optimizer):
             name = names.get(param, "a parameter that the model does not have")
             if param.dtype is other and self._narrow is None:
                 raise ValueError(f"{name!r} is {other} already: say dtype={other}, or make the model fp32 first")
-            if any(str(key).startswith(_PREFIX) for key in optimizer.state.get(param, ())):
+            if any(str(key).startswith(PREFIX) for key in optimizer.state.get(param, ())):
                 raise ValueError(
                     f"the optimizer has state of a MasterWeights for {name!r}: load the checkpoint into it"
                 )
@@ -206,14 +237,15 @@ class MasterWeights(torch.optim.Optimizer):
                     f"{name!r} is flattened by FSDP1, which only optimizers that step each element by itself can take: "
                     "use FSDP2 (fully_shard)"
                 )
-            if self._grad_dtype is torch.float32 and hasattr(param, "to_local"):
+            if self._grad_dtype is torch.float32 and is_dtensor(param):
                 raise ValueError(
                     f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: leave grad_dtype out, and "
                     "reduce in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
             if self._grad_dtype is torch.float32 and param.grad is not None:
                 raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() before")
-            if not is_dense(local(param)):
+            here = local(param)
+            if not (here.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(here)):
                 raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
             if self._dtype is torch.float16 and param.dtype is not torch.float16:
                 largest = float(local(param).abs().amax()) if local(param).numel() else 0.0
@@ -230,38 +262,39 @@ class MasterWeights(torch.optim.Optimizer):
         fp32 = {param: flat(local(param)).clone() for param in chosen if param.dtype is torch.float32}
         narrowing.narrow_(model, chosen, self._dtype)
         new = [
-            Weight(param, names.get(param, f"parameter {index}"), param.shape, stride=local(param).stride())
+            Weight(param, names.get(param, f"parameter {index}"), Layout.of(param))
             for index, param in enumerate(params)
             if param in chosen
         ]
-        buckets = fill(new, self._bucket_length, self._dtype, cuts=self._reach is Reach.ELEMENT)
+        for bucket in (added := fill(new, self._bucket_length, cuts=self._reach is Reach.ELEMENT)):
+            bucket.codec = codec_of(
+                self._method,
+                self._rounding,
+                self._dtype,
+                bucket.length,
+                bucket.device,
+                compiled=self._compiles,
+                chance=self._chance,
+                stream=f"weights {len(self._buckets)}",
+            )
+            self._buckets.append(bucket)
+        self._workspace = Workspace(max((bucket.length for bucket in self._buckets), default=0))
+        self._known_rounds = None
         with torch.no_grad():
-            for bucket in buckets:
-                bucket.codec = codec_of(
-                    self._method,
-                    self._rounding,
-                    self._dtype,
-                    bucket.length,
-                    bucket.device,
-                    compiled=self._compiles,
-                    chance=self._chance,
-                    stream=f"weights {len(self._buckets)}",
-                )
-                self._buckets.append(bucket)
-                values = torch.zeros(bucket.length, dtype=torch.float32, device=bucket.device)
+            for bucket in added:
+                desk = self._workspace.desk(bucket)
+                desk.values.zero_()
                 for stretch in bucket.stretches:
                     param = stretch.weight.param
-                    whole = fp32[param] if param in fp32 else flat(local(param))
-                    stretch.in_bucket(values).copy_(whole[stretch.start : stretch.start + stretch.length])
-                bucket.encode(values, bucket.stretches, self._workspace)
+                    stretch.in_bucket(desk.values).copy_(stretch.of(fp32[param] if param in fp32 else local(param)))
+                bucket.encode(desk, bucket.stretches)
         for weight in new:
-            weight.note_written()
             weight.bits = weight.digest()
             _OWNERS[weight.param] = ref(self)
             if self._grad_dtype is torch.float32:
                 weight.param.grad_dtype = torch.float32
             of_param = self.state.get(weight.param, {})
-            of_param.update({name: self._as_stored(name, value, weight.param) for name, value in of_param.items()})
+            of_param.update(self._low_state.stored(of_param, weight.param))
         self._weights += new
         if not self._weights:
             warn(
@@ -291,9 +324,6 @@ class MasterWeights(torch.optim.Optimizer):
         chosen = narrowing.choose(model, narrow, dtype, model.parameters())
         narrowing.check_is_possible(model, chosen, dtype)
         narrowing.narrow_(model, chosen, dtype)
-
-    def _stored_as(self, name: object) -> torch.dtype:
-        return torch.float32 if self._low_state is None else self._low_state.dtypes.get(str(name), torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; its parameters become 16-bit as those before.
@@ -358,11 +388,15 @@ class MasterWeights(torch.optim.Optimizer):
             self._clipped = Snapshot(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         return norm
 
-    def _clip_factor(self) -> torch.Tensor | None:
-        """Return what `clip_grad_norm_` has found gradients are to be multiplied by, if they are still these."""
-        if self._clipped is None:
+    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
+        """Return what gradients are to be multiplied by, to unscale or to clip them; None if by nothing."""
+        clipped, self._clipped = self._clipped, None
+        if scale is not None:  # a fused optimizer divides by it, which clips as well if the scaler was asked to
+            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
+            return factor if is_fused or factor is not None else reciprocal(scale)
+        if clipped is None:
             return None
-        (snapshot, factor), self._clipped = self._clipped, None
+        snapshot, factor = clipped
         written, _ = snapshot.changed(grads := _grads(self.param_groups))
         if written:
             raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
@@ -389,7 +423,8 @@ class MasterWeights(torch.optim.Optimizer):
                 gradients that were clipped. Nothing has been changed then.
 
         Warns:
-            UserWarning: A weight was written from outside since the last step; it is taken as it is.
+            UserWarning: A weight was written from outside since the last step; it is taken as it is. Writes that torch
+                does not count, as through `.data`, are found on a CPU, and the warning comes after the step.
         """
         loss = None
         if closure is not None and not callable(closure):
@@ -402,7 +437,7 @@ class MasterWeights(torch.optim.Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        self._check_weights()
+        rounds = self._checked_rounds()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None and self._clipped is not None:
             raise RuntimeError(
@@ -412,126 +447,129 @@ class MasterWeights(torch.optim.Optimizer):
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
-        returned = None
-        clips = self._clip_factor()
+        factor, returned = self._factor(scale, is_fused=is_fused), None
         # Each part of a parameter that is cut makes state of its own in the first step.
-        self._new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
+        new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
+        written: list[Weight] = []
         try:
-            with torch.no_grad(), self._scaling(scale, found_inf, is_fused=is_fused) as unscales:
-                factor = clips if unscales is None else unscales
-                for buckets, members in self._rounds():
-                    returned = self._step_round(buckets, members, factor, writes_grads=scale is not None)
+            with torch.no_grad(), ExitStack() as stack:
+                if is_fused:
+                    stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
+                    if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
+                        stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
+                for round_ in rounds:
+                    returned = self._step_round(round_, factor, new, written, writes_grads=scale is not None)
         except BaseException:
-            for param in self._new:  # not all parts may have made theirs
+            for param in new:  # not all parts may have made theirs
                 self.state.pop(param, None)
             raise
-        finally:
-            self._new = set()
         note_stepped(self._inner)
         self._chance.count(found_inf)
+        self._warn_of(written)
         return returned if closure is None else loss
 
-    @contextmanager
-    def _scaling(
-        self, scale: torch.Tensor | None, found_inf: torch.Tensor | None, *, is_fused: bool
-    ) -> Iterator[torch.Tensor | None]:
-        """Let a fused optimizer unscale and skip; yield what gradients are to be multiplied by for any other."""
-        if not is_fused:
-            factor = getattr(self, "grad_factor", None)
-            yield factor if factor is not None or scale is None else scale.double().reciprocal().float()
-            return
-        with given(self._inner, grad_scale=scale, found_inf=found_inf):
-            if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
-                with no_momentum_of_a_skipped_step(self._inner, found_inf):
-                    yield None
-            else:
-                yield None
-
-    def _rounds(self) -> Iterator[tuple[list[Bucket], dict[int, list[Stretch | torch.Tensor]]]]:
-        """Yield the calls of the inner optimizer: buckets, and by index of the group which parameters take part."""
-        of_param = {weight.param: weight for weight in self._weights}
-        if self._reach is Reach.ALL:
-            yield self._buckets, self._members()
-            return
+    def _rounds(self) -> list[_Round]:
+        """Return the calls of the inner optimizer that are a step; raise a RuntimeError if a weight is in no group."""
+        ids = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if self._known_rounds is not None and self._known_rounds[0] == ids:
+            return self._known_rounds[1]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        for bucket in self._buckets:
-            members: dict[int, list[Stretch | torch.Tensor]] = {}
-            for stretch in bucket.stretches:
-                members.setdefault(group_of[stretch.weight.param], []).append(stretch)
-            yield [bucket], members
-        kept: dict[int, list[Stretch | torch.Tensor]] = {}
-        for param, index in group_of.items():
-            if param not in of_param:
-                kept.setdefault(index, []).append(param)
-        if kept:
-            yield [], kept
+        for weight in self._weights:
+            if weight.param not in group_of:
+                raise RuntimeError(f"{weight.name!r} is in no group any more: make a new MasterWeights without it")
+        if self._reach is Reach.ALL:
+            rounds = [self._whole()]
+        else:
+            rounds = []
+            for bucket in self._buckets:
+                rounds.append(_Round([bucket], {}))
+                for stretch in bucket.stretches:
+                    rounds[-1].members.setdefault(group_of[stretch.weight.param], []).append(stretch)
+            low = {weight.param for weight in self._weights}
+            kept: dict[int, list[Stretch | torch.Tensor]] = {}
+            for param, index in group_of.items():
+                if param not in low:
+                    kept.setdefault(index, []).append(param)
+            if kept:
+                rounds.append(_Round([], kept))
+        self._known_rounds = ids, rounds
+        return rounds
 
-    def _members(self) -> dict[int, list[Stretch | torch.Tensor]]:
-        """Return by index of the group all that is in it, for an optimizer that takes no parts."""
+    def _whole(self) -> _Round:
+        """Return one call with all that there is, for an optimizer that takes no parts."""
         of_param = {weight.param: weight.stretches[0] for weight in self._weights}
-        return {
+        members: dict[int, list[Stretch | torch.Tensor]] = {
             index: [of_param.get(param, param) for param in group["params"]]
             for index, group in enumerate(self.param_groups)
         }
+        return _Round(self._buckets, members)
 
     def _step_round(
         self,
-        buckets: list[Bucket],
-        members: dict[int, list[Stretch | torch.Tensor]],
+        round_: _Round,
         factor: torch.Tensor | None,
+        new: set[torch.Tensor],
+        written: list[Weight],
         *,
         writes_grads: bool,
     ) -> Any:
-        with self._lent(buckets, members) as loans:
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self._lent(round_, new, written) as loans:
             groups = self._inner.param_groups
-            if self._reach is not Reach.ALL and not _grads(groups):
+            if not loans and self._reach is not Reach.ALL and not _grads(groups):
                 return None
             if factor is not None:
                 _multiply(_grads(groups), factor)
             returned = step_without_hooks(self._inner)
-        if writes_grads:
-            pairs = [(loan.grad, loan.stand_in.grad) for loan in loans]
-            copied = [(to, local(grad)) for to, grad in pairs if to is not None and grad is not None]
-            copied = [(to, grad) for to, grad in copied if to.dtype is not grad.dtype]
-            if copied:
-                torch._foreach_copy_([to for to, _ in copied], [grad for _, grad in copied])
+            if writes_grads:
+                pairs = [(loan.grad, loan.stand_in.grad) for loan in loans]
+                copied = [(to, local(grad)) for to, grad in pairs if to is not None and grad is not None]
+        copied = [(to, grad) for to, grad in copied if to.dtype is not grad.dtype]
+        if copied:
+            torch._foreach_copy_([to for to, _ in copied], [grad for _, grad in copied])
         return returned
 
     @contextmanager
     def _lent(
-        self, buckets: list[Bucket], members: dict[int, list[Stretch | torch.Tensor]], *, all_: bool = False
+        self, round_: _Round, new: set[torch.Tensor], written: list[Weight], *, all_: bool = False
     ) -> Iterator[list[Loan]]:
         """Let the inner optimizer have fp32 weights in the body; write what they round to when it ends well.
 
         Args:
-            buckets: Whose weights are lent.
-            members: By index of the group which parameters the inner optimizer has meanwhile.
+            round_: What is lent.
+            new: Parameters without state before this step.
+            written: Is added to: weights that were found to be written unnoticed.
             all_: Whether weights without gradients are lent as well.
         """
         all_ = all_ or self._reach is Reach.ALL  # such optimizers may count parameters by their places
-        workspaces, decoded, loans = {}, {}, {}
-        for bucket in buckets:
+        desks, found, loans = dict[Bucket, Desk](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
+        for bucket in round_.buckets:
             if all_ or bucket.has_grads():
-                workspaces[bucket] = workspace = self._workspace if len(buckets) == 1 else Workspace()
-                decoded[bucket] = values = bucket.decode(workspace)
-                loans.update({loan.stretch: loan for loan in loans_of(bucket, values, workspace, all_=all_)})
-        stand_ins = {
-            index: [loans.get(each) if isinstance(each, Stretch) else each for each in of_group]
-            for index, of_group in members.items()
+                # An unknown optimizer may keep what it is lent, or assign to its `.data`: it gets new tensors.
+                desk = Desk(bucket, Workspace(bucket.length)) if all_ else self._workspace.desk(bucket)
+                desks[bucket], found[bucket] = desk, bucket.decode(desk)
+                loans.update((loan.stretch, loan) for loan in loans_of(desk, all_=all_))
+        members: dict[int, list[Loan | torch.Tensor]] = {
+            index: [
+                loans[each] if isinstance(each, Stretch) else each
+                for each in of_group
+                if not isinstance(each, Stretch) or each in loans
+            ]
+            for index, of_group in round_.members.items()
         }
-        lent_members = {index: [each for each in of_group if each is not None] for index, of_group in stand_ins.items()}
-        versions = {stretch.weight: writes_to(stretch.weight.param) for stretch in loans}
-        with lent(self._inner, lent_members, self._low_state, self._new):
-            yield list(loans.values())
-        if any(writes_to(weight.param) != before for weight, before in versions.items()):
+        with lent(self._inner, members, self._low_state, new, all_=all_):
+            yield [*loans.values()]
+        if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
                 f"{type(self._inner).__name__} has written to parameters from a list of its own, not from its groups: "
                 "MasterWeights cannot wrap it"
             )
-        for bucket, values in decoded.items():
-            bucket.encode(values, [each for each in bucket.stretches if each in loans], workspaces[bucket])
-        for stretch in loans:
-            stretch.weight.note_written()
+        for bucket, desk in desks.items():
+            changed = found[bucket]
+            if all_:
+                desk.take_values_back()
+            bucket.encode(desk, [each for each in bucket.stretches if each in loans or each in changed])
+            written += [stretch.weight for stretch in changed]
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval` of an inner optimizer that has them (schedule-free ones), which change the weights."""
@@ -541,60 +579,68 @@ class MasterWeights(torch.optim.Optimizer):
         return functools.partial(self._switch, getattr(inner, name))
 
     def _switch(self, method: Callable[[], object]) -> None:
-        self._check_weights()
-        with torch.no_grad(), self._lent(self._buckets, self._members(), all_=True):
+        self._checked_rounds()
+        written: list[Weight] = []
+        with torch.no_grad(), self._lent(self._whole(), set(), written, all_=True):
             method()
+        self._warn_of(written)
 
-    def _check_weights(self) -> None:
-        """Raise if weights are not what they were made; take over those that were written from outside."""
-        in_groups = {param for group in self.param_groups for param in group["params"]}
+    def _checked_rounds(self) -> list[_Round]:
+        """Return the calls that are a step; raise if weights are not what they were made.
+
+        Weights that were written from outside, as far as torch counts writes, are taken over.
+        """
+        rounds = self._rounds()
         for weight in self._weights:
-            param, here = weight.param, local(weight.param)
-            was = self._dtype, weight.shape, weight.stride, weight.device()
-            if (param.dtype, param.shape, here.stride(), here.device) != was:
+            if (now := Layout.of(weight.param)) != (was := weight.layout):
                 raise RuntimeError(
-                    f"{weight.name!r} was {self._dtype} of shape {tuple(weight.shape)}, strides {weight.stride}, on "
-                    f"{weight.device()}, and is {param.dtype} of shape {tuple(param.shape)}, strides {here.stride()}, "
-                    f"on {here.device} now: make a new MasterWeights after changing a model"
+                    f"{weight.name!r} was {was.dtype} of shape {tuple(was.shape)}, strides {was.stride}, on "
+                    f"{was.device}, and is {now.dtype} of shape {tuple(now.shape)}, strides {now.stride}, "
+                    f"on {now.device} now: make a new MasterWeights after changing a model"
                 )
-            if param not in in_groups:
-                raise RuntimeError(f"{weight.name!r} is in no group any more: make a new MasterWeights without it")
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"{weight.name!r} has a gradient of layout {param.grad.layout}: keep its weight in fp32"
-                )
-        self._take_over_written()
+            grad = weight.param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(f"{weight.name!r} has a gradient of layout {grad.layout}: keep its weight in fp32")
+        self._warn_of(self._take_over_counted())
+        return rounds
+
+    def _take_over_counted(self) -> list[Weight]:
+        """Have weights of which torch has counted writes as the new fp32 weights, and return them."""
+        written: list[Weight] = []
+        if self._method == "stochastic":  # nothing is kept that could belong to other weights
+            return written
+        for weight in self._weights:
+            if (count := write_count(weight.param)) == weight.version:
+                continue
+            for stretch in weight.stretches:
+                stretch.bucket.sum = None
+            if weight.expects_these():
+                weight.version, weight.awaits_weights = count, False
+            else:
+                written.append(weight)
+        if written:
+            self._set_values({weight: local(weight.param).float() for weight in written})
+        return written
 
     def _take_over_written(self) -> None:
-        """Have weights that were written from outside as the new fp32 weights."""
-        if self._method == "stochastic":  # nothing is kept that could belong to other weights
-            return
-        written = []
-        for weight in self._weights:
-            now = writes_to(weight.param)
-            if weight.bits is not None and (now != weight.version or weight.awaits_weights):
-                is_known = weight.bits == weight.digest()
-            else:
-                is_known = now == weight.version or weight.awaits_weights
-            if is_known and (now != weight.version or weight.awaits_weights):
-                weight.version, weight.awaits_weights = now, weight.awaits_weights and now == weight.version
-                for stretch in weight.stretches:
-                    stretch.bucket.sum = None
-            elif not is_known:
-                written.append(weight)
-        for bucket in self._buckets:
-            weights = [stretch.weight for stretch in bucket.stretches]
-            # Through `.data` or numpy, which no version counts.
-            if not any(each in written for each in weights) and bucket.is_changed(self._workspace):
-                written += [each for each in weights if each.bits is None or each.bits != each.digest()]
+        """Have all weights that were written from outside as the new fp32 weights."""
+        written = self._take_over_counted()
+        with torch.no_grad():
+            for bucket in (each for each in self._buckets if each.sum is not None):
+                desk = self._workspace.desk(bucket)
+                if changed := bucket.decode(desk):
+                    bucket.encode(desk, changed)
+                    written += [stretch.weight for stretch in changed]
+        self._warn_of(written)
+
+    def _warn_of(self, written: list[Weight]) -> None:
         if not written:
             return
-        self._set_values({weight: local(weight.param).float() for weight in written})
-        names = ", ".join(repr(weight.name) for weight in written[:3])
+        names = [repr(weight.name) for weight in dict.fromkeys(written)]
         warn(
-            f"{len(set(written))} weights were written since the last step of MasterWeights, {names} among them: they "
-            "are taken as they are, in 16 bits. To load fp32 weights, use load_fp32_state_dict. If ranks started from "
-            "different weights, seed them alike",
+            f"{len(names)} weights were written since the last step of MasterWeights, {', '.join(names[:3])} among "
+            "them: they are taken as they are, in 16 bits. To load fp32 weights, use load_fp32_state_dict. If ranks "
+            "started from different weights, seed them alike",
             UserWarning,
             3,
         )
@@ -605,12 +651,12 @@ class MasterWeights(torch.optim.Optimizer):
             for bucket in self._buckets:
                 given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
                 if given_here:
-                    decoded = bucket.decode(self._workspace)
+                    bucket.sum = None
+                    desk = self._workspace.desk(bucket)
+                    bucket.decode(desk)
                     for stretch in given_here:
-                        stretch.in_bucket(decoded).copy_(stretch.of(values[stretch.weight]))
-                    bucket.encode(decoded, given_here, self._workspace)
-        for weight in values:
-            weight.note_written()
+                        stretch.in_bucket(desk.values).copy_(stretch.of(values[stretch.weight]))
+                    bucket.encode(desk, given_here)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -632,7 +678,7 @@ class MasterWeights(torch.optim.Optimizer):
         saved["state"] = dict(saved["state"])
         for weight in self._weights:
             number = numbers[weight.param]
-            saved["state"][number] = {**saved["state"].get(number, {}), **self._entries(weight)}
+            saved["state"][number] = {**saved["state"].get(number, {}), **entries_of(weight, self._saved_chance())}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, saved)
             saved = saved if result is None else result
@@ -649,24 +695,9 @@ class MasterWeights(torch.optim.Optimizer):
             numbers = [number for group in saved_groups for number in group["params"]]
         return dict(zip((param for group in self.param_groups for param in group["params"]), numbers, strict=True))
 
-    def _has_chance(self) -> bool:
-        return self._method == "stochastic" or self._low_state is not None
-
-    def _entries(self, weight: Weight) -> dict[str, torch.Tensor]:
-        here = local(weight.param)
-        entries = {}
-        for name, dtype in weight.stretches[0].bucket.codec.entries().items():
-            entry = torch.empty_like(here, dtype=dtype)
-            for stretch in weight.stretches:
-                stretch.of(entry).copy_(stretch.saved()[name])
-            entries[_PREFIX + name] = as_dtensor(entry, weight.param)
-        if entries:  # of a DTensor, this rank's part has none: it may be another one when it is loaded
-            is_whole = not hasattr(weight.param, "to_local")
-            entries[_PREFIX + "digest"] = torch.tensor(weight.digest() if is_whole else _NO_DIGEST)
-        if self._has_chance():
-            entries[_PREFIX + "seed"] = torch.tensor(self._chance.seed)
-            entries[_PREFIX + "steps"] = torch.tensor(self._chance.steps())
-        return entries
+    def _saved_chance(self) -> Chance | None:
+        """Return where random bits come from, if anything is rounded by chance."""
+        return self._chance if self._method == "stochastic" or self._low_state.dtypes else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a `state_dict()`, of a `MasterWeights` or of the inner optimizer alone, in any dtype.
@@ -687,7 +718,7 @@ class MasterWeights(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
-        ours, of_inner = self._separated(state_dict["state"])
+        ours, of_inner = separated(state_dict["state"])
         numbers = self._numbers(state_dict["param_groups"])
         low = {numbers[weight.param] for weight in self._weights}
         if stray := [number for number in ours if number not in low]:
@@ -695,110 +726,17 @@ class MasterWeights(torch.optim.Optimizer):
                 f"the checkpoint has bits of a 16-bit weight for parameter {stray[0]!r}, which is fp32 here: use the "
                 "narrow=... it was saved with"
             )
+        settings = f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r}"
         for weight in self._weights:
-            self._check_entries(weight, ours.get(numbers[weight.param], {}))
-        self._load_inner({**state_dict, "state": of_inner})
+            if entries := ours.get(numbers[weight.param]):
+                check_entries(weight, entries, settings)
+        low_params = {weight.param for weight in self._weights}
+        load_inner(self._inner, {**state_dict, "state": of_inner}, low_params, self._low_state)
         for weight in self._weights:
-            entries = ours.get(numbers[weight.param])
-            if not entries:
-                continue
-            for stretch in weight.stretches:
-                of_stretch = {
-                    name: stretch.of(_as_laid_out(local(entries[_PREFIX + name]), local(weight.param)))
-                    for name in stretch.bucket.codec.entries()
-                }
-                stretch.load(of_stretch)
-            digest = int(entries.get(_PREFIX + "digest", _NO_DIGEST))
-            is_known = digest != _NO_DIGEST and not hasattr(weight.param, "to_local")
-            weight.bits, weight.awaits_weights = digest if is_known else None, True
-            if self._has_chance() and _PREFIX + "seed" in entries:
-                self._chance.set(int(entries[_PREFIX + "seed"]), int(entries[_PREFIX + "steps"]))
+            if entries := ours.get(numbers[weight.param]):
+                load_entries(weight, entries, self._saved_chance())
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _separated(self, state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict[Any, Any]]:
-        """Return our entries, by number of the parameter, and those of the inner optimizer."""
-        ours, of_inner = {}, {}
-        for number, entries in state.items():
-            if not isinstance(entries, Mapping):
-                of_inner[number] = entries
-                continue
-            mine = {name: value for name, value in entries.items() if str(name).startswith(_PREFIX)}
-            rest = {name: value for name, value in entries.items() if name not in mine}
-            if mine:
-                ours[number] = mine
-            if rest:
-                of_inner[number] = rest
-        return ours, of_inner
-
-    def _check_entries(self, weight: Weight, entries: Mapping[str, torch.Tensor]) -> None:
-        if not entries:
-            return
-        expected = {_PREFIX + name for name in weight.stretches[0].bucket.codec.entries()}
-        given_names = entries.keys() - {_PREFIX + "seed", _PREFIX + "steps", _PREFIX + "digest"}
-        if given_names != expected:
-            raise ValueError(
-                f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, and "
-                f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r} needs "
-                f"{listed(sorted(expected)) or 'none'}: use the settings it was saved with"
-            )
-        for name in expected:
-            dtype = weight.stretches[0].bucket.codec.entries()[name.removeprefix(_PREFIX)]
-            if entries[name].dtype is not dtype:
-                raise ValueError(
-                    f"{name!r} of {weight.name!r} is {entries[name].dtype} in the checkpoint, not {dtype}: another "
-                    "optimizer has cast it"
-                )
-            if entries[name].shape != weight.shape:
-                raise ValueError(
-                    f"{name!r} of {weight.name!r} has shape {tuple(entries[name].shape)} in the checkpoint, and the "
-                    f"parameter has {tuple(weight.shape)}"
-                )
-
-    def _load_inner(self, state_dict: dict[str, Any]) -> None:
-        """Let the inner optimizer load its part, with fp32 tensors for parameters: it casts state to their dtype."""
-        groups, low = self.param_groups, {weight.param for weight in self._weights}
-        stand_ins = {
-            param: torch.zeros((), device=local(param).device).expand(param.shape) if param in low else param
-            for group in groups
-            for param in group["params"]
-        }
-        params_before = [group["params"] for group in groups]
-        state_before = self._inner.state
-        try:
-            for group in groups:
-                group["params"] = [stand_ins[param] for param in group["params"]]
-            self._inner.load_state_dict(state_dict)
-            loaded_groups, loaded_state = self._inner.param_groups, self._inner.state
-        except BaseException:
-            self._inner.state = state_before
-            raise
-        finally:
-            self._inner.param_groups = groups
-            for group, params in zip(groups, params_before, strict=True):
-                group["params"] = params
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        param_of = {id(stand_in): param for param, stand_in in stand_ins.items()}
-        for key, value in loaded_state.items():
-            param = param_of.get(id(key), key)
-            state[param] = (
-                {name: self._as_stored(name, each, param) for name, each in value.items()} if param in low else value
-            )
-        self._inner.state = state
-        for group, loaded in zip(groups, loaded_groups, strict=True):
-            if group is not loaded:
-                params = group["params"]
-                group.clear()
-                group.update({**loaded, "params": params})
-
-    def _as_stored(self, name: object, value: Any, param: torch.Tensor) -> Any:
-        """Return state of a 16-bit weight in the dtype it is stored in, laid out as the weight."""
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
-            return value
-        if value.shape != param.shape:
-            return value.float() if value.dtype.itemsize < 4 else value
-        stored = value.to(self._stored_as(name))
-        return stored if hasattr(param, "to_local") else _as_laid_out(stored, local(param))
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return `model.state_dict()` with the fp32 weights: an ordinary checkpoint of an fp32 model.
@@ -833,10 +771,10 @@ class MasterWeights(torch.optim.Optimizer):
         """
         named = self._named(model)
         for name, weight in named.items():
-            if name in state_dict and state_dict[name].shape != weight.shape:
+            if name in state_dict and state_dict[name].shape != weight.layout.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, and the parameter has "
-                    f"{tuple(weight.shape)}"
+                    f"{tuple(weight.layout.shape)}"
                 )
         result = model.load_state_dict(state_dict, strict=strict)
         owners = {_owner_of(param) for param in model.parameters()}  # other parameters may have another MasterWeights
@@ -864,17 +802,19 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             for bucket in self._buckets:
                 if any(stretch.weight in values for stretch in bucket.stretches):
-                    decoded = bucket.decode(self._workspace)
+                    desk = self._workspace.desk(bucket)
+                    bucket.decode(desk)
                     for stretch in bucket.stretches:
                         if stretch.weight in values:
-                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(decoded))
+                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(desk.values))
         return {weight: as_dtensor(value, weight.param) for weight, value in values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         self._take_over_written()
         # Hooks, what schedulers have put on the optimizer, and the model stay here, as with torch's optimizers.
         state = {name: value for name, value in self.__dict__.items() if name in _STATE}
-        return {**state, "_model": None, "_narrow": None, "_workspace": Workspace(), "_clipped": None, "_new": set()}
+        made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
+        return {**state, **made, "_model": None, "_narrow": None, "_clipped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -882,7 +822,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
         for weight in self.__dict__.get("_weights", []):
-            weight.version = writes_to(weight.param)
+            weight.version = write_count(weight.param)
             _OWNERS[weight.param] = ref(self)
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -907,10 +847,6 @@ class MasterWeights(torch.optim.Optimizer):
     def __repr__(self) -> str:
         rounding = f", rounding={self._rounding!r}" if self._method == "split" and self._dtype is torch.bfloat16 else ""
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r}{rounding})"
-
-
-def _as_laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride() == like.stride() else torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 def _owner_of(param: torch.Tensor) -> object:
@@ -939,14 +875,12 @@ def _low_state(
     optimizer: torch.optim.Optimizer,
     state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None,
     chance: Chance,
-) -> LowState | None:
+) -> LowState:
     if not isinstance(state_dtype, (Mapping, type(None))):
         raise TypeError(f"state_dtype must be a dict of names and dtypes, got {state_dtype!r}")
-    if not state_dtype:
-        return None
     settings = {
         name: wanted if isinstance(wanted, tuple) and len(wanted) == 2 else (wanted, "stochastic")
-        for name, wanted in state_dtype.items()
+        for name, wanted in (state_dtype or {}).items()
     }
     for name, (dtype, rounding) in settings.items():
         _check_choice(f"the rounding of state_dtype[{name!r}]", rounding, ("stochastic", "nearest"))
@@ -954,8 +888,8 @@ def _low_state(
             raise ValueError(
                 f"state_dtype[{name!r}] must be one of {', '.join(map(repr, (*_DTYPES, torch.float32)))}, got {dtype!r}"
             )
-    known = state_names(optimizer)
-    unknown = [] if known is None else [name for name in state_dtype if name not in known]
+    known = state_names(optimizer) if settings else None
+    unknown = [] if known is None else [name for name in settings if name not in known]
     if known is not None and unknown:
         raise ValueError(
             f"{type(optimizer).__name__} keeps no state {unknown[0]!r} of the shape of its weights; "
