@@ -66,7 +66,7 @@ def _bars(drift: PolicyDrift) -> dict[str, Any]:
         "carried": [_drawn(module.carried) for module in modules],
         "told": [_told(module) for module in modules],
         "rank": [by_effect[module.name] for module in modules],
-        "failure": "" if modules else drift.failure,
+        "failure": "" if modules else drift.failure,  # nothing can be drawn
     }
 
 

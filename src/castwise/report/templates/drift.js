@@ -41,6 +41,11 @@
     const plot = document.getElementById("bars"), given = new FormData(controls);
     const policy = figures.bars[given.get("policy")], query = given.get("search").trim().toLowerCase();
     const atFirst = Number(plot.dataset.atFirst);
+    plot.hidden = Boolean(policy.failure);
+    if (policy.failure) {
+      document.getElementById("bars-caption").textContent = `Nothing to draw: ${policy.failure}.`;
+      return undefined;
+    }
     const rows = [...policy.names.keys()].filter((row) => (
       query ? policy.names[row].toLowerCase().includes(query) : given.has("all") || policy.rank[row] < atFirst));
     const letter = plot.clientWidth < NARROW ? 7 : 8, room = Math.min(36, Math.floor(0.37 * plot.clientWidth / letter));
@@ -59,7 +64,7 @@
     const height = 110 + ROW * Math.max(rows.length, 2);
     plot.style.height = `${height}px`;
     const longest = Math.max(...labels.map((label) => label.length), 5);
-    document.getElementById("bars-caption").textContent = policy.failure ? `Nothing to draw: ${policy.failure}.` : rows.length < policy.names.length
+    document.getElementById("bars-caption").textContent = rows.length < policy.names.length
       ? `${rows.length} of ${policy.names.length} modules: those with the largest effects, or those whose names match.`
       : `All ${policy.names.length} modules.`;
     return Plotly.react(plot, [bars("introduced", "introduced", "--accent"), bars("carried", "carried", "--muted-bar")], layout(plot, {
