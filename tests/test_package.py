@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tracing": {"amp", "policy", "recipes", "weights"},
     "mistakes": {"amp", "tracing"},
     "diagnosis": {"amp", "policy", "tracing", "mistakes"},
-    "comparison": {"amp", "policy", "tracing", "diagnosis", "report"},
+    "comparison": {"amp", "policy", "recipes", "tracing", "diagnosis", "report"},
     "tuning": {"amp", "policy", "recipes", "comparison", "report"},
     "monitor": {"amp", "policy", "recipes", "tracing", "mistakes", "diagnosis"},
     "report": {"amp", "monitor"},

@@ -346,7 +346,7 @@ def test_explain_names_recipes_what_computes_them_and_who_does_not_take_them(
 
 
 def test_that_a_recipe_is_emulated_is_said_once() -> None:
-    recipes.warn_if_emulated.cache_clear()
+    recipes.SETTLED.clear()
     rules = {"blocks": "float8_tensorwise"}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -175,7 +175,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
                     emulation.warn_if_emulated(low)
         if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
-        if weight_cache is not None and (low_precisions or (self._policy is not None and self._policy.has_recipes)):
+        if weight_cache is not None and (low_precisions or (self._policy is not None and self._policy.recipes)):
             self._extensions = (weight_cache,)
         if self._policy is not None:
             self._extensions += (self._policy,)

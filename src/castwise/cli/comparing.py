@@ -16,7 +16,7 @@ from rich.table import Table
 from castwise._suggestions import listed, nearest
 from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
-from castwise.cli.names import COSTS, FORMATS, POLICIES, REFERENCES, VARIATIONS, complete_policy, completing
+from castwise.cli.names import COSTS, FORMATS, POLICIES, RECIPES, REFERENCES, VARIATIONS, complete_policy, completing
 
 if TYPE_CHECKING:
     from castwise.comparison.drift import Drift
@@ -105,8 +105,9 @@ def tune(
         typer.Option(
             "--format",
             metavar="NAME",
-            help=f"One of {', '.join(FORMATS)}; repeatable. [default: all]",
-            autocompletion=completing(*FORMATS),
+            help=f"One of {', '.join(FORMATS)}, or a recipe: {', '.join(RECIPES)}; repeatable. "
+            f"[default: {', '.join(FORMATS)}]",
+            autocompletion=completing(*FORMATS, *RECIPES),
         ),
     ] = None,
     tolerance: Annotated[

@@ -27,6 +27,14 @@ BENCHMARKS = (
 COSTS = ("flops", "bytes", "measured")
 DEVICES = ("cpu", "cuda")
 FORMATS = ("float16", "bfloat16", "float32")
+RECIPES = (
+    "float8_tensorwise",
+    "float8_rowwise",
+    "float8_rowwise_with_gw_hp",
+    "float8_blockwise",
+    "mxfp8",
+    "nvfp4",
+)
 POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
 PRESETS = ("tiny", "small")
 RECORDS = "monitor.jsonl"

@@ -33,6 +33,7 @@ from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, un
 from castwise.policy.bound_policy import BoundPolicy
 from castwise.policy.module_rules import decide
 from castwise.policy.policy import Policy
+from castwise.recipes.recipe import RECIPES, labelled
 
 Reference = Literal["float32", "float64"] | Policy | BoundPolicy
 Vary = Literal["batch_size", "batch_order"]
@@ -350,6 +351,10 @@ class Comparison:
                 if self.device == "cpu" and is_native_here(dtype) is False:
                     name = str(dtype).removeprefix("torch.")
                     yield f"{variant.name}: this CPU has no units for {name}, which is emulated"
+            if (bound := variant.precision.bound) is not None:
+                for recipe in bound.recipes:
+                    if labelled(RECIPES[recipe], bound.policy.backend, self.device).endswith("(emulated)"):
+                        yield f"{variant.name}: {recipe} is emulated"
             names: dict[str, list[str]] = {}
             for tap, sums in variant.sums.items():
                 if sums.problem or sums.lacks_gradient not in ("", _NO_GRADIENT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from castwise.comparison.errors import local
 from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.casting import in_native_state, native_state_of
 from castwise.policy.policy import Policy
+from castwise.recipes.recipe import RECIPES, SETTLED
 
 # An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
 _LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
@@ -179,12 +181,22 @@ class Region(NamedTuple):
         return not (self.state.ops and bound.op_rules) and bound.key not in getattr(forward, "rules", ())
 
 
+def _bound_without_warning(policy: Policy, model: nn.Module) -> BoundPolicy:
+    """Bind a policy; that recipes are emulated is said in notes."""
+    before = set(SETTLED)
+    try:
+        SETTLED.update(itertools.product(RECIPES.values(), ("cpu", "cuda")))
+        return policy.bind(model)
+    finally:
+        SETTLED.intersection_update(before)
+
+
 @contextmanager
 def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
     """Bind a policy for a while; one that is bound already stays so."""
     was_bound = is_bound_to(policy, model) is not None
     try:
-        yield policy.bind(model)
+        yield _bound_without_warning(policy, model)
     finally:
         bound = None if was_bound else is_bound_to(policy, model)
         if bound is not None:

@@ -122,7 +122,7 @@ class BoundPolicy:
         self.output = None if policy.output is None else getattr(torch, policy.output)
         decisions = decide(policy, model)
         _check_what_fsdp_gathers(decisions)
-        self.has_recipes = any(decision.recipe for decision in decisions)
+        self.recipes = list(dict.fromkeys(decision.recipe for decision in decisions if decision.recipe))
         self.key = f"policy {next(_numbers)}"
         self.is_bound = True
         self._has_rules = bool(policy.modules or self.op_rules)

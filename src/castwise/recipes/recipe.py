@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +115,10 @@ def labelled(recipe: Recipe, backend: str, device: str) -> str:
     return f"{recipe.name} ({by})"
 
 
-@functools.cache
+SETTLED: set[tuple[Recipe, str]] = set()
+"""Recipes and types of devices that need no warning any more."""
+
+
 def warn_if_emulated(recipe: Recipe, device: str) -> None:
     """Warn, once a process, recipe and device, that the backend "auto" emulates a recipe.
 
@@ -127,10 +129,13 @@ def warn_if_emulated(recipe: Recipe, device: str) -> None:
     Warns:
         UserWarning: It does.
     """
+    if (recipe, device) in SETTLED:
+        return
+    SETTLED.add((recipe, device))
     if not runs_natively(recipe, device):
         warn(
             f"{recipe.name} is emulated on this {device}: the numbers are those of the recipe, the speed is not. Write "
             'backend="emulated" to say that you know, or see `castwise doctor` for what runs natively',
             UserWarning,
-            5,
+            4,
         )

@@ -110,7 +110,7 @@ def _frontier(tuned: Tuned | None) -> dict[str, Any] | None:
         "compute": [point.policy.compute for point in points],
         "chosen": [point.is_chosen for point in points],
         "tolerance": tuned.tolerance,
-        "kind": tuned.cost_kind,
+        "kind": tuned.cost_in_words,
     }
 
 

@@ -89,8 +89,8 @@ def tune(
 
     Returns:
         The policy, what it costs, its error, and what else was run. Where no policy is within the tolerance, the one of
-        the least error, with `is_within_tolerance` False. Notes say if a recipe is not worth it on this machine, because
-        its layers are no faster than in the dtype around them.
+        the least error, with `is_within_tolerance` False. Notes say if a recipe is not worth it on this machine: if its
+        layers are no faster than in the dtype around them.
 
     Raises:
         TypeError: See `compare`.
@@ -534,9 +534,10 @@ class Search:
         ]
 
     def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
-        modules, count = len(self._options_by_name), len(self._formats)
+        numbers = Counter(len(of_module) for of_module in self._options_by_name.values())
+        policies = " * ".join(f"{formats}^{modules}" for formats, modules in sorted(numbers.items()))
         left_out = [
-            f"{count}^{modules} policies less the {len(self._points)} that were run",
+            f"{policies} policies less the {len(self._points)} that were run",
             "op rules, other formats, and the loss function outside of the region's rules",
         ]
         left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]

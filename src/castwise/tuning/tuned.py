@@ -91,10 +91,15 @@ class Tuned:
     not_tried: tuple[str, ...]
     notes: tuple[str, ...]
 
+    @property
+    def cost_in_words(self) -> str:
+        """What the cost is a share of: "flops", "bytes" or "measured time"."""
+        return "measured time" if self.cost_kind == "measured" else self.cost_kind
+
     def __str__(self) -> str:
         verdict = "within" if self.is_within_tolerance else "not within"
         lines = [
-            f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_kind} of float32",
+            f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_in_words} of float32",
             f"error on held-out batches: {self.error:.2e}, {verdict} the tolerance of {self.tolerance:g}",
             *_rules(self.policy),
             "",
