@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _COMPUTED = {True: "by units", False: "emulated", None: "not known"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Find out which formats this machine computes, measure how fast, and recommend a policy and a schedule.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Show which formats this machine computes, how fast, and which policy and schedule to use.
 
-    Takes several seconds, best on an idle machine. Exits with 0, or with 2 if there is no such option.
+    Takes several seconds. Use an idle machine.
     """
     from castwise.doctor.checkup import examine
 

@@ -167,11 +167,12 @@ def _bits(result: Result) -> tuple[str, str, float]:
     return result.weights_sha256, result.losses_sha256, result.loss
 
 
-def write_summary(folder: Path, settings: Settings, results: list[Result]) -> None:
-    """Write what the table shows, and the digests behind its verdict, to `summary.json`."""
+def write_summary(folder: Path, settings: Settings, results: list[Result]) -> dict[str, Any]:
+    """Write what the table shows, and the digests behind its verdict, to `summary.json`; return it."""
     summary = {
         "settings": settings.to_json(),
         "results": [asdict(result) for result in results],
         "identical": verdicts(results),
     }
     write_json(folder / SUMMARY, summary)
+    return summary
