@@ -15,7 +15,7 @@ class Picture(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Return the drawing in a box of its own."""
+        """Return the drawing in its own box."""
         _, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(path)
         try:

@@ -530,7 +530,7 @@ def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:
             lambda: castwise.autocast("cpu", policy=bound())._cache_enabled,
             RuntimeError,
             "a compiled function enters a region with a policy that was made outside of it: "
-            "make the region inside of the function, or enter it outside",
+            "make the region inside the function, or enter it outside",
         ),
     ],
 )

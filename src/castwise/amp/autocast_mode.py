@@ -190,7 +190,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if self._policy is not None and not self._entries:
             raise RuntimeError(
                 "a compiled function enters a region with a policy that was made outside of it: "
-                "make the region inside of the function, or enter it outside"
+                "make the region inside the function, or enter it outside"
             )
         return self._caches
 

@@ -70,7 +70,7 @@ def _facts(device: dict[str, Any]) -> list[str]:
 
 def _formats(formats: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    columns = ("format", "computed", "GFLOP/s", "quartiles", "times fp32", "quartiles", "matrices", "so it is")
+    columns = ("format", "computed", "GFLOP/s", "quartiles", "times fp32", "quartiles", "matrices", "verdict")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if 2 <= place <= 6 else "left")
     for entry in formats:

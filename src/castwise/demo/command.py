@@ -42,7 +42,7 @@ def demo(
     resume: Path | None,
     as_json: bool,
 ) -> None:
-    """Do what `castwise demo` does: start a run, or go on with one; `context` knows which options were given."""
+    """Do what `castwise demo` does: start a run, or continue with one; `context` knows which options were given."""
     folder = resume
     try:
         if folder is None:
@@ -131,7 +131,7 @@ def _refuse_other_options(context: typer.Context) -> None:
 
 def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
     if settings.processes != ranks.size:
-        raise UserError(f"the run was started with {settings.processes} processes, and goes on with as many")
+        raise UserError(f"the run was started with {settings.processes} processes: resume it with as many")
 
 
 def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, as_json: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What is recorded of code that knows nothing of it: a monitor for each model, mistakes, and the report at the end."""
+"""What is recorded of code that does not know it: a monitor for each model, mistakes, and the report at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PROCESSES = "process that was started", "processes that were started"
 class Account(Observer):
     """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
-    With several processes each writes folders of its own, and none waits for another: what it does not know is whether
+    With several processes each writes its own folders, and none waits for another: what it does not know is whether
     they all train the same. Workers that were forked and are no ranks have the number of their process in the name.
 
     Args:
@@ -136,7 +136,7 @@ class Account(Observer):
             recording.detach()
         self._recordings.clear()
 
-    @never_traced  # a step may be inside of compiled code
+    @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._meet(optimizer, None)
 

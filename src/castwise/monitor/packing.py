@@ -51,7 +51,7 @@ def shortened(step: Mapping[str, Any]) -> Record:
 
 def in_full(step: Record) -> Record:
     """Return a step's record with what is usual, of which an older one may have left out some, too."""
-    usual = {**_USUAL, "parameters": []}  # a list of its own
+    usual = {**_USUAL, "parameters": []}  # its own list
     return {**step, **{name: value for name, value in usual.items() if name not in step}}
 
 

@@ -40,7 +40,7 @@ class Run:
         samples: Those of the sampled steps.
         diagnoses: Those of skipped steps that were diagnosed.
         mistakes: What the script does with mixed precision that it should not; each once.
-        ended: The monitor was detached; False while the run goes on, and for good if it was killed.
+        ended: The monitor was detached; False while the run continues, and for good if it was killed.
     """
 
     path: Path
