@@ -9,7 +9,7 @@ from castwise._warnings import warn
 
 
 class Guard:
-    """A block in which measuring may fail: the first failure is told in a warning, and the training continues.
+    """A block in which measuring may fail: the first failure is a warning, and the training continues.
 
     Example:
         >>> import warnings

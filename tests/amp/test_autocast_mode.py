@@ -233,7 +233,7 @@ def test_a_generator_closed_by_another_thread_leaves_that_threads_state_alone() 
 
 def test_a_region_cannot_be_left_before_it_was_entered() -> None:
     before = state()
-    with pytest.raises(RuntimeError, match=r"^this autocast region is left, but was not entered$"):
+    with pytest.raises(RuntimeError, match=r"^this autocast region was left without being entered$"):
         autocast("cpu").__exit__(None, None, None)
     assert state() == before
 

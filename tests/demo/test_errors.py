@@ -131,7 +131,7 @@ def test_resuming_from_something_else_than_a_checkpoint(refusal: Refusal, demo: 
 def test_resuming_from_a_checkpoint_of_another_model(refusal: Refusal, demo: Demo) -> None:
     path = demo.prepare(1, 1) / "checkpoint.pt"
     checkpoint.save(path, Checkpoint([], {"model": {"weight": torch.ones(1)}}, 0))
-    message = f"{path} is of another model than its run's settings: delete it to start over"
+    message = f"{path} belongs to another model than its run's settings: delete it to start over"
     assert refusal("--resume", path.parent) == message
 
 

@@ -234,7 +234,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if entry is None:
             # A generator that another thread has closed: there is nothing to put back in this one.
             if not self._entries:
-                raise RuntimeError("this autocast region is left, but was not entered")
+                raise RuntimeError("this autocast region was left without being entered")
             return False
         for extension, token in reversed(entry.extensions):
             extension.leave(token)
@@ -307,7 +307,7 @@ _TRACING = 0  # no thread's number: while Dynamo traces, threads do not matter
 
 
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that a policy's region casts to; None if autocast is off in it but for rules."""
+    """Return the dtype that a policy's region casts to; None if autocast is off in it except for rules."""
     if not hasattr(policy, "low_precisions"):
         hint = ": write policy=policy.bind(model)" if hasattr(policy, "bind") else ""
         raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")

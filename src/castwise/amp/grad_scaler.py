@@ -248,7 +248,7 @@ class GradScaler(torch.amp.GradScaler):
     def _open(
         self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, shows: bool = True
     ) -> OptimizerRecord:
-        """Check that a call is in order, tell of it, and return the optimizer's record.
+        """Check that a call is in order, tell observers, and return the optimizer's record.
 
         Args:
             optimizer: Whose gradients the call is about.
@@ -571,7 +571,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: Called after `step`, or before the first `scale()`.
-            TypeError: `optimizer` is not one, `clip_value` is no number, or there are complex gradients.
+            TypeError: `optimizer` is not one, `clip_value` is not a number, or there are complex gradients.
             ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
         """
         clip_value = measure.check_bound("clip_value", clip_value)

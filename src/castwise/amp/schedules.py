@@ -331,7 +331,7 @@ class Headroom(Schedule):
         # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
-        # log2 is off a little in fp32, and a target that was made from a scale shall give that scale.
+        # log2 is off a little in fp32, and a target made from a scale must give that scale.
         raised = torch.where(seen, torch.minimum((free - margin + _SLACK).floor(), exponent + 1), exponent)
         lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
         torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin, out=margin)

@@ -76,7 +76,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
         try:
             trace.append(_step(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is no step of a trace: {error}") from None
+            raise ValueError(f"{path}, line {number} is not a step of a trace: {error}") from None
     return trace
 
 

@@ -174,7 +174,7 @@ def diagnose(
 
     Args:
         model: The model, in the mode it trains in. DDP and `torch.compile` are unwrapped: the replay is eager and
-        runs on this rank alone.
+            runs on this rank alone.
         loss_fn: Function of the model's output that returns the loss: one element.
         batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         scaler: Its current scale multiplies the loss; None is 1. The scaler is not changed.

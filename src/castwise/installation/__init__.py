@@ -59,7 +59,7 @@ def install(
     Raises:
         RuntimeError: It is installed already.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is no number of steps, or `on_skip` is something else or has no folder to write into.
+        ValueError: `every` is not a number of steps, or `on_skip` is something else or has no folder to write into.
 
     Warns:
         UserWarning: There is something that could not be replaced.

@@ -53,7 +53,7 @@ class Account(Observer):
         diagnoses: How many skipped steps of a model are diagnosed, of each cause.
 
     Raises:
-        ValueError: `every` is no number of steps.
+        ValueError: `every` is not a number of steps.
     """
 
     def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
@@ -166,7 +166,7 @@ class Account(Observer):
         model = model_with(params_of(optimizer))
         if model is None:
             self._seen["optimizer of parameters of no module", "optimizers of parameters of no module"] += 1
-            warn("an optimizer trains parameters of no module: there is nothing to monitor", UserWarning, 2)
+            warn("an optimizer trains parameters that belong to no module: there is nothing to monitor", UserWarning, 2)
             return
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
         self._met.update(optimizers)

@@ -27,7 +27,7 @@ class Scalers(Finder):
         self._in_vain = 0
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
-        """Remember where; say so if it is disabled although it was to be enabled."""
+        """Remember where; report it if the scaler is disabled although it was to be enabled."""
         self._made[scaler] = place = caller()
         if wanted and not scaler.is_enabled():
             self.watch.say(

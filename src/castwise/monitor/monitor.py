@@ -97,8 +97,8 @@ class Monitor:
             these 8 it is known whether their loss was finite, and only then is there something to replay.
 
     Raises:
-        TypeError: `optimizer` is none, the scaler does not tell of its steps (torch's does not), or a sink is no path
-            and no function.
+        TypeError: `optimizer` is not one, the scaler does not report its steps (torch's does not), or a sink is neither
+            a path nor a function.
         ValueError: `every` or `on_skip` is out of its range, or there is no optimizer.
 
     Example:
@@ -347,7 +347,7 @@ class Monitor:
         for fields in skip.diagnoses if skip else ():
             self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
 
-    # -- what comes of it ---------------------------------------------------------------------------------------
+    # -- the results ---------------------------------------------------------------------------------------
 
     def _finish(self, *, all_: bool = False) -> None:
         """Record samples of which all is known."""

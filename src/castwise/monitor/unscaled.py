@@ -1,4 +1,4 @@
-"""Steps without a scaler, told in the way in which a scaler tells of its steps."""
+"""Steps without a scaler, reported as a scaler reports its steps."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Return the source of the steps: the scaler, or without one the optimizers.
 
     Raises:
-        TypeError: The scaler does not tell of them.
+        TypeError: The scaler does not report them.
     """
     if scaler is None or not scaler.is_enabled():
         return UnscaledSteps(optimizers)
     if not hasattr(scaler, "register_step_hook"):
         raise TypeError(
-            f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
+            f"a monitor needs a scaler that reports its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
             "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
         )
     return scaler

@@ -249,7 +249,7 @@ def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _StandIn:
-    """A module as its forward sees it, but for the weight and the bias."""
+    """A module as its forward sees it, except for the weight and the bias."""
 
     __slots__ = ("_module", "bias", "weight")
 
