@@ -24,7 +24,7 @@ BANNED = {
     r"\b(says?|knows?|tells?|learns?) nothing of\b": "says nothing about, does not know",
     r"\bgo(es)? on (with|from)\b": "continue with, resume from",
     r"\bshall\b": "must, should",
-    r"[;,:.] ([Aa]nd )?[Ss]o it is (?!imported)": "the same holds for",
+    r"[;,:.] (and )?[Ss]o it is (?!imported)": "the same holds for",
     r"(?<!there )\bis no (column|finite|list|number|power|record|script|step|string|tensor)\b": "is not a",
     r"\bSay so (if|of)\b": "Report it if",
     r"\bwhich is said\b": "and a warning says so",
