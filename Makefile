@@ -20,6 +20,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 docs: .venv/.ready
 	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html

@@ -238,6 +238,7 @@ _LOOK_AT: dict[str, Callable[[list[str]], None]] = {
     "pip": _look_at_pip,
     "nox": _look_at_nox,
     "source": lambda words: None,  # what `make` has made
+    "pre-commit": lambda words: None,  # optional, and not installed by `make`
 }
 
 

@@ -42,11 +42,12 @@ def oldest_torch(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def lint(session: nox.Session) -> None:
-    """Style and types."""
+    """Style, types and spelling."""
     _install(session, "--editable", ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", "--python-version", str(session.python))
+    session.run("codespell")
 
 
 @nox.session(python=PYTHONS)

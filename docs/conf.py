@@ -19,8 +19,10 @@ extensions = [
     "commands",
     "identifiers",
     "op_tables",
+    "pictures",
     "prose_links",
     "results",
+    "signatures",
 ]
 exclude_patterns = ["_build", "writing.md"]
 nitpicky = True

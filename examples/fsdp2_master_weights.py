@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_master_weights.py FOLDER
 
-FSDP2 gathers the weights of a unit in one dtype. Norms stay in fp32, so they get units of their own. `MasterWeights`
+FSDP2 gathers the weights of a unit in one dtype. Norms stay in fp32, so they get their own units. `MasterWeights`
 comes after `fully_shard`, which replaces the parameters. What is saved is the checkpoint of an fp32 model.
 """
 

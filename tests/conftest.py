@@ -35,10 +35,10 @@ _TOGETHER = (
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_master_weights_ranks.py",
     "tests/distributed/test_policy_fsdp.py",
-    "tests/docs/test_manual.py",
     "tests/integrations/test_lightning_ranks.py",
     "tests/report/test_drift_report.py",
 )
+_OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,6 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):  # pytest-xdist's own groups (3.8) do not reach pytest 9.2's ids
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
+            if file in _OF_THE_BUILT_MANUAL:
+                return "the built manual"
             return file if file in _TOGETHER or file.endswith(".md") else nodeid
 
     return Scheduling(config, log)

@@ -44,3 +44,14 @@ def test_the_first_pages_show_what_was_recorded(monkeypatch: pytest.MonkeyPatch)
     for page in readme.PAGES:
         assert readme.BEGINS + readme.figures() + readme.ENDS in page.read_text()
     assert len(readme.PAGES[0].read_text().splitlines()) <= 120
+
+
+def test_ratios_on_the_first_pages_are_told_from_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    readme = importlib.import_module("readme")
+    costs = readme.result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]
+    inference = readme.result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
+    assert costs["scaled + clipped step + update"]["verdict"] == "faster"
+    assert min(inference["quartiles"]) > 1.5
+    for page in readme.PAGES:
+        assert "cannot tell" not in page.read_text()

@@ -78,7 +78,8 @@ def test_the_sdist_builds_the_same_wheel_and_holds_what_the_tests_need(built: Bu
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     for folder in ("src", "tests", "docs", "examples", "benchmarks"):
         assert {f"{folder}/{name}" for name in files_of(ROOT / folder)} <= names
-    assert {"noxfile.py", "Makefile", "constraints.txt", "CONTRIBUTING.md", "SECURITY.md"} <= names
+    beside = {"noxfile.py", "Makefile", "constraints.txt", "CONTRIBUTING.md", "SECURITY.md"}
+    assert beside | {".pre-commit-config.yaml", ".github/workflows/ci.yml"} <= names
 
 
 def test_twine_finds_nothing_to_complain_of(built: Built) -> None:
@@ -217,3 +218,19 @@ def test_the_command_line_and_its_completion_work_from_the_wheel(installed: Path
     (tmp_path / "monitor.jsonl").write_text('{"kind": "run", "format": 1, "settings": {}}\n')
     reported = run("castwise", "report", tmp_path, PATH=path)
     assert (reported.returncode, reported.stdout) == (0, f"wrote {tmp_path / 'report.html'}\n"), reported.stderr
+
+
+def test_ci_runs_the_same_script_on_every_python_that_is_classified() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    listed = re.search(r"python: \[(.*)\]", workflow)
+    assert listed is not None
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r"[\d.]+", listed[1]) == re.findall(r"Python :: (3\.\d+)", project)
+    assert "run: .ci/run" in workflow
+
+
+def test_every_hook_runs_a_tool_that_the_extra_dev_installs() -> None:
+    entries = re.findall(r"entry: \.venv/bin/([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert set(entries) == {"ruff", "mypy", "codespell", "python"}
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert set(entries) - {"python"} <= pinned

@@ -1,4 +1,4 @@
-"""The optimizer inside of what frameworks make of it."""
+"""The optimizer inside what frameworks make of it."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ import castwise
 REFERENCE = Path(__file__).parents[1] / "reference"
 _MODULE = re.compile(r"^\.\. (?:py:|auto)module:: (castwise[\w.]*)", re.M)
 _DIRECTIVE = re.compile(r"^\.\. auto(?:class|exception|function|data):: (castwise[\w.]*)", re.M)
+_EXCLUDED = re.compile(r"^\.\. autoclass:: (castwise[\w.]*)\n(?:   :.*\n)*?   :exclude-members: (.*)", re.M)
 _WITH_PARTS = re.compile(r"^\.\. autoclass:: (castwise[\w.]*)\n   :inherited-members:", re.M)
 
 OURS = [
@@ -60,13 +61,16 @@ def members(found: Any) -> list[str]:
     if not inspect.isclass(found):
         return []
     package = found.__module__.partition(".")[0]
+    left_out = set().union(*(internal().get(id(base), ()) for base in found.__mro__))
     return sorted(
         {
             name
             for base in found.__mro__
             if base.__module__.partition(".")[0] == package
             for name, value in vars(base).items()
-            if not name.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
+            if not name.startswith("_")
+            and name not in left_out
+            and (inspect.isroutine(value) or isinstance(value, property))
         }
     )
 
@@ -101,6 +105,17 @@ def modules() -> set[str]:
 def _with_parts() -> set[str]:
     """Return the classes that the reference shows with what they inherit."""
     return {name for page in REFERENCE.glob("*.md") for name in _WITH_PARTS.findall(page.read_text())}
+
+
+@functools.cache
+def internal() -> dict[int, set[str]]:
+    """Return by the id of a class the members that its page leaves out: other packages call them, users do not."""
+    found = {}
+    for page in sorted(REFERENCE.glob("*.md")):
+        for name, left_out in _EXCLUDED.findall(page.read_text()):
+            module, _, last = name.rpartition(".")
+            found[id(getattr(import_module(module), last))] = set(left_out.split(", "))
+    return found
 
 
 def owner(member: str, found: Any, where: dict[int, str]) -> Any:

@@ -100,19 +100,11 @@ def _with_colons(app: Sphinx, what: str, name: str, found: Any, options: Any, li
     lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
-def _readable(
-    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str | None, str | None]:
-    """Give the defaults that a dataclass makes anew a spelling that is Python, without which Sphinx splits types."""
-    return signature and signature.replace("<factory>", "..."), returns
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the roles."""
     app.add_role("name", _Name())
     app.add_role("repo", _File())
     app.connect("autodoc-process-docstring", _for_docutils, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", _with_colons, priority=600)
-    app.connect("autodoc-process-signature", _readable)
     app.connect("missing-reference", _leave_as_text)
     return {"parallel_read_safe": True}

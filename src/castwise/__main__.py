@@ -9,8 +9,8 @@ Usage: castwise [--version] [--help] COMMAND
 
   Mixed-precision training for PyTorch that says what happened to the numbers.
 
-  The commands bench, compare, demo, doctor, report, run, trace and tune need the extra `cli`, and `--help` tells
-  more then:
+  The commands bench, compare, demo, doctor, report, run, trace and tune need the extra `cli`. Install it, and
+  `castwise --help` describes them:
 
       pip install 'castwise[cli]'
 """

@@ -9,7 +9,7 @@ from castwise._warnings import warn
 
 
 class Guard:
-    """A block in which measuring may fail: the first failure is told in a warning, and the training goes on.
+    """A block in which measuring may fail: the first failure is a warning, and the training continues.
 
     Example:
         >>> import warnings
@@ -17,7 +17,7 @@ class Guard:
         ...     with Guard():
         ...         raise OSError("no such device")
         >>> str(told[0].message)
-        'the monitor could not measure, and goes on without: OSError: no such device'
+        'the monitor could not measure, and continues without: OSError: no such device'
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Guard:
             return False
         if not self._has_warned:
             self._has_warned = True
-            text = f"the monitor could not measure, and goes on without: {type(error).__name__}: {error}"
+            text = f"the monitor could not measure, and continues without: {type(error).__name__}: {error}"
             with suppress(RuntimeWarning):  # where warnings are errors
                 warn(text, RuntimeWarning, 2)
         return True

@@ -142,7 +142,7 @@ _Run = TypeVar("_Run", bound=Callable[..., object])
 
 
 def run_while_tracing(function: _Run) -> _Run:
-    """Mark a function without tensors that Dynamo shall run when it meets a call of it, and leave out of the graph.
+    """Mark a function without tensors: Dynamo runs it when it traces a call, and leaves it out of the graph.
 
     `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
     """

@@ -1,4 +1,4 @@
-"""Optimizers that a framework has wrapped in an object of its own."""
+"""Optimizers that a framework has wrapped in its own object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer that steps, which wrappers of Lightning, Accelerate and DeepSpeed keep in `.optimizer`.
 
     A `step` that runs the hooks of optimizers is its own, and none that only passes the call on: an optimizer that is
-    made of another one, as Lookahead is, stays as it is. So does one that is inside of itself.
+    made of another one, as Lookahead is, stays as it is. So does one that is inside itself.
     """
     inner, passed = optimizer, [optimizer]
     while not _runs_hooks(inner) and getattr(inner, "optimizer", None) is not None:

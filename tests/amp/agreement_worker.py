@@ -189,7 +189,7 @@ def submesh(rank: int, world_size: int) -> Any:
 
 
 def copied(rank: int, _: int, kind: str) -> Any:
-    """The first rank goes on with a copy of its scaler."""
+    """The first rank continues with a copy of its scaler."""
     training = Training(kind)
     for _ in range(4):
         training.backward()
@@ -298,7 +298,7 @@ def left_out(rank: int, world_size: int, kind: str) -> Any:
 
 
 def iteration_left_out(rank: int, _: int, kind: str, where: str) -> Any:
-    """The last rank leaves out one iteration, after its backward, and goes on with the next; or all ranks do so."""
+    """The last rank leaves out one iteration, after its backward, and continues with the next; or all ranks do so."""
     training = Training(kind)
     is_left_out = where == "all" or rank == 1
     try:

@@ -118,7 +118,7 @@ def test_every_schedule_holds_the_same_scale_on_all_ranks(ranks: Any, kind: str,
     assert first["scales"] == second["scales"]
     assert first["state"] == second["state"]
     assert first["state"]["steps_taken"] == first["scheduled"] == second["scheduled"] == 8
-    # What a schedule wants to know besides takes a collective of its own.
+    # What a schedule wants to know besides takes its own collective.
     assert first["collectives"] == [[64, 64] if name in {"headroom", "hold"} else [64]] * 12
     causes = {3: ("non-finite loss", "another rank"), 5: ("another rank", "overflow")}
     causes |= {6: ("overflow", "another rank"), 7: ("another rank", "non-finite loss")}

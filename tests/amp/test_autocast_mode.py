@@ -233,7 +233,7 @@ def test_a_generator_closed_by_another_thread_leaves_that_threads_state_alone() 
 
 def test_a_region_cannot_be_left_before_it_was_entered() -> None:
     before = state()
-    with pytest.raises(RuntimeError, match=r"^this autocast region is left, but was not entered$"):
+    with pytest.raises(RuntimeError, match=r"^this autocast region was left without being entered$"):
         autocast("cpu").__exit__(None, None, None)
     assert state() == before
 
@@ -530,7 +530,7 @@ def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:
             lambda: castwise.autocast("cpu", policy=bound())._cache_enabled,
             RuntimeError,
             "a compiled function enters a region with a policy that was made outside of it: "
-            "make the region inside of the function, or enter it outside",
+            "make the region inside the function, or enter it outside",
         ),
     ],
 )

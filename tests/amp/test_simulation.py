@@ -148,5 +148,5 @@ def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, told: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(f"[1.0, true, null]\n{line}\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=re.escape(f"trace.jsonl, line 2 is no step of a trace: {told}")):
+    with pytest.raises(ValueError, match=re.escape(f"trace.jsonl, line 2 is not a step of a trace: {told}")):
         read_trace(file)

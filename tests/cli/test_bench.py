@@ -62,6 +62,13 @@ def test_it_writes_and_prints_each_benchmark_with_machine_versions_and_command(t
     assert "| short | cannot tell |" in (tmp_path / "new" / "folder" / "README.md").read_text()
 
 
+def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "--device", "cpu", "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    printed = json.loads(result.stdout)
+    assert printed == {"one": results(tmp_path)["one-cpu"], "two": results(tmp_path)["two-cpu"]}
+
+
 def test_it_shows_which_benchmark_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     shown = contextlib.nullcontext(lambda *progress: told.append(progress))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from tests.monitor import recorded
+from typer.testing import CliRunner
 
 import castwise
 from castwise import policies, schedules
@@ -137,6 +139,75 @@ def test_each_command_has_an_example_that_it_understands(name: str) -> None:
     program, called, *arguments = shlex.split(command.epilog.removeprefix("Example: ").strip("`").partition(" > ")[0])
     assert (program, called) == ("castwise", name)
     command.make_context(name, arguments)
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_help_begins_with_one_sentence(name: str) -> None:
+    first = GROUP.commands[name].help.split("\n\n")[0]
+    assert first.endswith(".")
+    assert ". " not in first
+    assert len(first) < 120
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_every_value_shows_its_default(name: str) -> None:
+    command = GROUP.commands[name]
+    context = command.make_context(name, [], resilient_parsing=True)
+    options = [param for param in command.params if param.param_type_name == "option" and not param.is_flag]
+    texts = {param.name: param.get_help_record(context)[1] for param in options}
+    assert [option for option, text in texts.items() if "[default: " not in text] == []
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_every_command_prints_json(name: str) -> None:
+    assert "--json" in {spelling for param in GROUP.commands[name].params for spelling in param.opts}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nope", "castwise: no such option: --nope"),
+        ("bnch", "castwise: no such command 'bnch'"),
+        ("trace --polcy x", "castwise trace: no such option: --polcy"),
+        ("tune --model", "castwise tune: option '--model' requires an argument"),
+        ("tune --tolerance x", "castwise tune: invalid value for '--tolerance'"),
+        ("doctor extra", "castwise doctor: got unexpected extra argument"),
+        ("report", "castwise report: missing argument 'RUN'"),
+        ("run --every 0 x.py", "castwise run: --every must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_line_is_one_line_of_error(line: str, said: str) -> None:
+    result = CliRunner().invoke(app, line.split(), prog_name="castwise")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(said)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["--help", "bench --help", "run --help", "report RUN --text", "trace"])
+def test_a_pipe_gets_no_colours(arguments: str, tmp_path: Path) -> None:
+    run = recorded.troubled(tmp_path / "run", steps=50, layers=1)
+    words = [str(run) if word == "RUN" else word for word in arguments.split()]
+    assert "\x1b" not in run_python("-m", "castwise", *words)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
+def test_a_terminal_gets_colours() -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-m", "castwise", "--help"], stdout=theirs, check=True, env=os.environ | {"TERM": "xterm"}
+    )
+    assert b"\x1b[" in os.read(ours, 10_000)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_exit_codes_have_a_row_for_each_command() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert rows == list(GROUP.list_commands(None))
 
 
 METAVARS = {

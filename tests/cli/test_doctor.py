@@ -63,4 +63,4 @@ def test_as_json_it_is_the_same_facts_and_nothing_else() -> None:
 def test_what_cannot_be_asked_exits_with_2() -> None:
     code, printed = run("--fast")
     assert code == 2
-    assert "No such option: --fast" in printed
+    assert "no such option: --fast" in printed

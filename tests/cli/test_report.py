@@ -112,7 +112,7 @@ def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
         (["missing"], "castwise report: there is no {}/missing\n"),
         (["."], "castwise report: there is no monitor.jsonl in {}: castwise.Monitor(..., sinks=['{}']) writes one\n"),
         (["n" * 300], f"castwise report: cannot read {{}}/{'n' * 300}: File name too long\n"),
-        (["broken.jsonl"], "castwise report: {}/broken.jsonl, line 1 is no record of a monitor: "),
+        (["broken.jsonl"], "castwise report: {}/broken.jsonl, line 1 is not a record of a monitor: "),
         (["good", "-o", "missing/page.html"], "castwise report: cannot write {}/missing/page.html: No such file"),
     ],
 )

@@ -399,7 +399,7 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["n" * 300], "n: File name too long"),
         (["--out", "n" * 300, "broken.py"], "n: File name too long"),
         (["-m", "missing.module"], "there is no module 'missing'"),
-        (["broken.py"], "broken.py is no Python script: "),
+        (["broken.py"], "broken.py is not a Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
         (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
         (["--schedule", "Static(9**9**9**9)", "broken.py"], "base and exponent of a power must be <= 1024"),

@@ -94,7 +94,7 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
         ),
         (["--model", "nowhere.py:f"], "cannot read nowhere.py: No such file or directory"),
         (["--model", "n" * 300 + ".py:f"], "n.py: File name too long"),
-        (["--model", "broken.py:f"], "broken.py is no Python file: "),
+        (["--model", "broken.py:f"], "broken.py is not a Python file: "),
         (["--model", "traced_by_test.py:bot"], "'traced_by_test.py' has no function 'bot'; did you mean 'both'?"),
         (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..'"),
         (["--model", "torch.nn:Linear"], "torch.nn:Linear must be callable without arguments: missing a required"),

@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 class Demo:
-    """A `castwise demo` in a process of its own, which is forked, fed with `text`, writing to `out`."""
+    """A `castwise demo` in its own process, which is forked, fed with `text`, writing to `out`."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "runs"

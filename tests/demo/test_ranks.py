@@ -38,7 +38,7 @@ def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kill torchrun and its workers, each of which has a session of its own."""
+    """Kill torchrun and its workers, each of which has its own session."""
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, workers)):
         os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_a_split_run_that_was_killed_resumes_to_the_same_bits(
     (folder,) = demo.out.glob("[0-9]*")
     code, _, stderr = run(3, "--resume", folder)
     assert code != 0
-    assert stderr.count("the run was started with 2 processes, and goes on with as many") == 1
+    assert stderr.count("the run was started with 2 processes: resume it with as many") == 1
     code, _, stderr = run(2, "--resume", folder)
     if "SIGSEGV" in stderr or "SIGABRT" in stderr:  # gloo when it ends, now and then: one more run that was killed
         code, _, stderr = run(2, "--resume", folder)

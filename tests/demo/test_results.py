@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,6 +59,15 @@ def test_libraries_that_agree_exit_with_zero(outcome: Outcome) -> None:
     assert outcome.summary["identical"] == {"fp32": True, "bf16": True, "fp16": True}
     assert "castwise and torch.amp ended with bit-identical weights." in outcome.stdout
     assert outcome.stdout.endswith(f"results: {outcome.folder}\n")
+
+
+def test_json_is_all_that_is_printed(outcome: Outcome, tmp_path: Path) -> None:
+    folder = shutil.copytree(outcome.folder, tmp_path / "run")
+    code, stdout, stderr = outcome.demo.run("--resume", folder, "--json")
+    assert (code, stderr) == (0, "")
+    printed = json.loads(stdout)
+    assert {name: printed[name] for name in outcome.summary} == outcome.summary
+    assert printed["monitor_changed_nothing"] is True
 
 
 def test_a_pipe_gets_a_line_per_training_and_no_control_codes(outcome: Outcome) -> None:

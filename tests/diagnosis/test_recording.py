@@ -349,7 +349,7 @@ def test_old_steps_are_not_kept_alive(record: Any) -> None:
 def test_a_batch_without_a_backward_has_no_part_in_the_step(record: Any) -> None:
     model = Calls()
     recording = record(model)
-    model(torch.full((2, 4), torch.nan))  # the training looks at its loss, and goes on with another batch
+    model(torch.full((2, 4), torch.nan))  # the training looks at its loss, and continues with another batch
     step(model)
     assert not recording.take().diagnose(1.0)
 
@@ -421,7 +421,7 @@ def test_a_recording_that_fails_does_not_end_the_training(record: Any) -> None:
     model = Calls()
     recording = record(model)
     model.register_forward_pre_hook(lambda _model, args: args[:1])
-    message = "the monitor could not measure, and goes on without: OSError: not this one"
+    message = "the monitor could not measure, and continues without: OSError: not this one"
     with pytest.warns(RuntimeWarning, match=message):
         model(torch.ones(2, 4), torch.ones(1).as_subclass(Undetachable))
     assert len(recording.take()) == 0

@@ -9,7 +9,7 @@ import op_tables
 import pytest
 import torch
 
-# This import of torch's loads a hypothesis profile of its own, for all tests of this process.
+# This import of torch's loads its own hypothesis profile, for all tests of this process.
 _profile = hypothesis.settings.get_current_profile_name()
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists  # noqa: E402
 

@@ -303,7 +303,7 @@ def main() -> None:
     warnings.simplefilter("always", RuntimeWarning)  # castwise's
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ["LOCAL_RANK"] = sys.argv[1]  # so that Lightning starts no processes of its own
+    os.environ["LOCAL_RANK"] = sys.argv[1]  # so that Lightning starts no processes
     rank, _, folder = join(sys.argv)
     done = ddp(rank, Path(folder)) | fsdp(rank, Path(folder)) | fsdp2(rank) | with_fabric(rank)
     dist.barrier()

@@ -386,7 +386,7 @@ def test_clipping_one_optimizer_leaves_the_gradients_of_another_alone(by_value: 
 
 
 def test_one_backward_and_one_step_after_the_other_is_what_it_is_without() -> None:
-    """As in adversarial training: each optimizer has a loss of its own."""
+    """As in adversarial training: each optimizer has its own loss."""
 
     def train(accelerator: Accelerator) -> list[torch.Tensor]:
         model, first, second = two(accelerator)
@@ -728,5 +728,5 @@ def test_accelerate_takes_no_kwargs_handler_of_ours() -> None:
 def test_mixed_precision_of_another_library_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = "fp8"
-    with pytest.raises(ValueError, match="mixed_precision='fp8' mixed precision is another library's"):
+    with pytest.raises(ValueError, match="mixed_precision='fp8' another library does the mixed precision"):
         prepare(accelerator)

@@ -25,7 +25,7 @@ STEP = "castwise/number of step"
 
 @pytest.fixture(autouse=True)
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Weights & Biases without a network, in a folder of its own."""
+    """Weights & Biases without a network, in its own folder."""
     settings = {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false", "CONSOLE": "off", "DIR": str(tmp_path)}
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)

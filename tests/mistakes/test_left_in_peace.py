@@ -278,7 +278,7 @@ def test_gradients_that_are_projected_on_each_other(training: Training) -> None:
 
 
 def test_a_backward_that_begins_with_a_scaled_gradient(training: Training) -> None:
-    """A pipeline by hand: the first half goes on with what the second half has got."""
+    """A pipeline by hand: the first half continues with what the second half has got."""
     first, second = training.model[0], training.model[2]
     for _ in range(3):
         with castwise.autocast("cpu", dtype=torch.float16):
@@ -407,7 +407,7 @@ def test_a_finder_that_fails_is_warned_of_and_the_training_goes_on(
 ) -> None:
     monkeypatch.setattr("castwise.mistakes.accumulation.Accumulation.updating", lambda *_, **__: 1 / 0)
     training.backward()
-    with pytest.warns(RuntimeWarning, match="goes on without: ZeroDivisionError"):
+    with pytest.warns(RuntimeWarning, match="continues without: ZeroDivisionError"):
         training.finish()
 
 

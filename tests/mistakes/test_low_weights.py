@@ -17,7 +17,7 @@ from castwise.mistakes.watch import WATCH
 BF16 = torch.bfloat16
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:an optimizer trains parameters of no module")
+pytestmark = pytest.mark.filterwarnings("ignore:an optimizer trains parameters that belong to no module")
 
 
 @pytest.fixture(autouse=True)

@@ -182,7 +182,7 @@ def test_rows_that_are_wrong_are_no_record(rows: Any, tmp_path: Path) -> None:
     columns = json.loads(lzma.decompress(base64.b85decode(sample["packed"]))) | {"rows": rows}
     broken = json.dumps({**sample, "packed": packed(json.dumps(columns).encode())})
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
-    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is no record of a monitor"):
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is not a record of a monitor"):
         Run.read(tmp_path)
 
 
@@ -231,7 +231,7 @@ def packed(content: bytes) -> str:
         ("no base 85: \x00", "it cannot be unpacked"),
         (base64.b85encode(b"no xz").decode(), "it cannot be unpacked"),
         (packed(b"[" * 100_000), "it cannot be unpacked"),
-        (packed(b"{}"), "its columns are no sample's"),
+        (packed(b"{}"), "its columns are not those of a sample"),
         (packed(b" " * ((1 << 28) + 1)), "it is cut off, or too large"),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_cannot_be_unpacked_is_no_record(data: str, told: str, tmp_path: Pa
     *lines, end = (tmp_path / "monitor.jsonl").read_text().splitlines()
     broken = json.dumps({**json.loads(lines[-1]), "packed": data})
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
-    with pytest.raises(ValueError, match=f"monitor.jsonl, line 4 is no record of a monitor: .*{told}"):
+    with pytest.raises(ValueError, match=f"monitor.jsonl, line 4 is not a record of a monitor: .*{told}"):
         Run.read(tmp_path)
 
 
@@ -255,5 +255,5 @@ def test_a_column_that_is_wrong_is_no_record(column: str, wrong: Any, tmp_path: 
     columns["gradients"][column] = wrong[:4] if isinstance(wrong, list) else wrong
     broken = json.dumps({**sample, "packed": packed(json.dumps(columns).encode())})
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
-    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is no record of a monitor"):
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is not a record of a monitor"):
         Run.read(tmp_path)

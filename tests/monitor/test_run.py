@@ -70,10 +70,10 @@ def test_a_first_line_that_never_was_a_record_is_refused(tmp_path: Path) -> None
     (tmp_path / "monitor.jsonl").write_bytes(b"\0" * 100)  # as a power cut may leave it
     assert Run.read(tmp_path).steps == []
     (tmp_path / "monitor.jsonl").write_bytes(b"{\n{")
-    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is no record of a monitor"):
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is not a record of a monitor"):
         Run.read(tmp_path)
     (tmp_path / "monitor.jsonl").write_bytes(b"\x80\x04\x95" + b"a" * 100)
-    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is no record of a monitor"):
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 1 is not a record of a monitor"):
         Run.read(tmp_path)
 
 
@@ -124,7 +124,7 @@ WRONG = [
 @pytest.mark.parametrize(("record", "told"), WRONG)
 def test_what_a_record_holds_is_checked(record: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{json.dumps(record)}\n{json.dumps(HEADER)}\n")
-    with pytest.raises(ValueError, match=re.escape(f"monitor.jsonl, line 2 is no record of a monitor: {told}")):
+    with pytest.raises(ValueError, match=re.escape(f"monitor.jsonl, line 2 is not a record of a monitor: {told}")):
         Run.read(tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_what_a_later_castwise_records_besides_is_left_as_it_is(tmp_path: Path) 
 )
 def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{line}\n{json.dumps(HEADER)}\n")
-    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 2 is no record of a monitor"):
+    with pytest.raises(ValueError, match=r"monitor\.jsonl, line 2 is not a record of a monitor"):
         Run.read(tmp_path)
 
 

@@ -802,7 +802,7 @@ def test_a_weight_cache_changes_nothing(fields: dict[str, Any]) -> None:
         with torch.no_grad(), castwise.autocast("cpu", policy=bound, weight_cache=cache):
             results.append([model(x()), *model.parameters()])
         if cache is not None and "fp32" not in str(fields.get("compute")):
-            # A rule for the op of a layer takes the weight as it is, and a layer with a rule has a forward of its own.
+            # A rule for the op of a layer takes the weight as it is, and a layer with a rule has its own forward.
             only_layers_with_a_rule = fields.get("compute") == "float32" or "" in fields.get("modules", {})
             is_served = "linear" not in fields.get("ops", {}) and not only_layers_with_a_rule
             assert (cache.report().refreshes > 0) is is_served
@@ -867,7 +867,7 @@ def test_rules_that_could_not_hold_are_refused() -> None:
     Policy(compute="bfloat16", modules={"0": "float32"}, ops={"softmax": "float32"}).bind(scripted)
     parallel = nn.DataParallel(nn.Linear(4, 4))
     parallel.device_ids = [0, 1]
-    with pytest.raises(ValueError, match="DataParallel runs copies of the model in threads of its own"):
+    with pytest.raises(ValueError, match="DataParallel runs copies of the model in its own threads"):
         Policy(compute="bfloat16").bind(parallel)
 
 
@@ -1009,7 +1009,7 @@ def test_data_types_other_than_floating_point_pass() -> None:
 
 
 class Calls(nn.Module):
-    """A layer that is checkpointed, perhaps in a region of its own; `seen` has the dtypes that it returns."""
+    """A layer that is checkpointed, perhaps in its own region; `seen` has the dtypes that it returns."""
 
     def __init__(self, layer: nn.Module, region: Any = None) -> None:
         super().__init__()

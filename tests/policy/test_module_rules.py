@@ -196,7 +196,7 @@ def test_copies_in_threads_are_refused(devices: list[int], is_refused: bool) -> 
     model = nn.DataParallel(Model())
     model.device_ids = devices
     text = (
-        "DataParallel runs copies of the model in threads of its own, where no policy is in force: "
+        "DataParallel runs copies of the model in its own threads, where no policy is active: "
         "use DistributedDataParallel"
     )
     with pytest.raises(ValueError, match=f"^{text}$") if is_refused else nullcontext():

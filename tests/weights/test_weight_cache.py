@@ -712,7 +712,7 @@ def test_why_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "far.weight": "torch.strided on meta",
         "sparse.weight": "torch.sparse_coo on cpu",
         "subclass.weight": "of a Scaled, not a plain Linear",
-        "hooked.weight": "of a Linear with a forward of its own",
+        "hooked.weight": "of a Linear with its own forward",
     }
     monkeypatch.setattr(weight_copies, "is_fsdp_flattened", lambda weight: True)
     plain = nn.Linear(1, 1, bias=False)

@@ -360,7 +360,7 @@ def test_a_patched_linear_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
         same(ours, model(X))
 
 
-# -- inside of a region nobody else sees it ---------------------------------------------------------------------------
+# -- inside a region nobody else sees it ---------------------------------------------------------------------------
 
 
 def dumped(model: nn.Module) -> nn.Module:

@@ -190,7 +190,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if self._policy is not None and not self._entries:
             raise RuntimeError(
                 "a compiled function enters a region with a policy that was made outside of it: "
-                "make the region inside of the function, or enter it outside"
+                "make the region inside the function, or enter it outside"
             )
         return self._caches
 
@@ -234,7 +234,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if entry is None:
             # A generator that another thread has closed: there is nothing to put back in this one.
             if not self._entries:
-                raise RuntimeError("this autocast region is left, but was not entered")
+                raise RuntimeError("this autocast region was left without being entered")
             return False
         for extension, token in reversed(entry.extensions):
             extension.leave(token)
@@ -307,7 +307,7 @@ _TRACING = 0  # no thread's number: while Dynamo traces, threads do not matter
 
 
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that a policy's region casts to; None if autocast is off in it but for rules."""
+    """Return the dtype that a policy's region casts to; None if autocast is off in it except for rules."""
     if not hasattr(policy, "low_precisions"):
         hint = ": write policy=policy.bind(model)" if hasattr(policy, "bind") else ""
         raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")

@@ -64,24 +64,24 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: The type of device the losses live on. `"cuda"` on a machine without CUDA warns and disables.
-        init_scale: The first scale, a power of two by custom, within [2**-126, 3.4e38]; 2**16 by default.
+        init_scale: The first scale, usually a power of two, in [2**-126, 3.4e38]; 2**16 by default.
         growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a row; > 1, 2 by default.
         backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1), 0.5 by default.
         growth_interval: Steps; >= 1, 2000 by default.
-        enabled: False makes every method pass through; the arguments are then not looked at, as in torch.
-        schedule: How the scale moves, with all its numbers; instead of the four above. By default
+        enabled: False makes every method pass through; the arguments are then not checked, as in torch.
+        schedule: How the scale moves, instead of the four numbers above. By default
             `schedules.Dynamic` with these.
         allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
             fp32 arithmetic and rounded to fp16, where small ones may vanish.
-        process_group: A `torch.distributed` group or device mesh whose ranks shall take and skip the same steps and
-            clip to a norm over all of them: what each has found is reduced, in one collective a step.
+        process_group: A `torch.distributed` group or device mesh whose ranks take and skip the same steps and clip
+            to one norm over all of them, with one collective per step.
         pipeline_stages: How many stages of a pipeline the ranks of the group hold, each on as many of them. A gradient
             that is neither a DTensor nor flattened by FSDP1 counts as a copy that all ranks of its stage hold.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or torch knows no such device; or there is a schedule and numbers
-            beside it.
+        ValueError: An argument is out of its range, or torch knows no such device; or both a schedule and one of
+            its numbers are given.
 
     Warns:
         UserWarning: CUDA is asked for and missing.
@@ -248,7 +248,7 @@ class GradScaler(torch.amp.GradScaler):
     def _open(
         self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, shows: bool = True
     ) -> OptimizerRecord:
-        """Check that a call is in order, tell of it, and return the optimizer's record.
+        """Check that a call is in order, tell observers, and return the optimizer's record.
 
         Args:
             optimizer: Whose gradients the call is about.
@@ -314,8 +314,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note if any is not finite.
 
-        For looking at gradients or changing them between the backward and `step`, once per `step` and after all
-        gradients of the step are accumulated. Does not sync, except for CPU gradients.
+        Call it to inspect or change gradients between the backward and `step`: once per `step`, after all its
+        gradients are accumulated. Does not sync, except for CPU gradients.
 
         Raises:
             RuntimeError: Called twice, or after `step`, before an `update()`; or before the first `scale()`.
@@ -456,13 +456,13 @@ class GradScaler(torch.amp.GradScaler):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Clip the gradients of an optimizer, all together, to a norm; instead of `unscale_` and torch's clipping.
+        """Clip an optimizer's gradients to a norm over all of them, instead of `unscale_` and torch's clipping.
 
         The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
         step, so its `.grad` are still scaled until then; those of any other, or after `unscale_`, are unscaled and
-        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip; so it is if
-        the scale is so large that fp32 cannot hold scale * norm / max_norm. May be called before `unscale_`, after it,
-        and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
+        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip; the same
+        holds if the scale is so large that fp32 cannot hold scale * norm / max_norm. May be called before `unscale_`,
+        after it, and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
 
         Args:
             optimizer: All gradients of its parameters count as one vector.
@@ -571,7 +571,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: Called after `step`, or before the first `scale()`.
-            TypeError: `optimizer` is not one, `clip_value` is no number, or there are complex gradients.
+            TypeError: `optimizer` is not one, `clip_value` is not a number, or there are complex gradients.
             ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
         """
         clip_value = measure.check_bound("clip_value", clip_value)
@@ -603,7 +603,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer on unscaled gradients, unless they are not finite: then nothing but the skip is noted.
+        """Unscale the gradients and step the optimizer; skip the step if they are not finite.
 
         Syncs with the host to learn whether to skip, except for fused optimizers, which decide on the device.
         After a step `.grad` are unscaled, and clipped if `clip_grad_norm_` was called. After a skipped one they are
@@ -846,7 +846,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End an iteration: move the scale by what its steps met, once for all optimizers.
+        """End an iteration: move the scale by the results of its steps, once for all optimizers.
 
         Args:
             new_scale: Set the scale to this instead: a number, or a tensor of one element (that is read on the
@@ -995,10 +995,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def synchronize(self) -> None:
-        """Wait for the device, advance what `step_scheduler` has still to advance, and tell the hooks of all steps.
+        """Wait for the device, advance the schedulers that are due, and call the hooks of all steps.
 
         Raises:
-            ScaleExhausted: If the schedule wants it so.
+            ScaleExhausted: The schedule asks for it.
         """
         self._after_steps.run()
         self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None, all_=True)
@@ -1006,11 +1006,11 @@ class GradScaler(torch.amp.GradScaler):
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
         """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
 
-        A disabled scaler calls none. What the hook returns is ignored, but for the step that ends in a
+        A disabled scaler calls none. What the hook returns is ignored, except at the step that ends in a
         `ScaleExhausted`: there it becomes the error's `diagnosis`.
 
         Args:
-            hook: Is given the `StepFacts`, plain numbers on the host.
+            hook: Called with the `StepFacts`, plain numbers on the host.
 
         Returns:
             A handle, whose `remove()` ends it.
@@ -1020,10 +1020,10 @@ class GradScaler(torch.amp.GradScaler):
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
         """Call a function with an optimizer and the scale, before its gradients are read or changed: once an iteration.
 
-        They are as the backwards have left them, still scaled. A disabled scaler calls none.
+        The gradients are as the backward left them, still scaled. A disabled scaler calls none.
 
         Args:
-            hook: Is given the optimizer, and the scale: fp32, shape (), on its device.
+            hook: Called with the optimizer, and the scale: fp32, shape (), on its device.
 
         Returns:
             A handle, whose `remove()` ends it.
@@ -1171,7 +1171,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return plain numbers, in the format of torch's scaler; empty when disabled. Syncs with the device.
 
         Returns:
-            `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval` and `_growth_tracker` (ints), as of
+            `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval` and `_growth_tracker` (ints), as in
             torch; `steps_taken`, `steps_skipped` and `skips_in_a_row` (ints), which torch's scaler does not read;
             and `schedule` unless that is as torch's: its name, its settings and what it remembers.
 
@@ -1200,7 +1200,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
+        """Load a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
 
         Pending results of earlier steps are dropped: they advance no schedule, and no hook is called with them.
 

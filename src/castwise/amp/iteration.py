@@ -101,7 +101,7 @@ class OptimizerRecord:
     is_reduced: bool = True
     """Whether all ranks know of `found_inf_per_device`."""
     was_skipped: bool = False
-    """By `GradScaler.skip`, which is no step."""
+    """By `GradScaler.skip`, which is not a step."""
     is_finite: bool | None = None
     """Whether the step was taken, where the host knows."""
     was_shown: bool = False

@@ -27,7 +27,7 @@ native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Gradients of so many elements stay in a CPU's cache: to multiply them by 1 takes half the time of their norms.
 _SMALL = 1 << 22
-# From so many elements on a tensor is worth a call of its own.
+# From so many elements on a tensor is worth its own call.
 _LARGE = 1 << 15
 
 # Scaled norms in fp32 below this may have lost squares.

@@ -1,7 +1,7 @@
 """Observers: told what a training run does with its scalers and regions. There are none unless something observes it.
 
 Observers are called where things happen, with the objects themselves, and see them as they are before the call goes on
-(but for what says otherwise). None of them may raise. What is compiled by `torch.compile` tells nothing.
+(unless its docstring says otherwise). None may raise. Compiled code calls no observer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Observer:
-    """Someone who is told; an observer overrides what it wants to know."""
+    """An observer of scalers and regions; a subclass overrides what it needs."""
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
         """A scaler was made; `wanted` says whether it was to be enabled."""
@@ -62,7 +62,7 @@ class Observer:
 
 
 OBSERVERS: list[Observer] = []
-"""Those who are told now."""
+"""The active observers."""
 
 
 @contextmanager

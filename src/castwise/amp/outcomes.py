@@ -131,7 +131,7 @@ class _Pending:
 
 
 class Outcomes:
-    """What became of a scaler's steps, and who is told of it."""
+    """Collects the results of a scaler's steps and reports them to hooks and schedulers."""
 
     def __init__(self) -> None:
         self.hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()

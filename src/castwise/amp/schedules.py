@@ -22,7 +22,7 @@ _SLACK = 2.0**-10
 
 
 class Met(NamedTuple):
-    """What the steps of one iteration met; tensors of one element on the scale's device."""
+    """The results of the steps of one iteration; tensors of one element on the scale's device."""
 
     found_inf: torch.Tensor
     """fp32, non-zero if a gradient was not finite."""
@@ -41,8 +41,8 @@ class Schedule:
 
     Args:
         init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
-        patience: After so many skipped steps in a row, or when the scale falls below 1, the user is told; >= 1.
-        on_exhausted: How: by one warning, or by a `ScaleExhausted` error in `update`.
+        patience: Number of skipped steps in a row after which the user is warned, >= 1; a scale below 1 warns, too.
+        on_exhausted: "warn" once, or "raise" `ScaleExhausted` in `update`.
 
     Raises:
         TypeError: An argument is not a number, or not an integer where one is needed.
@@ -63,16 +63,16 @@ class Schedule:
             object.__setattr__(self, name, number)
 
     needs_loss: ClassVar[bool] = False
-    """Whether it has to know if the loss was finite."""
+    """Whether it needs to know if the loss was finite."""
     needs_largest: ClassVar[bool] = False
-    """Whether it has to know the largest gradient, for which all of them are read once more."""
+    """Whether it needs the largest gradient, which takes one more read of all gradients."""
 
     def trackers(self) -> dict[str, float]:
-        """Return what it remembers between steps, at its first value: ints are kept as int32, floats as fp32."""
+        """Return the first values of its state between steps: ints are kept as int32, floats as fp32."""
         return {}
 
     def adopt(self, scale: float) -> float:
-        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        """Return the scale to begin with after another schedule ended at `scale`."""
         return scale
 
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
@@ -81,9 +81,11 @@ class Schedule:
         Args:
             scale: fp32, shape ().
             trackers: Those of `trackers()`, shape (), and `growth_tracker`, int32, shape ().
-            met: What the steps met.
+            met: The results of the steps.
         """
-        raise TypeError(f"{type(self).__name__} says nothing of how a scale moves: use Dynamic, Headroom, Static, ...")
+        raise TypeError(
+            f"{type(self).__name__} says nothing about how a scale moves: use Dynamic, Headroom, Static, ..."
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Dynamic(Schedule):
             costs one factor, and not one each.
         min_scale: In [2**-126, max_scale].
         max_scale: In [min_scale, 3.4e38].
-        on_nonfinite_loss: A step whose loss was not finite says nothing of the scale. With "hold" it is skipped and
+        on_nonfinite_loss: A step whose loss was not finite says nothing about the scale. With "hold" it is skipped and
             nothing moves; with "backoff" it counts like any non-finite step, as in torch. With ranks that agree,
             "hold" takes one more collective of 64 bytes in `update`.
         patience: As for `Schedule`.
@@ -157,7 +159,7 @@ class Dynamic(Schedule):
 
     @property
     def needs_loss(self) -> bool:  # type: ignore[override]  # of this schedule an option decides
-        """Whether it has to know if the loss was finite."""
+        """Whether it needs to know if the loss was finite."""
         return self.on_nonfinite_loss == "hold"
 
     def trackers(self) -> dict[str, float]:
@@ -169,11 +171,11 @@ class Dynamic(Schedule):
         return self.hysteresis == 1 and self.cooldown == 0 and self.on_nonfinite_loss == "backoff"
 
     def adopt(self, scale: float) -> float:
-        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        """Return the scale to begin with after another schedule ended at `scale`."""
         return min(max(scale, self.min_scale), self.max_scale)
 
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
-        """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
+        """Move the scale after the steps of an iteration, in place and without a sync; arguments as in `Schedule`."""
         t, found_inf = trackers["growth_tracker"], met.found_inf
         if self._is_torchs:
             torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
@@ -314,11 +316,11 @@ class Headroom(Schedule):
         return {"peak": 0.0, "margin": 0.0}
 
     def adopt(self, scale: float) -> float:
-        """Return the scale to go on with where training went on with another schedule, at `scale`."""
+        """Return the scale to begin with after another schedule ended at `scale`."""
         return min(max(scale, self.min_scale), self.max_scale)
 
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
-        """Move the scale after the steps of an iteration, in place and without a sync; arguments as of `Schedule`."""
+        """Move the scale after the steps of an iteration, in place and without a sync; arguments as in `Schedule`."""
         assert met.largest is not None
         t, peak, margin = trackers["growth_tracker"], trackers["peak"], trackers["margin"]
         nonfinite, finite = met.found_inf.reshape(()) != 0, met.found_inf.reshape(()) == 0
@@ -329,7 +331,7 @@ class Headroom(Schedule):
         # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
-        # log2 is off a little in fp32, and a target that was made from a scale shall give that scale.
+        # log2 is off a little in fp32, and a target made from a scale must give that scale.
         raised = torch.where(seen, torch.minimum((free - margin + _SLACK).floor(), exponent + 1), exponent)
         lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
         torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin, out=margin)

@@ -51,8 +51,8 @@ def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) ->
     """Write a trace to a file, whole or not at all, one line of JSON a step.
 
     Args:
-        path: A file of that name is replaced.
-        trace: What each step met, in order.
+        path: The file; an older one is replaced.
+        trace: The steps in order.
 
     Raises:
         OSError: The file cannot be written.
@@ -65,7 +65,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
     """Read what `write_trace` has written.
 
     Args:
-        path: Of the file.
+        path: The file.
 
     Raises:
         OSError: There is no such file.
@@ -76,7 +76,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
         try:
             trace.append(_step(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is no step of a trace: {error}") from None
+            raise ValueError(f"{path}, line {number} is not a step of a trace: {error}") from None
     return trace
 
 
@@ -130,7 +130,7 @@ def simulate(
 
     Args:
         trace: The steps in their order.
-        schedule: Whose own `advance_` is run, on the CPU.
+        schedule: The schedule; its `advance_` runs on the CPU.
         largest_number: Of the format that gradients are computed in; 65504 for fp16.
         flushed_below: Magnitudes that it rounds to zero; 2**-25 for fp16.
 

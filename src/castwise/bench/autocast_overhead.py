@@ -1,4 +1,4 @@
-"""What a region costs: to enter, to leave, and for each op inside of it."""
+"""What a region costs: to enter, to leave, and for each op inside it."""
 
 from __future__ import annotations
 

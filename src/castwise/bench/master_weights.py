@@ -168,7 +168,7 @@ def with_limit(record: Record, name: str, limit: float | None) -> Record:
 def peaks(variant: str, count: int, width: int, device: str) -> Record:
     """Train a few steps; return the most bytes taken, over all parameters, by making the optimizer and by the steps.
 
-    Call it in a process of its own: what others have freed would seem to need no memory.
+    Call it in its own process: what others have freed would seem to need no memory.
     """
     _few_steps(Rival(variant, blocks(1, 64).to(device)), 64, device)  # loads what first steps load
     memory = PeakMemory(torch.device(device))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import castwise
 from castwise.cli.bench import bench as bench_command
@@ -23,7 +26,51 @@ from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
 from castwise.cli.tracing import trace as trace_command
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown", no_args_is_help=True)
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of the click that newer versions of typer contain
+
+
+@contextmanager
+def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
+    try:
+        yield
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message
+            raise
+        called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
+        command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser knows no context
+        message = " ".join(error.format_message().split()).rstrip(".")
+        typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+class _Commands(TyperGroup):
+    """The commands, which show a wrong option in one line, as they show all else that a user can put right."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _usage_errors_in_one_line():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _usage_errors_in_one_line(ctx):
+            return super().invoke(ctx)
+
+
+_EXIT_CODES = """\
+Exit codes (`castwise run` exits as the script does):
+
+* 0: done
+* 1: the answer is no (weights differ, no policy was found), a benchmark failed, or the model raised an error
+* 2: the command line or its input is wrong; the message says what to do
+* 130: Ctrl-C
+"""
+
+app = typer.Typer(
+    cls=_Commands,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    epilog=_EXIT_CODES,
+)
 app.command(epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
 app.command(epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`")(
     compare_command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import time
@@ -30,13 +31,13 @@ FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 def bench(
     quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Within two minutes on two cores, or all that there is.")
+        bool, typer.Option("--quick/--full", help="Small sizes, in two minutes on two cores, or all sizes.")
     ] = True,
     device: Annotated[
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(DEVICES)}]",
-            help="Where to measure. [default: cuda if there is one]",
+            help="Where to measure. [default: cuda if there is one, else cpu]",
             autocompletion=completing(*DEVICES),
         ),
     ] = None,
@@ -44,18 +45,17 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Run this benchmark; repeatable. [default: all]",
+            help=f"Run only this one, repeatable: {', '.join(BENCHMARKS)}. [default: all]",
             autocompletion=completing(*BENCHMARKS),
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("castwise-bench"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the results.")] = Path("castwise-bench"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:
-    """Measure castwise beside torch.amp: whole steps, regions, weight cache, monitor, ranks, and how costs grow.
+    """Measure castwise beside torch.amp on this machine.
 
-    Best on an idle machine: where it is too busy to tell, the verdict is "cannot tell". Writes a JSON file for each
-    benchmark, and README.md with their tables.
-
-    Exits with 0, with 1 if a benchmark failed, 2 if something was asked that cannot be done, and 130 after Ctrl-C.
+    Writes a JSON file for each benchmark, and README.md with their tables. Use an idle machine: on a busy one the
+    verdict is "cannot tell".
     """
     from castwise.bench.catalogue import BENCHMARKS
 
@@ -63,7 +63,7 @@ def bench(
         chosen = _chosen(only, BENCHMARKS)
         where = _device(device)
         _make(out)
-        failed = _run(chosen, where, quick, _command(quick, device, only), out, BENCHMARKS)
+        failed = _run(chosen, where, quick, _command(quick, device, only), out, BENCHMARKS, as_json)
     except UserError as error:
         typer.echo(f"castwise bench: {error}", err=True)
         raise typer.Exit(USER_ERROR) from None
@@ -121,12 +121,15 @@ def _run(
     command: str,
     out: Path,
     all_: tuple[benchmark.Benchmark[Any], ...],
+    as_json: bool,
 ) -> list[str]:
     """Run benchmarks one after the other; returns the names of those that failed, which do not stop the others."""
     from castwise.bench.machine import machine
     from castwise.bench.recording import doubt, file_of, headline, write
 
     console = new_console(LOG_WIDTH)
+    console.quiet = as_json
+    records: dict[str, Any] = {}
     console.print(headline(machine(device, command)).replace("`", ""))
     failed, doubts = [], []
     for done, each in enumerate(chosen):
@@ -135,7 +138,7 @@ def _run(
         try:
             with warnings.catch_warnings(), progress_bar() as progress:
                 progress(each.name, done, len(chosen))
-                warnings.simplefilter("ignore")  # of fp16 that is emulated, and of what torch's classes do themselves
+                warnings.simplefilter("ignore")  # about emulated fp16, and those of torch's own classes
                 measured = each.measure(device, each.quick if quick else each.full)
         except Exception:
             failed.append(each.name)
@@ -143,7 +146,8 @@ def _run(
             continue
         taken = time.perf_counter() - start
         about = machine("cpu" if each.on_cpu_alone else device, command)
-        write(out, file_of(each, device), {"machine": about, "took_s": round(taken, 1), **measured}, all_)
+        records[each.name] = {"machine": about, "took_s": round(taken, 1), **measured}
+        write(out, file_of(each, device), records[each.name], all_)
         for table in each.tables(measured):
             _print(console, table)
         console.print(Text(f"{each.about} Took {taken:.0f} s.", style="dim"))
@@ -151,6 +155,8 @@ def _run(
         doubts += [f"{each.name}: {unclear}"] if unclear else []
     _say_what_is_unclear(doubts, quick)
     console.print(f"results: {out}", soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(records, indent=2))
     return failed
 
 

@@ -27,13 +27,15 @@ WIDTH = 160
 UNREACHED, USER_ERROR, INTERRUPTED = 1, 2, 130
 _TASK = (
     "Function without arguments, in a module or a .py file, that returns a model, a list of (inputs, targets), and a "
-    "loss function of outputs and targets."
+    "loss function of outputs and targets. The default is a small GPT."
 )
 _DEFAULT = "castwise.demo.gpt:task"
 
 Model = Annotated[str, typer.Option("--model", metavar="MODULE|FILE:FACTORY", help=_TASK)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page with pictures as well.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page with pictures. [default: none]")
+]
 
 
 def compare(
@@ -42,7 +44,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"A file, or one of {', '.join(POLICIES)}; repeatable. [default: bf16]",
+            help=f"A policy file, or one of {', '.join(POLICIES)}; repeatable. [default: bf16]",
             autocompletion=complete_policy,
         ),
     ] = None,
@@ -50,29 +52,28 @@ def compare(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="float32, float64, or a policy.",
+            help="What to compare with: float32, float64, or a policy.",
             autocompletion=completing(*REFERENCES, *POLICIES),
         ),
     ] = "float32",
     gradients: Annotated[
-        bool, typer.Option("--gradients/--no-gradients", help="Compare the gradients of weights as well.")
+        bool,
+        typer.Option(
+            "--gradients/--no-gradients", help="Compare the gradients of weights as well, or only the forward."
+        ),
     ] = True,
     vary: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Show the noise of the reference with batches run otherwise: {' or '.join(VARIATIONS)}.",
+            help=f"Also measure the noise of another {' or '.join(VARIATIONS)} in the reference. [default: none]",
             autocompletion=completing(*VARIATIONS),
         ),
     ] = None,
     page: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what policies do to a model: to its loss and gradients, and by module to the numbers and the loss.
-
-    Exits with 0, with 1 if the loss is not finite in the reference, 2 if something was asked that cannot be done, and
-    130 after Ctrl-C. What the model itself raises is Python's traceback, with 1.
-    """
+    """Show what precisions do to a model's loss, gradients and modules."""
     from castwise.cli.policies import naming, read_policy
     from castwise.cli.traced_model import find_task
     from castwise.comparison.precision_drift import Comparison
@@ -105,32 +106,34 @@ def tune(
         typer.Option(
             "--format",
             metavar="NAME",
-            help=f"One of {', '.join(FORMATS)}, or a recipe: {', '.join(RECIPES)}; repeatable. "
+            help=f"A format to try, one of {', '.join(FORMATS)}, or a recipe: {', '.join(RECIPES)}; repeatable. "
             f"[default: {', '.join(FORMATS)}]",
             autocompletion=completing(*FORMATS, *RECIPES),
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="N", help="The largest relative error of the loss that is allowed.")
+        float, typer.Option(metavar="N", help="The largest relative error of the loss to accept.")
     ] = 0.01,
     cost: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help=f"What is to be saved: {', '.join(COSTS)}.", autocompletion=completing(*COSTS)
+            metavar="NAME",
+            help=f"What to save: {', '.join(COSTS)} (seconds on this machine).",
+            autocompletion=completing(*COSTS),
         ),
     ] = "flops",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the policy to a .toml or .json file.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the policy to a .toml or .json file. [default: none]"
+        ),
     ] = None,
     page: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search for the cheapest policy that keeps the loss of held-out batches within a tolerance of that in float32.
+    """Search for the cheapest policy that keeps a model's loss on held-out batches.
 
-    It is about single steps, and no proof that a long run ends where one in float32 does.
-
-    Exits with 0, with 1 if no policy is within the tolerance or the loss is not finite in float32, 2 if something was
-    asked that cannot be done, and 130 after Ctrl-C. What the model itself raises is Python's traceback, with 1.
+    It compares the loss of single steps with float32. It does not prove that a long run ends in the same place.
     """
     from castwise.cli.traced_model import find_task
     from castwise.tuning.precision_search import Search

@@ -13,7 +13,10 @@ from castwise.cli.names import DEVICES, PRESETS, STRATEGIES, WEIGHTS, completing
 def demo(
     context: typer.Context,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE|FOLDER", help="Text to train on. [default: the standard library]")
+        Path | None,
+        typer.Option(
+            metavar="FILE|FOLDER", help="Text to train on. [default: the source of Python's standard library]"
+        ),
     ] = None,
     preset: Annotated[
         str,
@@ -24,16 +27,17 @@ def demo(
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(DEVICES)}]",
-            help="Where to train. [default: cuda if there is one]",
+            help="Where to train. [default: cuda if there is one, else cpu]",
             autocompletion=completing(*DEVICES),
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Decides the first weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the first weights and the batches.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(STRATEGIES)}]",
-            help="Split the model between processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp",
+            help="Train on several processes: torchrun --nproc-per-node 2 -m castwise demo --strategy ddp "
+            "[default: one process]",
             autocompletion=completing(*STRATEGIES),
         ),
     ] = None,
@@ -41,26 +45,22 @@ def demo(
         str,
         typer.Option(
             metavar=f"[{'|'.join(WEIGHTS)}]",
-            help="bf16-split: compare the bf16 weights of MasterWeights with fp32 ones instead, in bf16.",
+            help="bf16-split: compare MasterWeights' bf16 weights with fp32 weights instead, in bf16.",
             autocompletion=completing(*WEIGHTS),
         ),
     ] = "fp32",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results of runs go.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the results of runs.")] = Path("runs"),
     checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Steps between two checkpoints.")] = 50,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Continue the run in this folder, with its settings."),
+        typer.Option(metavar="FOLDER", help="Continue the run in this folder, with its settings. [default: a new run]"),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
-    """Train a small GPT in fp32, bf16 and fp16, with torch.amp and with castwise, and compare.
+    """Train a small GPT in fp32, bf16 and fp16 with torch.amp and with castwise, and compare the results.
 
-    Takes one to two minutes on two CPU cores. At its end it trains in fp16 once more, under a monitor, and writes a
-    report of what happened to the numbers. With --weights bf16-split it trains twice in bf16 instead, on fp32 weights
-    and on 16-bit ones, and compares losses, bytes and bits.
-
-    Exits with 0 if both end with bit-identical weights, 1 if not, 2 if something was asked that cannot be
-    done, and 130 after Ctrl-C.
+    Takes one to two minutes on two CPU cores, and writes a report of an fp16 run. After Ctrl-C, --resume continues.
     """
     from castwise.demo import command
 
-    command.demo(context, data, preset, steps, device, seed, strategy, weights, out, checkpoint_every, resume)
+    command.demo(context, data, preset, steps, device, seed, strategy, weights, out, checkpoint_every, resume, as_json)

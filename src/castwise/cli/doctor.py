@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _COMPUTED = {True: "by units", False: "emulated", None: "not known"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Find out which formats this machine computes, measure how fast, and recommend a policy and a schedule.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Show which formats this machine computes, how fast, and which policy and schedule to use.
 
-    Takes several seconds, best on an idle machine. Exits with 0, or with 2 if there is no such option.
+    Takes several seconds. Use an idle machine.
     """
     from castwise.doctor.checkup import examine
 
@@ -77,7 +77,7 @@ def _recipes(native: dict[str, bool]) -> str:
 
 def _formats(formats: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    columns = ("format", "computed", "GFLOP/s", "quartiles", "times fp32", "quartiles", "matrices", "so it is")
+    columns = ("format", "computed", "GFLOP/s", "quartiles", "times fp32", "quartiles", "matrices", "verdict")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if 2 <= place <= 6 else "left")
     for entry in formats:

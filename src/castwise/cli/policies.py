@@ -70,7 +70,7 @@ def _value(node: ast.expr) -> Any:
     """Return a literal, or a power of numbers such as 2.0**16; no code is run.
 
     Raises:
-        ValueError: It is neither, or a power that is no finite number or goes beyond `_LARGEST_EXPONENT`.
+        ValueError: It is neither, or a power that is not a finite number or goes beyond `_LARGEST_EXPONENT`.
     """
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
         return ast.literal_eval(node)

@@ -23,21 +23,19 @@ PAGE, WIDTH = "report.html", 120
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help=f"Folders with a {RECORDS}, or with such folders; or the files."),
+        typer.Argument(metavar="RUN", help=f"Folders with a {RECORDS}, folders of such folders, or the files."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help=f"Where to write. [default: {PAGE} in the first RUN]"),
+        typer.Option("--output", "-o", metavar="FILE", help=f"File to write. [default: {PAGE} in the first RUN]"),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Print the essentials instead; with -o write them there.")
+        bool,
+        typer.Option("--text", help="Print the essentials as text instead of writing a page; with -o, write them."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the essentials as JSON; with -o, write them.")] = False,
 ) -> None:
-    """Write one HTML page, which needs no network, about what happened to the numbers of runs.
-
-    Exits with 0, or with 2 if something was asked that cannot be done.
-    """
+    """Write an HTML page that shows what happened to the numbers of one or more runs."""
     try:
         read = _read_all([file for run in runs for file in _records_in(run)])
         if as_json:
@@ -53,7 +51,7 @@ def report(
 
 
 def _records_in(path: Path) -> list[Path]:
-    """The record of a run, or those of the runs in a folder, such as that of a demo."""
+    """Return the record of a run, or those of all runs in a folder."""
     from castwise.monitor.sinks import FILE_NAME
 
     try:

@@ -12,7 +12,7 @@ import typer
 
 from castwise._suggestions import nearest
 from castwise._user_error import UserError
-from castwise.cli.names import SCHEDULES, complete_policy, completing
+from castwise.cli.names import POLICIES, SCHEDULES, complete_policy, completing
 
 OUT = Path("castwise-run")
 
@@ -43,18 +43,20 @@ script raises, and end a process in its own way."""
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FOLDER", help="For records and report; those of an earlier run go."),
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Folder for records and report; an earlier run's are replaced."
+        ),
     ] = OUT,
-    every: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between samples of the numbers.")] = 100,
+    every: Annotated[int, typer.Option(metavar="N", help="Steps between two samples of the numbers.")] = 100,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="In force in all regions, instead of their dtype.",
+            help=f"Policy for all regions: a file, or one of {', '.join(POLICIES)}. [default: the script's dtypes]",
             autocompletion=complete_policy,
         ),
     ] = None,
@@ -62,12 +64,12 @@ def run(
         str | None,
         typer.Option(
             metavar="SCHEDULE",
-            help='Of all scalers, such as Headroom or "Dynamic(hysteresis=2)".',
+            help='Schedule for all scalers, such as Headroom or "Dynamic(hysteresis=2)". [default: the script\'s]',
             autocompletion=completing(*SCHEDULES),
         ),
     ] = None,
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Keep casts of weights between regions.")
+        bool, typer.Option("--weight-cache", help="Cast weights once, and keep the casts until a weight changes.")
     ] = False,
     on_skip: Annotated[
         OnSkip,
@@ -80,21 +82,23 @@ def run(
         list[FailOn] | None,
         typer.Option(
             metavar="[mistake|warning|critical]",
-            help="Exit with 1 if the script has such a mistake or finding; can be given several times.",
+            help="Exit with 1 if there is such a mistake or finding; repeatable. [default: never]",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last lines as one line of JSON.")] = False,
 ) -> None:
-    """Run a training script with castwise instead of torch.amp, monitored, and write a report at its end.
+    """Run a training script with castwise instead of torch.amp, and write a report when it ends.
 
-    Options for castwise come before SCRIPT, those of the script after it. The script's exit code, traceback and output
-    are its own; castwise writes to standard error. Exits with 2 if the script cannot be run, and with 1 for --fail-on.
+    Options of castwise come before SCRIPT, options of the script after it. Output, traceback and exit code are the
+    script's; castwise writes to standard error.
     """
     from castwise.cli.policies import read_policy, read_schedule
     from castwise.cli.script import Ending, Script
 
     try:
         _check_script(script, context)
+        if every < 1:
+            raise UserError(f"--every must be at least 1, got {every}")
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
         _check_folder(out)

@@ -72,7 +72,7 @@ class Script:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         except (SyntaxError, ValueError) as error:
-            raise UserError(f"{path} is no Python script: {error}") from None
+            raise UserError(f"{path} is not a Python script: {error}") from None
 
     def run(
         self,

@@ -79,7 +79,7 @@ def _run_file(path: Path) -> ModuleType:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{path} is no Python file: {error}") from None
+        raise UserError(f"{path} is not a Python file: {error}") from None
     module = sys.modules[_OF_FILE] = ModuleType(_OF_FILE)  # dataclasses look their module up
     module.__file__ = str(path)
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script, so that it finds its neighbours

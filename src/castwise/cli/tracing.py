@@ -24,7 +24,7 @@ def trace(
         typer.Option(
             metavar="MODULE|FILE:FACTORY",
             help="Function without arguments, in a module or a .py file, that returns a model, or a tuple of a model "
-            "and its batch: a tensor, several inputs, or a mapping of keyword arguments.",
+            "and its batch: a tensor, several inputs, or a mapping of keyword arguments. The default is a small GPT.",
         ),
     ] = "castwise.demo.gpt:example",
     inputs: Annotated[
@@ -32,27 +32,24 @@ def trace(
         typer.Option(
             "--input",
             metavar="SHAPE[:DTYPE]",
-            help="An input, such as 8x128 or 8x128:int64, random or, for integers, of zeros; repeatable.",
+            help="Shape of an input, such as 8x128 or 8x128:int64; repeatable. Floats are random, integers are 0. "
+            "[default: the factory's batch]",
         ),
     ] = None,
     policy: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"A file, or one of {', '.join(POLICIES)}.",
+            help=f"A policy file, or one of {', '.join(POLICIES)}.",
             autocompletion=complete_policy,
         ),
     ] = "bf16",
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Run under a WeightCache that has been filled by a forward before.")
+        bool, typer.Option("--weight-cache", help="Run with a WeightCache that an earlier forward has filled.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Run one forward and backward of a model, and print every cast, and its ops with their dtypes.
-
-    Exits with 0, or with 2 if something was asked that cannot be done. What the model itself raises, as for an input
-    that it does not take, is Python's traceback, with 1.
-    """
+    """Show every cast and every op of one forward and backward of a model, with their dtypes."""
     from castwise.cli.traced_model import find_model, find_policy
 
     try:

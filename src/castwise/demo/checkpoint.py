@@ -1,4 +1,4 @@
-"""All that a run needs to go on from a step boundary, in one file.
+"""All that a run needs to continue from a step boundary, in one file.
 
 One file, because two could not be replaced in one atomic step. It is torch's own format, which ignores what follows
 its end and verifies no checksum of what comes before: a flipped bit would simply train on. So a line is appended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import warnings
 from pathlib import Path
@@ -39,8 +40,9 @@ def demo(
     out: Path,
     checkpoint_every: int,
     resume: Path | None,
+    as_json: bool,
 ) -> None:
-    """Do what `castwise demo` does: start a run, or go on with one; `context` knows which options were given."""
+    """Do what `castwise demo` does: start a run, or continue with one; `context` knows which options were given."""
     folder = resume
     try:
         if folder is None:
@@ -48,13 +50,13 @@ def demo(
             with Ranks(strategy, chosen) as ranks:
                 settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, weights, ranks)
                 made = folder = ranks.first(lambda: create_run_folder(out, settings.to_json()))
-                identical = _run(made, settings, corpus, ranks)
+                identical = _run(made, settings, corpus, ranks, as_json)
         else:
             _refuse_other_options(context)
             settings, corpus = _reopen(folder)
             with Ranks(settings.strategy, choose_device(settings.device)) as ranks:
                 _refuse_other_processes(settings, ranks)
-                identical = _run(folder, settings, corpus, ranks)
+                identical = _run(folder, settings, corpus, ranks, as_json)
     except UserError as error:
         _say(str(error))
         raise typer.Exit(USER_ERROR) from error
@@ -71,9 +73,9 @@ def _say(message: str) -> None:
         typer.echo(f"castwise demo: {message}", err=True)
 
 
-def _console() -> Console:
+def _console(as_json: bool) -> Console:
     console = new_console(LOG_WIDTH)
-    console.quiet = not is_first()
+    console.quiet = as_json or not is_first()
     return console
 
 
@@ -121,7 +123,7 @@ def _refuse_other_options(context: typer.Context) -> None:
     given = []
     for name in context.params:
         source = context.get_parameter_source(name)
-        if name != "resume" and source is not None and source.name == "COMMANDLINE":
+        if name not in {"resume", "as_json"} and source is not None and source.name == "COMMANDLINE":
             given.append("--" + name.replace("_", "-"))
     if given:
         raise UserError(f"--resume takes its settings from the run's folder: leave out {', '.join(given)}")
@@ -129,12 +131,12 @@ def _refuse_other_options(context: typer.Context) -> None:
 
 def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
     if settings.processes != ranks.size:
-        raise UserError(f"the run was started with {settings.processes} processes, and goes on with as many")
+        raise UserError(f"the run was started with {settings.processes} processes: resume it with as many")
 
 
-def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool:
-    """Train, print and write the outcome; returns whether all pairs are identical."""
-    console = _console()
+def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, as_json: bool) -> bool:
+    """Train, print and write the outcome; return True if all pairs are identical."""
+    console = _console(as_json)
     torch.set_num_threads(settings.threads)
     warnings.filterwarnings("ignore", ".*its ops are emulated")  # the table says so
     make_deterministic(torch.device(settings.device))
@@ -142,18 +144,20 @@ def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks) -> bool
     where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"
     console.print(f"{corpus.n_bytes:,} bytes of {source}, {where}, writing to {folder}", soft_wrap=True)
     results = compare(folder, settings, corpus, display_for(console), ranks)
-    ranks.first(lambda: write_summary(folder, settings, results))
+    summary = ranks.first(lambda: write_summary(folder, settings, results))
     print_results(console, settings, results)
     has_account = ranks.strategy is None and settings.weights == FP32
     is_unchanged = not has_account or _account(folder, settings, corpus, ranks, results, console)
     console.print(f"results: {folder}", soft_wrap=True)
+    if as_json and is_first():
+        typer.echo(json.dumps({"folder": str(folder), "monitor_changed_nothing": is_unchanged, **summary}, indent=2))
     return all(verdicts(results).values()) and is_unchanged
 
 
 def _account(
     folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
 ) -> bool:
-    """Train once more under a monitor and write a report; returns whether the weights are those without one."""
+    """Train once more under a monitor and write a report; return True if the weights are those without one."""
     training = next(t for t in settings.runs() if (t.precision, t.library) == ("fp16", CASTWISE))
     expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
     console.print("fp16 castwise once more, under a monitor ...")

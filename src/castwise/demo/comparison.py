@@ -108,7 +108,9 @@ class _Comparison:
             trainer.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             path = self._folder / CHECKPOINT
-            raise UserError(f"{path} is of another model than its run's settings: delete it to start over") from error
+            raise UserError(
+                f"{path} belongs to another model than its run's settings: delete it to start over"
+            ) from error
 
     def _save(self, trainer: dict[str, Any] | None) -> None:
         if self._metrics is None:
@@ -128,7 +130,7 @@ def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]
         for record, training in zip(loaded.results, wanted, strict=True)
     )
     if not fits:
-        raise UserError(f"{path} is of another run than its settings: delete it to start over")
+        raise UserError(f"{path} belongs to another run than its settings: delete it to start over")
     return [Result(**record) for record in loaded.results]
 
 
@@ -167,11 +169,12 @@ def _bits(result: Result) -> tuple[str, str, float]:
     return result.weights_sha256, result.losses_sha256, result.loss
 
 
-def write_summary(folder: Path, settings: Settings, results: list[Result]) -> None:
-    """Write what the table shows, and the digests behind its verdict, to `summary.json`."""
+def write_summary(folder: Path, settings: Settings, results: list[Result]) -> dict[str, Any]:
+    """Write what the table shows, and the digests behind its verdict, to `summary.json`; return it."""
     summary = {
         "settings": settings.to_json(),
         "results": [asdict(result) for result in results],
         "identical": verdicts(results),
     }
     write_json(folder / SUMMARY, summary)
+    return summary

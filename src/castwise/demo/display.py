@@ -23,7 +23,7 @@ class Display(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def start(self, training: Training, steps_done: int) -> None:
-        """Begin a run, or go on with one of which `steps_done` steps are done."""
+        """Begin a run, or continue with one of which `steps_done` steps are done."""
 
     def step(self, step: Step) -> None:
         """Show that a step was taken."""

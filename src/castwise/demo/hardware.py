@@ -36,7 +36,7 @@ def choose_device(name: str | None) -> torch.device:
 def make_deterministic(device: torch.device) -> None:
     """Let equal inputs give equal bits: a GPU else adds gradients up in whatever order its blocks finish."""
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to go on without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to continue without it
         torch.use_deterministic_algorithms(True)
         # It also fills every new tensor, in case one is read before it is written; we would time that.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made at run time

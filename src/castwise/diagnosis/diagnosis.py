@@ -46,7 +46,7 @@ class Harmless:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What made the first inf or NaN that reaches the loss or a gradient; true if there is one.
+    """The origin of the first inf or NaN that reaches the loss or a gradient; true if there is one.
 
     Args:
         found: Whether there is one.
@@ -161,22 +161,23 @@ def diagnose(
 ) -> Diagnosis:
     """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
 
-    The forward and the loss run in the autocast region that the caller is in, and the backward outside of it: call
-    this where the training calls the model. Weights, buffers, gradients (the same tensors), tensors in `batch`, the
-    state of random number generators and training flags are put back, also when the model raises. Not put back are
+    The forward and the loss run in the caller's autocast region, and the backward outside it, so call this where the
+    training loop calls the model. Afterwards weights, buffers, gradients (the same tensors), tensors in `batch`, the
+    state of random number generators and training flags are restored, also when the model raises. Not restored are
     other attributes that the forward sets (counters, caches, tensors that are no buffers), what hooks and `loss_fn` do,
     and generators that the program has made. What overlaps the backward (optimizers in it, DDP's all-reduce) does not
     run; collectives that the forward calls need all ranks to call this.
 
-    Infinities and NaNs that reach neither are no fault: those of masks, or of a weight that the batch does not use. Of
-    those that an op of the forward made `harmless` tells. Every op syncs with the host: a replay takes several times a
+    Infinities and NaNs that reach neither are not faults: those of masks, or of a weight that the batch does not use.
+    `harmless` lists those that an op of the forward made. Every op syncs with the host: a replay takes several times a
     step, and twice that if the scale may be the cause.
 
     Args:
-        model: In the mode it trains in. DDP and `torch.compile` are looked through: the replay is eager and alone.
-        loss_fn: Of the model's output, which gives the loss: one element.
-        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        scaler: Its present scale multiplies the loss; None is 1. It is not changed.
+        model: The model, in the mode it trains in. DDP and `torch.compile` are unwrapped: the replay is eager and
+            runs on this rank alone.
+        loss_fn: Function of the model's output that returns the loss: one element.
+        batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        scaler: Its current scale multiplies the loss; None is 1. The scaler is not changed.
 
     Raises:
         TypeError: An argument has the wrong type, or the loss is not a tensor.

@@ -243,8 +243,8 @@ class Recording:
             if not self._fits(kept):
                 self.detach()
                 warn(
-                    f"what a step is computed from takes more than {self._most_bytes / 2**20:g} MiB: skipped steps are "
-                    "not diagnosed; castwise.Monitor(..., on_skip='diagnose') has no limit",
+                    f"the batch, random states and buffers of a step take more than {self._most_bytes / 2**20:g} MiB: "
+                    "skipped steps are not diagnosed; castwise.Monitor(..., on_skip='diagnose') has no limit",
                     UserWarning,
                     2,
                 )

@@ -95,7 +95,7 @@ def _keep_in_float32(birth: Birth, low: str) -> Help:
     return Help(
         "float32",
         f"run {birth.op} in fp32: the model's own forward calls it; call .float() on its arguments with autocast off, "
-        'or move it into a module of its own with the rule "float32"',
+        'or move it into its own module with the rule "float32"',
     )
 
 

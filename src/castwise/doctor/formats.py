@@ -23,7 +23,7 @@ def of_cuda(capability: tuple[int, int]) -> Native:
     """Return by format whether an NVIDIA GPU has units for it.
 
     Args:
-        capability: Its compute capability, as of `torch.cuda.get_device_capability`.
+        capability: Its compute capability, as in `torch.cuda.get_device_capability`.
 
     Example:
         >>> of_cuda((7, 5))

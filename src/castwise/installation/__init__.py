@@ -1,4 +1,4 @@
-"""`install`: castwise instead of torch's mixed precision, for code that knows nothing of it."""
+"""`install`: castwise instead of torch's mixed precision, for code that does not know it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def install(
     weight_cache: bool = False,
     on_skip: Literal["diagnose"] | None = None,
 ) -> None:
-    """Replace torch's mixed precision by castwise's in this process, and look for mistakes in its use.
+    """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
     From now on `torch.autocast`, `torch.GradScaler` and what `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
     `torch.distributed.fsdp.sharded_grad_scaler` have are castwise's, there and in every module that has imported them
-    already. What exists of torch's classes by now - objects, subclasses - stays as it is, and is named in a warning.
+    already. Existing objects and subclasses of torch's classes stay as they are, and a warning names them.
     It loads torch's compiler, which the first optimizer would load anyway, and FSDP.
 
-    Mistakes are told as warnings, each once, with file and line: the manual's page on `castwise run` lists them.
+    Each mistake is reported once, as a warning with file and line: the manual's page on `castwise run` lists them.
 
     Args:
         out: A folder. Each model that an optimizer trains gets a `Monitor` after its first step, which writes a folder
             of its own there, and `uninstall` writes `report.html`. None records nothing.
-        every: Of these monitors.
-        policy: Bound to the models that there are when the first region is entered, and in force in all regions of
-            the code instead of the dtype they ask for. With several models, names of modules begin with the class of
+        every: Steps between two samples of these monitors.
+        policy: Bound to the models that there are when the first region is entered, and active in all regions instead
+            of their dtype. With several models, names of modules begin with the class of
             the model (`Generator.layers.0`).
-        schedule: Of all enabled scalers, instead of the numbers they are made with.
+        schedule: Schedule of all enabled scalers, instead of their own numbers.
         weight_cache: Give all regions a `WeightCache` of the models that there are when the first one is entered.
         on_skip: `"diagnose"` replays the batch of each skipped step, for which a step's batches and the model's buffers
             are kept, 64 MiB at most. On an accelerator it is known two steps later, and replayed with the weights of
@@ -59,7 +59,7 @@ def install(
     Raises:
         RuntimeError: It is installed already.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is no number of steps, or `on_skip` is something else or has no folder to write into.
+        ValueError: `every` is not a number of steps, or `on_skip` is something else or has no folder to write into.
 
     Warns:
         UserWarning: There is something that could not be replaced.
@@ -93,7 +93,7 @@ def begin(account: Account, settings: Settings) -> None:
 
 
 def uninstall() -> Path | None:
-    """Make torch exactly what it was before `install`, and write the report; without it do nothing.
+    """Restore torch as it was before `install`, and write the report; do nothing if castwise is not installed.
 
     Modules that have imported castwise's classes as torch's in between keep them.
 

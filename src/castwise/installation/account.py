@@ -1,4 +1,4 @@
-"""What is recorded of code that knows nothing of it: a monitor for each model, mistakes, and the report at the end."""
+"""What is recorded of code that does not know it: a monitor for each model, mistakes, and the report at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PROCESSES = "process that was started", "processes that were started"
 class Account(Observer):
     """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
-    With several processes each writes folders of its own, and none waits for another: what it does not know is whether
+    With several processes each writes its own folders, and none waits for another: what it does not know is whether
     they all train the same. Workers that were forked and are no ranks have the number of their process in the name.
 
     Args:
@@ -53,7 +53,7 @@ class Account(Observer):
         diagnoses: How many skipped steps of a model are diagnosed, of each cause.
 
     Raises:
-        ValueError: `every` is no number of steps.
+        ValueError: `every` is not a number of steps.
     """
 
     def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
@@ -136,7 +136,7 @@ class Account(Observer):
             recording.detach()
         self._recordings.clear()
 
-    @never_traced  # a step may be inside of compiled code
+    @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._meet(optimizer, None)
 
@@ -166,7 +166,7 @@ class Account(Observer):
         model = model_with(params_of(optimizer))
         if model is None:
             self._seen["optimizer of parameters of no module", "optimizers of parameters of no module"] += 1
-            warn("an optimizer trains parameters of no module: there is nothing to monitor", UserWarning, 2)
+            warn("an optimizer trains parameters that belong to no module: there is nothing to monitor", UserWarning, 2)
             return
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
         self._met.update(optimizers)

@@ -58,7 +58,7 @@ class Settings:
         if is_dynamo_compiling():
             if not self._has_warned:
                 self._has_warned = True
-                warn("the policy and the weight cache do not hold in regions inside of compiled code", UserWarning, 3)
+                warn("the policy and the weight cache do not hold in regions inside compiled code", UserWarning, 3)
             return
         if not self._is_bound:
             self._bind()

@@ -114,7 +114,10 @@ def _refuse_what_cannot_be_prepared(accelerator: Any) -> None:
         )
     if accelerator.mixed_precision == "fp8" or accelerator.distributed_type in _LEFT_ALONE:
         given = f"{accelerator.distributed_type} and mixed_precision={accelerator.mixed_precision!r}"
-        raise ValueError(f"with {given} mixed precision is another library's, whose place castwise does not take")
+        raise ValueError(
+            f"with {given} another library does the mixed precision, and castwise does not replace it: leave out "
+            "prepare()"
+        )
 
 
 def _scaler_for(accelerator: Accelerator, schedule: Schedule | None) -> GradScaler:

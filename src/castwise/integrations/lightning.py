@@ -30,9 +30,9 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), gradient_clip_val=1.0)
     ```
 
-    Forwards run in `castwise.autocast`, losses are scaled by a castwise scaler. A training gives bit for bit what it
-    gives with Lightning's own plugin; if it is clipped by the norm, up to roundings of the norm. Checkpoints are
-    Lightning's as well, in both directions.
+    Forwards run in `castwise.autocast`, losses are scaled by a castwise scaler. Results are bit for bit those of
+    Lightning's own plugin or, with clipping by the norm, equal up to roundings of the norm. Either plugin loads the
+    other's checkpoints.
 
     Gradients are clipped by the scaler, in its one read of them, and those of fused optimizers can be, too. Hooks and
     an overridden `configure_gradient_clipping` see them unscaled, which takes one pass more if there are any.
@@ -77,7 +77,7 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
     fabric.save(path, {"model": model, "optimizer": optimizer, "precision": precision})
     ```
 
-    A training gives bit for bit what it gives with Lightning's own plugin. As there, models are given their arguments
+    Results are bit for bit those of Lightning's own plugin. As there, models are given their arguments
     in the low precision, and return fp32; optimizers may be stepped with a closure. When the scale is moved is said in
     `MixedPrecision`; `update_if_due()` does it before the next backward does.
 
@@ -107,8 +107,8 @@ class ReportCallback(Report, pl.Callback):
     ```
 
     `run/monitor.jsonl` is the record that a `castwise.Monitor` writes, `run/report.html` the page of `castwise report`.
-    A training that was resumed goes on in the record. With several ranks the first one writes. If the page cannot be
-    written there is a warning; it needs the extra `castwise[report]`.
+    A resumed run continues in the same record. The first rank writes. If the page cannot be written there is a warning;
+    it needs the extra `castwise[report]`.
 
     Args:
         folder: Where to write.

@@ -110,7 +110,7 @@ class _Run:
         self._metrics += [Metric(self._names.of(name), value, now, step) for name, value in curves]
 
     def _log_settings(self, record: Mapping[str, Any]) -> None:
-        """Log what the training is, but for what the run has already: MLflow lets no parameter change."""
+        """Log the settings of the training run that MLflow does not have yet: it lets no parameter change."""
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 

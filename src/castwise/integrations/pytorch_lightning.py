@@ -1,4 +1,4 @@
-"""`castwise.integrations.lightning` for scripts that `import pytorch_lightning`, which has classes of its own."""
+"""`castwise.integrations.lightning` for scripts that `import pytorch_lightning`, which has its own classes."""
 
 from __future__ import annotations
 

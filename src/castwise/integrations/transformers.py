@@ -44,7 +44,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
     Raises:
         TypeError: When the training begins, if its scaler is torch's.
-        ValueError: When the training begins, as of `Monitor`.
+        ValueError: When the training begins, as in `Monitor`.
 
     Warns:
         RuntimeWarning: The report cannot be written, for example because `castwise[report]` is not installed. The

@@ -84,7 +84,7 @@ class Backwards(Finder):
         )
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if gradients that will be divided by the scale were not multiplied with it."""
+        """Report it if gradients that will be divided by the scale were not multiplied with it."""
         found = []
         for param in params_of(optimizer) if self._unscaled else ():
             place, gradient = self._unscaled.pop(id(param), (None, lambda: None))

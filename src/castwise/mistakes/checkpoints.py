@@ -30,7 +30,7 @@ class Checkpoints(Finder):
             self._hooks.append(optimizer.register_state_dict_post_hook(self._optimizer_asked))
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if the checkpoint before this step was without the scaler."""
+        """Report it if the checkpoint before this step was without the scaler."""
         self._say()
         self._scaler_saved = self._file_saved = False
         self._is_scaled[optimizer] = scaler.is_enabled()
@@ -64,7 +64,7 @@ class Checkpoints(Finder):
         if place is not None and self._file_saved:
             self.watch.say(
                 "scaler-not-saved",
-                "the optimizer's state is saved here without the scaler's: a run that goes on from it begins with "
+                "the optimizer's state is saved here without the scaler's: a run that continues from it begins with "
                 "the first scale again, and skips steps until it has found its own",
                 f'{place.source}\n"scaler": scaler.state_dict(),  # into the same checkpoint',
                 place,

@@ -35,7 +35,7 @@ class CompiledRegions(Finder):
         if enabled or not around or not is_default or not torch.is_grad_enabled():
             return
         *_, (file, line), _, _ = lines_traced()  # the innermost two are the region's own
-        if file == autocast_mode.__file__:  # custom_fwd, whose backward has a state of its own
+        if file == autocast_mode.__file__:  # custom_fwd, whose backward has its own state
             return
         self.watch.say(
             "disabled-inside-compiled",

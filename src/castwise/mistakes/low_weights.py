@@ -20,7 +20,7 @@ _MATTERS = 0.05  # from this share of lost updates on; the report's threshold as
 
 
 class LowWeights(Finder):
-    """Measures what torch's own optimizers lose in 16-bit weights; others may compensate for it in ways of their own.
+    """Measures what torch's own optimizers lose in 16-bit weights; others may compensate for it in their own ways.
 
     An update is lost if there is a gradient and the weight does not change.
     """
@@ -49,7 +49,7 @@ class LowWeights(Finder):
         ]
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if updates were lost."""
+        """Report it if updates were lost."""
         before, self._before = self._before, []
         tried, lost = torch.zeros(()), torch.zeros(())
         for param, old in before:
@@ -74,7 +74,7 @@ class LowWeights(Finder):
         self.optimizer_stepped(optimizer)
 
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Say so if state was fp32 in the checkpoint and is 16-bit now."""
+        """Report it if state was fp32 in the checkpoint and is 16-bit now."""
         if not _is_torchs(optimizer, "load_state_dict"):
             return
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -95,7 +95,7 @@ class LowWeights(Finder):
         self.watch.say(
             "state-narrowed",
             f"the checkpoint has {name!r} in fp32, and load_state_dict has cast it to {_short(dtype)}, the dtype of "
-            "the weights: training goes on with coarser state than it was stopped with",
+            "the weights: training continues with coarser state than it was stopped with",
             f"optimizer = castwise.MasterWeights(optimizer, model, dtype={dtype})  # keeps state in fp32\n{source}",
             place,
         )

@@ -51,7 +51,7 @@ class Mistake:
 
     Args:
         name: Its kind, such as `"clipped-while-scaled"`.
-        text: What is done, and what comes of it.
+        text: The mistake, and its consequence.
         corrected: The line or lines that do it right, in the words of the script where that is possible.
         place: Where it is made; None if that cannot be seen.
     """

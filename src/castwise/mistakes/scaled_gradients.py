@@ -1,4 +1,4 @@
-"""Who makes use of how large gradients are while they are still multiplied by the scale.
+"""Finds code that uses the size of gradients while they are still multiplied by the scale.
 
 Between a scaled backward and the unscaling a gradient's Python object is, for a few iterations, of a class that is
 told of each torch function it is given to; so is what is computed from it. Tensors, memory and results stay the same.

@@ -27,7 +27,7 @@ class Scalers(Finder):
         self._in_vain = 0
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
-        """Remember where; say so if it is disabled although it was to be enabled."""
+        """Remember where; report it if the scaler is disabled although it was to be enabled."""
         self._made[scaler] = place = caller()
         if wanted and not scaler.is_enabled():
             self.watch.say(
@@ -38,7 +38,7 @@ class Scalers(Finder):
             )
 
     def loaded(self, scaler: Any) -> None:
-        """It goes on from another one."""
+        """It continues from another one."""
         self._loaded[scaler] = True
 
     def entered(self, region: Any) -> None:
@@ -47,7 +47,7 @@ class Scalers(Finder):
             self._dtypes.add(region.fast_dtype)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if another scaler has stepped the optimizer before."""
+        """Report it if another scaler has stepped the optimizer before."""
         if not scaler.is_enabled():
             return
         before = self._scaler_of.get(optimizer)
@@ -62,7 +62,7 @@ class Scalers(Finder):
             )
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """Say so if there is nothing but bf16 to scale for."""
+        """Report it if there is nothing but bf16 to scale for."""
         dtypes, self._dtypes = self._dtypes, set()
         # These two are there to skip steps, and do not scale.
         if isinstance(scaler.schedule, (Guard, Static)):

@@ -60,7 +60,7 @@ class Unscaling(Finder):
             self._say()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say so if an optimizer steps by itself, on scaled gradients or on some that the scaler has unscaled."""
+        """Report it if an optimizer steps by itself, on scaled gradients or on some that the scaler has unscaled."""
         self._close()
         if self.watch.is_stepping:
             return
@@ -77,7 +77,7 @@ class Unscaling(Finder):
         self._forget(optimizer)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say so of a step whose closure has computed such gradients."""
+        """Report a step whose closure has computed such gradients."""
         self.optimizer_steps(optimizer)
 
     def _is_scaled(self, param: torch.Tensor) -> bool:

@@ -14,12 +14,12 @@ from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import caller, passes_through
 from castwise.tracing.module_hooks import ModuleHooks
 
-# Who runs a model once to look at it.
+# Modules that run a model once to inspect it.
 _EXPORTS = ("torch/jit/_trace.py", "torch/export/__init__.py", "torch/onnx/__init__.py")
 
 
 class Validation(Finder):
-    """Finds forwards of a model in evaluation mode, outside of autocast, after others in training mode inside of it.
+    """Finds forwards of a model in evaluation mode, outside of autocast, after others in training mode inside it.
 
     The model itself has a hook for that, but none that is compiled in place.
     """

@@ -59,7 +59,7 @@ class Watch(Observer):
 
     def _forget(self) -> None:
         self.guard = Guard()
-        """Whatever a finder does in a hook of its own, it does under this."""
+        """Whatever a finder does in its own hook, it does under this."""
         self.found: list[Mistake] = []
         self.warns = True
         """Whether to warn of what is found."""
@@ -284,7 +284,7 @@ class Watch(Observer):
         if not self._is_elsewhere():
             self._tell(event, *args, **kwargs)
 
-    @never_traced  # by Dynamo, which goes on after a break of its graph with whatever is called
+    @never_traced  # by Dynamo, which continues after a break of its graph with whatever is called
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Tell the finders, in whatever thread a backward runs."""
         for finder in self._listening.get(event, ()):

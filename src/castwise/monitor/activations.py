@@ -52,7 +52,7 @@ class Activations:
         """Count what the next forward returns."""
         compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
         modules = names.modules(self._model)
-        # Also a copy or a pickle of the model between forwards shall have no hooks that torch looks at.
+        # A copy or pickle of the model between forwards must have no hooks that torch looks at, either.
         self._inside = inside_fused_layers(self._model) - {modules.get("")}
         for name, module in modules.items():
             if module in compiled or isinstance(module, torch.jit.ScriptModule):

@@ -50,22 +50,22 @@ _BY_PHASE = {
 
 
 class Monitor:
-    """Records what happens to the numbers of a training run: of each step a little, of sampled steps a lot.
+    """Records what happens to the numbers of a training run: a little about each step, a lot about sampled steps.
 
-    Of each step: the scale, whether it was skipped and why, which gradients were not finite, the loss (the sum of what
-    was given to `scaler.scale`, on the first rank), the norm that `scaler.clip_grad_norm_` has found, and the seconds
-    since the step before. Of sampled steps: the norm of all gradients, if they were not clipped; of each parameter's
-    gradient, of each module's gradients together and of each module's output how large the numbers are and how they
-    fit into fp16, bf16, e4m3 and e5m2; and of each parameter how far the step has moved it (the manual's page on
-    formats says what each number is).
+    Each step: the scale, whether the step was skipped and why, which gradients were not finite, the loss (the sum of
+    what `scaler.scale` was given, on the first rank), the norm that `scaler.clip_grad_norm_` found, and the seconds
+    since the previous step. Sampled steps: the norm of all gradients, if they were not clipped; how large the numbers
+    are and how they fit into fp16, bf16, e4m3 and e5m2, for each parameter's gradient, each module's gradients together
+    and each module's output; and how far the step moved each parameter. The manual's page on formats defines each
+    number.
 
-    Sampled are the steps 1, 2, 4, 8, ... up to `every`, then every `every`-th; and of each skipped step the gradients,
-    except where the device skips it by itself (a fused step on an accelerator) or ranks skip on their own.
+    The monitor samples the steps 1, 2, 4, 8, ... up to `every`, then every `every`-th, and the gradients of each
+    skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip on their own.
 
-    Formats are judged on gradients as the scale has made them, magnitudes are given without it; outputs are taken from
-    one forward. Gradients are looked at before they are unscaled or clipped.
+    Formats are judged on scaled gradients; magnitudes are without the scale. Outputs come from one forward. Gradients
+    are read before they are unscaled or clipped.
 
-    It also looks for the mistakes that scripts make with mixed precision, and warns of each once, with file and line
+    It also finds mistakes that scripts make with mixed precision, and warns about each once, with file and line
     (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them, and which of them are found only there).
     For that parameters have hooks in the first iterations and in two of each 50 after, and the model itself has one,
     with `on_skip` three. Between samples there are no others, and nothing is read. Gradients stay plain tensors. Hooks
@@ -73,23 +73,22 @@ class Monitor:
     runs as one kernel, and for `torch.compile`. So of what is compiled no outputs are known, and a model that is
     compiled as a whole has to be given as what `torch.compile` returns if its batches are to be replayed.
 
-    In a sampled step every output is read once on its device and every gradient twice (three times on a CPU if the
-    scale is no power of two), weights are copied once and compared; the host waits for no accelerator, and what was
-    found is recorded two steps later there. The monitor's own memory does not grow with the run. It never ends the run:
-    what it cannot measure is left out, with a warning.
+    A sampled step reads every output once on its device and every gradient twice (three times on a CPU if the scale is
+    not a power of two), and copies and compares the weights. The host waits for no accelerator: there, results are
+    recorded two steps later. The monitor's memory does not grow with the run. It never ends the run: it leaves out what
+    it cannot measure, with a warning.
 
-    With several processes each measures its own part; at sampled steps they put together what they have found, and at
-    skipped ones if their scalers agree. The first one writes it. All have to attach and detach alike.
+    With several processes each measures its own part. They combine their results at sampled steps, and at skipped steps
+    if their scalers agree; the first process writes them. All processes have to attach and detach together.
 
     Args:
-        model: The one that is trained, or what wraps it; names are those without wrappers.
-        optimizer: The one that trains it, or several; also as Lightning, Fabric, Accelerate or DeepSpeed have wrapped
-            them. Their iteration ends when one of them steps again. What a closure
-            computes during a step is not seen before it.
-        scaler: castwise's, or None. Without one, or with a disabled one, steps are counted by themselves, and losses
-            are not known. With one, steps are those of `scaler.step`, and those that an optimizer takes by itself after
+        model: The trained model, or its wrapper; records use the names without wrappers.
+        optimizer: Its optimizer, or several; also as wrapped by Lightning, Fabric, Accelerate or DeepSpeed. Their
+            iteration ends when one of them steps again. What a closure computes during a step is not seen before it.
+        scaler: castwise's, or None. Without one, or with a disabled one, the optimizers' steps count, and losses are
+            unknown. With one, steps are those of `scaler.step`, and those that an optimizer takes by itself after
             `scaler.unscale_` in a script that skips by hand: of a step that such a script skips there is no record.
-        every: Steps from one sample to the next, >= 1; at the beginning of a run it is less.
+        every: Steps between two samples, >= 1; samples are denser at the beginning of a run.
         sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
             that fails is dropped with a warning.
         on_skip: `"diagnose"` replays the batch of a skipped step and records the module and the op that produced the
@@ -99,8 +98,8 @@ class Monitor:
             these 8 it is known whether their loss was finite, and only then is there something to replay.
 
     Raises:
-        TypeError: `optimizer` is none, the scaler does not tell of its steps (torch's does not), or a sink is no path
-            and no function.
+        TypeError: `optimizer` is not one, the scaler does not report its steps (torch's does not), or a sink is neither
+            a path nor a function.
         ValueError: `every` or `on_skip` is out of its range, or there is no optimizer.
 
     Example:
@@ -180,7 +179,7 @@ class Monitor:
         """Begin to record; steps are counted from now on.
 
         Raises:
-            RuntimeError: It is attached already.
+            RuntimeError: The monitor is attached already.
             ValueError: Skipped steps are to be diagnosed, and the model is split over ranks: a replay that ends on one
                 rank would keep the others waiting.
         """
@@ -259,7 +258,7 @@ class Monitor:
 
     # -- what happens in a step, in this order ------------------------------------------------------------------
 
-    @never_traced  # a step may be inside of compiled code
+    @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
         """Look at gradients before anything has changed them."""
         optimizer = unwrapped(optimizer)
@@ -353,7 +352,7 @@ class Monitor:
         for fields in skip.diagnoses if skip else ():
             self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
 
-    # -- what comes of it ---------------------------------------------------------------------------------------
+    # -- the results ---------------------------------------------------------------------------------------
 
     def _finish(self, *, all_: bool = False) -> None:
         """Record samples of which all is known."""

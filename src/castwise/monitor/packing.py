@@ -52,7 +52,7 @@ def shortened(step: Mapping[str, Any]) -> Record:
 
 def in_full(step: Record) -> Record:
     """Return a step's record with what is usual, of which an older one may have left out some, too."""
-    usual = {**_USUAL, "parameters": []}  # a list of its own
+    usual = {**_USUAL, "parameters": []}  # its own list
     return {**step, **{name: value for name, value in usual.items() if name not in step}}
 
 
@@ -176,7 +176,7 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
             **({"quantized": QUANTIZED(columns["quantized"])} if "quantized" in columns else {}),
         }
     except (LookupError, AttributeError, TypeError, OverflowError) as error:
-        raise ValueError(f"its columns are no sample's: {type(error).__name__}: {error}") from None
+        raise ValueError(f"its columns are not those of a sample: {type(error).__name__}: {error}") from None
 
 
 def _at(places: Any, names: Sequence[str]) -> list[str]:
@@ -225,7 +225,7 @@ class _Table:
         if any(low + len(counts) > _HIGHEST + 1 for low, counts in zip(self.lowest, self.counts, strict=True)):
             raise ValueError(f"an exponent is above {_HIGHEST}")
         if not all(math.isfinite(number) and number >= 0.0 for number in [*self.largest, *filter(None, self.smallest)]):
-            raise ValueError("a magnitude is no finite number >= 0")
+            raise ValueError("a magnitude is not a finite number >= 0")
 
     def added_up(self, owned: Mapping[str, list[str]]) -> _Table:
         """Return a table of tensors that consist of some of these."""
@@ -297,7 +297,7 @@ class _Table:
 def _whole(numbers: Any, length: int | None, lowest: int) -> list[int]:
     """Return a list of integers as it is; raise a ValueError if it is none."""
     if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int}:
-        raise ValueError("a column is no list of integers")
+        raise ValueError("a column is not a list of integers")
     if length is not None and len(numbers) != length:
         raise ValueError(f"a column has {len(numbers)} rows instead of {length}")
     if numbers and not lowest <= min(numbers) <= max(numbers) < 2**53:

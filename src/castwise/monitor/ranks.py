@@ -21,7 +21,7 @@ def rank_now() -> int:
 class Ranks:
     """All processes of `torch.distributed`, or this one alone if it is not initialised.
 
-    What they say to each other goes through the host's memory, by a gloo group of their own where the default group is
+    What they say to each other goes through the host's memory, by their own gloo group where the default group is
     another one: nothing of it is put into the streams of devices. So all of them have to make theirs at the same time.
     """
 

@@ -230,7 +230,7 @@ def checked(record: object) -> dict[str, Any]:
     """Return a record, with numbers instead of `"nan"`, `"inf"` and `"-inf"`; one of unknown kind as it is.
 
     Raises:
-        ValueError: It is no record, or lacks or holds what one of its kind does not.
+        ValueError: It is not a record, or lacks or holds what one of its kind does not.
     """
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise ValueError("it has no kind")

@@ -29,7 +29,7 @@ FORMAT = 2
 class Run:
     """What a monitor has recorded of a training run, in order of steps.
 
-    A training that went on from a checkpoint repeats steps in its file: the later record of a step is the one that
+    A run that was resumed from a checkpoint repeats steps in its file: the later record of a step is the one that
     counts, as the earlier weights are gone.
 
     Args:
@@ -40,7 +40,7 @@ class Run:
         samples: Those of the sampled steps.
         diagnoses: Those of skipped steps that were diagnosed.
         mistakes: What the script does with mixed precision that it should not; each once.
-        ended: The monitor was detached; False while the run goes on, and for good if it was killed.
+        ended: The monitor was detached; False while the run continues, and for good if it was killed.
     """
 
     path: Path
@@ -61,8 +61,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is no record, or lacks or holds what one of its kind does not; the only
-                line is not the beginning of a record; or the file has a format of a later castwise.
+            ValueError: A line before the last is not a record, or lacks entries or has unknown ones; the only line is
+                not the beginning of a record; or the file's format is that of a later castwise.
         """
         run = cls(file_in(path))
         with paused():
@@ -137,5 +137,5 @@ def _records(path: Path) -> Iterator[Record]:
             is_unfinished = number > len(lines)
             if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
                 return
-            raise ValueError(f"{path}, line {number} is no record of a monitor: {error}") from None
+            raise ValueError(f"{path}, line {number} is not a record of a monitor: {error}") from None
         yield record

@@ -195,7 +195,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, or has no gradients.
         gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
             magnitudes are unscaled, formats are judged on scaled ones. On an accelerator the exponents are right to
-            within one if the scale is no power of two (see `Tally.divided_by`); all else is exact.
+            within one if the scale is not a power of two (see `Tally.divided_by`); all else is exact.
         owned: By module, the names of its own parameters.
         activations: The same of what modules return, where nothing is scaled.
         weights: By parameter, see `updates.update_record`.

@@ -117,7 +117,7 @@ class JSONL:
 
 
 class Sinks:
-    """Some sinks that all get the same records. One that fails is dropped with a warning: training goes on.
+    """Some sinks that all get the same records. One that fails is dropped with a warning: training continues.
 
     Args:
         sinks: Functions of one record; of a path `JSONL` is made.

@@ -1,4 +1,4 @@
-"""Steps without a scaler, told in the way in which a scaler tells of its steps."""
+"""Steps without a scaler, reported as a scaler reports its steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnscaledSteps:
 
     @property
     def iteration(self) -> int:
-        """The number of the step that comes next, each being an iteration of its own."""
+        """The number of the step that comes next, each being its own iteration."""
         return self._steps + 1
 
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
@@ -53,7 +53,7 @@ class UnscaledSteps:
         """Tell of all steps."""
         self._tell(0)
 
-    @never_traced  # a step may be inside of compiled code
+    @never_traced  # a step may be inside compiled code
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False, iteration=self._steps))
@@ -67,16 +67,16 @@ class UnscaledSteps:
 
 
 def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Return who tells of the steps: the scaler, or without one the optimizers themselves.
+    """Return the source of the steps: the scaler, or without one the optimizers.
 
     Raises:
-        TypeError: The scaler does not tell of them.
+        TypeError: The scaler does not report them.
     """
     if scaler is None or not scaler.is_enabled():
         return UnscaledSteps(optimizers)
     if not hasattr(scaler, "register_step_hook"):
         raise TypeError(
-            f"a monitor needs a scaler that tells of its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
+            f"a monitor needs a scaler that reports its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
             "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
         )
     return scaler

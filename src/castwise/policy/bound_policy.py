@@ -60,7 +60,7 @@ _numbers = itertools.count()
 
 
 class State(NamedTuple):
-    """A policy in force.
+    """An active policy.
 
     Args:
         key: The policy's. torch.compile guards on the value of a string, but not on which object another one is.
@@ -163,7 +163,7 @@ class BoundPolicy:
             seen.add(module)
             precision = None if in_force == "inherit" or not needed else in_force
             output = self.output if name == "" else None
-            # Where checkpointing runs a forward again, its module puts op rules in force.
+            # Where checkpointing runs a forward again, its module activates op rules.
             calls_ops = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
             fast_path = None
             if isinstance(module, _WITH_FAST_PATH):
@@ -218,7 +218,7 @@ class BoundPolicy:
         return not self._ruled or not forwards.isdisjoint(self._ruled)
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Put the policy in force, as it is now, when a checkpointed function is run again.
+        """Activate the policy, as it is now, when a checkpointed function is run again.
 
         Not needed for rules of modules, nor for op rules in modules that are called. Without it, ops that a
         checkpointed function calls by itself are run again without their rules.
@@ -253,7 +253,7 @@ class BoundPolicy:
 
     @only_inlined
     def enter(self, region: Any) -> Any:
-        """Put the policy in force in this thread while a region lasts; return what `leave` takes.
+        """Activate the policy in this thread while a region lasts; return what `leave` takes.
 
         Args:
             region: The `castwise.autocast` that is entered, whose switches are set.
@@ -278,7 +278,7 @@ class BoundPolicy:
 
     @only_inlined
     def leave(self, token: Any) -> None:
-        """Put no policy in force.
+        """Deactivate the policy.
 
         Args:
             token: What `enter` has returned.
@@ -299,7 +299,7 @@ class BoundPolicy:
             start: That number; None notes nothing.
             device: The `type` of the region's device.
             native: Whether autocast is enabled, and its dtype.
-            state: The policy's; None where it is not in force.
+            state: The policy's; None where it is not active.
         """
         if start is not None and start != (stop := graph_nodes_made()):
             self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
@@ -331,7 +331,7 @@ def _compared(native: tuple[bool, torch.dtype]) -> tuple[bool, torch.dtype | Non
 
 
 class _Again:
-    """Puts a state in force while a checkpointed function is run again."""
+    """Activates a state while a checkpointed function is run again."""
 
     def __init__(self, state: State | None) -> None:
         self._state = state

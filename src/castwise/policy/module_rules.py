@@ -264,7 +264,7 @@ def _check_forwards_are_called(
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ValueError(
-                "DataParallel runs copies of the model in threads of its own, where no policy is in force: use "
+                "DataParallel runs copies of the model in its own threads, where no policy is active: use "
                 "DistributedDataParallel"
             )
     modules = dict(named)

@@ -207,7 +207,7 @@ def _flags_of(function: _Function) -> tuple[tuple[str, int], ...]:
 
 
 class OpRuleMode(TorchFunctionMode):
-    """Applies a policy's rules for ops while it is in force."""
+    """Applies a policy's rules for ops while it is active."""
 
     def __init__(self, bound: BoundPolicy) -> None:
         TorchFunctionMode.__init__(self)

@@ -64,27 +64,27 @@ class FrozenRules(Mapping[str, str]):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """In which precision which modules and ops of a model run, for `castwise.autocast(..., policy=policy.bind(model))`.
+    """The precision of a model's modules and ops, for `castwise.autocast(..., policy=policy.bind(model))`.
 
-    Dtypes are given by name, `"float16"`, `"bfloat16"` or `"float32"`, or as a `torch.dtype`. What no rule names runs
-    as in `torch.autocast` with the dtype `compute`, natively.
+    A dtype is a name, `"float16"`, `"bfloat16"` or `"float32"`, or a `torch.dtype`. Modules and ops without a rule run
+    as in `torch.autocast` with the dtype `compute`.
 
-    A module rule holds while the forward of the module runs, also when activation checkpointing runs it again; modules
-    inside follow it unless a rule names them. It says one of
+    A module rule holds while the module's forward runs, also when activation checkpointing runs it again. Inner modules
+    follow it unless a rule names them. It is one of
 
     * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
     * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
       dataclasses are looked into) are cast to fp32. Lists and dicts that the module changes are changed for the caller,
       but what it writes in place to a tensor that was cast stays with the cast;
     * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
-    * `"inherit"`: as around the module, to take it out of a wider pattern;
+    * `"inherit"`: as outside the module, to exempt it from a wider pattern;
     * a recipe of 8 or 4 bits, for the `nn.Linear` that it names and for those inside what it names:
       `"float8_tensorwise"`, `"float8_rowwise"`, `"float8_rowwise_with_gw_hp"`, `"float8_blockwise"`, `"mxfp8"` or
       `"nvfp4"`. The output and both gradients are products of operands that are quantized as the recipe says. Operands
       and results are in the dtype around the layer, and the weight stays what it is. With a `"?"` behind it, layers
       that cannot take the recipe stay in the dtype around them.
 
-    Where autocast is off, what modules and ops return that a rule has run in a low precision is cast to fp32.
+    Where autocast is off, outputs of modules and ops that a rule ran in a low precision are cast to fp32.
 
     A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
     regular expression for all of the name, a module type, or `"type:"` and a glob of type names (`"type:*Norm*"`, of
@@ -106,18 +106,18 @@ class Policy:
     A checkpoint around modules with rules breaks the graph of compiled code, unless
     `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
 
-    A policy is in force in the thread that has entered the region.
+    A policy is active in the thread that has entered the region.
 
     Torch runs `nn.TransformerEncoder`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` by one fused op in
     inference on a CPU, whose values and dtype under autocast are others than those of the modules one by one. A policy
-    leaves that alone unless a rule changes something inside of such a module, which then runs one by one.
+    leaves that alone unless a rule changes something inside such a module, which then runs one by one.
 
     Args:
         compute: Dtype of the region; `"float32"` leaves autocast off where no rule says otherwise.
         modules: Dtypes by module.
         ops: Dtypes by op: `"softmax"`, `"torch.nn.functional.softmax"`, `"aten.softmax"`, `"linalg.norm"`, ...
-        output: To what floating-point results (fp64 excepted) of the bound model, and of functions that the region
-            decorates, are cast; None, the default, leaves them.
+        output: Dtype of the floating-point results (except fp64) of the bound model, and of functions that the region
+            decorates; None, the default, leaves them.
         in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
             `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
             it is cast to the destination's. `"raise"`, the default, leaves the error to torch.
@@ -175,12 +175,12 @@ class Policy:
                 )
 
     def bind(self, model: nn.Module) -> BoundPolicy:
-        """Look up all names in a model; bind anew after modules were added to it or replaced.
+        """Look up all names in a model. Bind again after adding or replacing modules.
 
-        To bind the same model again gives the same object, after a look at all names of modules: bind before a loop
-        rather than in it. A module that a rule changes gets a `forward` attribute, which does nothing outside of the
-        policy's regions; deep copies of the model follow the policy, too, and pickled ones do not. Take it off with
-        `BoundPolicy.unbind` for what needs the module's own: `torch.jit.script`, `copy.copy`, `nn.DataParallel`.
+        Binding the same model again returns the same object, but checks all names: bind before a loop, not in it. A
+        module that a rule changes gets a `forward` attribute, which does nothing outside of the policy's regions; deep
+        copies of the model follow the policy, too, and pickled ones do not. Take it off with `BoundPolicy.unbind` for
+        what needs the module's own: `torch.jit.script`, `copy.copy`, `nn.DataParallel`.
 
         Raises:
             TypeError: `model` is not a `torch.nn.Module`.
@@ -197,10 +197,10 @@ class Policy:
         return bind(self, model)
 
     def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> str:
-        """Print by module: type, parameters of its own, dtype of its computation, and the rule that decided it.
+        """Print by module: type, its own parameters, dtype of its computation, and the rule that decided it.
 
         Args:
-            model: As for `bind`, whose errors are raised; nothing is done to it.
+            model: As for `bind`, whose errors are raised. The model is not changed.
             units: As for `fsdp`: adds a column with the dtype in which FSDP2 gathers the module's parameters.
 
         Returns:
@@ -215,7 +215,8 @@ class Policy:
     def fsdp(
         self, model: nn.Module, units: Iterable[Any], *, reduce_dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
-        """Yield what FSDP2 is to shard, inner modules first and the model last, each with its matching policy:
+        """Yield the modules for FSDP2 to shard, inner modules first and the model last, each with its mixed-precision
+        policy:
 
         ```python
         for module, mp_policy in policy.fsdp(model, [nn.LayerNorm, Block]):
@@ -229,8 +230,8 @@ class Policy:
 
         Args:
             model: As for `bind`, whose errors are raised.
-            units: Keys, as in `modules`, of what is to be sharded as a unit of its own, such as types of modules.
-            reduce_dtype: In which gradients are reduced over the ranks.
+            units: Keys, as in `modules`, of the modules that become a unit each, such as types of modules.
+            reduce_dtype: Dtype in which gradients are reduced over the ranks.
         """
         from castwise.policy import fsdp_units
 
@@ -241,7 +242,7 @@ class Policy:
         """Read a policy from a file, as `to_file` writes it, of at most 1 MiB.
 
         Args:
-            path: Of a file whose name ends in `.toml` or `.json`.
+            path: A file whose name ends in `.toml` or `.json`.
 
         Raises:
             OSError: The file cannot be read.

@@ -182,7 +182,7 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     Raises:
         ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
         OSError: A record cannot be read, or the page not be written.
-        ValueError: There are no runs, or a file is no record of a run.
+        ValueError: There are no runs, or a file is not a record of a run.
     """
     given = list(runs)
     if not given:

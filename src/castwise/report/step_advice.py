@@ -179,7 +179,7 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     skips = facts.skips_to_the_end
     met = {record.get("cause") or causes.UNKNOWN for record in skips}
     if met == {causes.NONFINITE_WEIGHTS}:
-        return  # `lost_weights` tells of them
+        return  # `lost_weights` reports them
     found = _diagnosed(facts, *met)
     scales = [number(record.get("scale")) for record in skips]
     lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
@@ -211,7 +211,7 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
 
 
 def _told_by_collapse(facts: RunFacts) -> set[int]:
-    """The last steps, if `collapse` tells of them."""
+    """The last steps, if `collapse` reports them."""
     return {record["step"] for record in facts.skips_to_the_end} if _is_endless(facts) else set()
 
 

@@ -60,7 +60,7 @@ def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
 
     Raises:
         OSError: There is no readable record.
-        ValueError: The file is no record of a run.
+        ValueError: The file is not a record of a run.
     """
     return judge(RunFacts(run if isinstance(run, Run) else Run.read(run)))
 

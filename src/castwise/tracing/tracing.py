@@ -44,17 +44,17 @@ def trace(
     weight_cache: WeightCache | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
-    """Run one forward and backward of a model and say which ops ran in which dtypes, and what was cast.
+    """Run one forward and backward of a model, and return which ops ran in which dtypes and what was cast.
 
-    Gradients, also those of `batch`, buffers, hooks and the state of random number generators are put back; what
-    hooks of the model do is not. All tensors that are cast stay in memory until the end.
+    Gradients (also of `batch`), buffers, hooks and the state of random number generators are restored; effects of the
+    model's hooks are not. All tensors that are cast stay in memory until the end.
 
     Args:
         model: The model.
-        batch: What the model is given: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        policy: Holds in the forward; without one, the forward runs in the region that the caller is in, if any.
-        weight_cache: For that policy's region.
-        loss_fn: Of the model's output, which gives the loss; by default the sum of all floating-point tensors in it.
+        batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        policy: Policy of the forward; without one, the forward runs in the caller's region, if any.
+        weight_cache: Weight cache of that policy's region.
+        loss_fn: Function of the model's output that returns the loss; by default the sum of its floating-point tensors.
             Runs in the region, too. Without anything that needs a gradient there is no backward, and none runs in a
             region.
 

@@ -251,7 +251,7 @@ def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _StandIn:
-    """A module as its forward sees it, but for the weight and the bias."""
+    """A module as its forward sees it, except for the weight and the bias."""
 
     __slots__ = ("_module", "bias", "weight")
 
@@ -304,23 +304,23 @@ def _is_special(param: torch.Tensor) -> bool:
 class WeightCache:
     """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
-    Outputs and gradients are bit for bit those of the region without it, unless a weight changes within a region: it is
-    cast again, where autocast goes on with its old value. A copy is made at the first use of a weight
-    and again after the weight has changed: by an optimizer's step, in place, by a collective, or by another tensor in
-    its place. Writes that leave no trace, such as those through `.data`, need `invalidate()`. Each region compares some
+    Outputs and gradients are bit for bit those without the cache, unless a weight changes within a region: the cache
+    casts it again, while autocast continues with the old value. A weight is copied at its first use, and again after a
+    change: an optimizer's step, a write in place, a collective, or another tensor in its place. Writes that leave no
+    trace, such as those through `.data`, need `invalidate()`. Each region compares some
     weights with their copies, so that a stale copy is found within 200 regions plus one for each weight; entering the
     region then raises.
 
-    What is cached are dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
-    `report()` tells which are not, and why. Autocast casts all others: those of subclasses of these layers, of layers
+    The cache holds dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
+    `report()` lists the others, with reasons. Autocast casts all others: those of subclasses of these layers, of layers
     for which a policy has a rule, of `nn.MultiheadAttention`, in calls of `F.linear` by hand, in torch's inference fast
-    path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. The same goes
-    for trained weights of less than 524,288 elements while gradients are wanted: to keep their casts costs more.
+    path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. It also casts
+    trained weights of fewer than 524,288 elements while gradients are wanted: keeping their casts costs more.
 
-    Copies take half of the bytes of the weights they are of, and are freed with them. Threads may share a cache.
+    Copies take half the bytes of their weights, and are freed with them. Threads may share a cache.
 
     Args:
-        model: Whose parameters are cached, also ones that it gets later.
+        model: The model whose parameters are cached, including those added later.
         verify: `"rolling"` compares at most 0.5% of the bytes of the weights in each region, but one weight, or 64 KiB
             of a larger one, at least; no region waits for an accelerator to do so. True compares a copy with its weight
             at every use, which costs what the cache saves. False compares nothing.
@@ -445,7 +445,7 @@ class WeightCache:
         self._copies.params_have_changed = False
         model = self._copies.model()
         modules = [] if model is None else list(model.modules())
-        # Compiled code looks at whether a module has a forward of its own.
+        # Compiled code looks at whether a module has its own forward.
         compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
         # FSDP2 puts a sharded weight together for a forward; it writes there again without a trace.
         unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -507,7 +507,7 @@ def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
         if kind is not None and type(module) is not kind:
             of_layer = f"of a {type(module).__name__}, not a plain {kind.__name__}"
         elif getattr(vars(module).get("forward"), "__module__", __name__) != __name__:
-            of_layer = f"of a {type(module).__name__} with a forward of its own"
+            of_layer = f"of a {type(module).__name__} with its own forward"
         for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
             reason = of_layer or why_not(param)
             if reason is not None and id(param) not in held:  # those of layers with recipes are held

@@ -133,7 +133,7 @@ def test_two_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tm
 def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path: Path) -> None:
     undisturbed, _ = run(WORKER, 2, tmp_path / "store", f"resumable {tmp_path / 'undisturbed'} never")
     assert (undisturbed["scaler"]["scale"], undisturbed["scaler"]["_growth_tracker"]) == (1024.0, 1)
-    for moment in ("before", "inside", "after"):  # of a step each, and each goes on from where the last one has ended
+    for moment in ("before", "inside", "after"):  # of a step each, and each continues from where the last one has ended
         told, dead = run(WORKER, 2, tmp_path / f"store {moment}", f"resumable {tmp_path / 'killed'} {moment}")
         assert dead is None
         assert isinstance(told, str)  # an error

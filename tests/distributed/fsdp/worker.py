@@ -62,7 +62,7 @@ def ddp(_: int) -> torch.nn.Module:
 
 @functools.cache
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """One for all cases: every group of gloo has threads of its own."""
+    """One for all cases: every group of gloo has its own threads."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -220,7 +220,7 @@ def train(split: torch.nn.Module, scaler: Any, kind: str, clip: bool, fault: str
 
 
 class Stages:
-    """Some stages of a pipeline; each has a loss of its own, and the model's is their sum."""
+    """Some stages of a pipeline; each has its own loss, and the model's is their sum."""
 
     def __init__(self, stages: list[int], kind: str, scaler: Any) -> None:
         self.stages, self.scaler, self.scales, self.norms = {}, scaler, [], []
@@ -254,7 +254,7 @@ class Stages:
 
 
 def pipeline(kind: str, clip: bool, fault: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Every rank has a stage and an optimizer of its own, beside all stages in one process."""
+    """Every rank has a stage and its own optimizer, beside all stages in one process."""
     settings = {"init_scale": 1024.0, "growth_interval": 2}
     group = castwise.GradScaler("cpu", **settings, process_group=dist.group.WORLD, pipeline_stages=world_size)
     last = world_size - 1

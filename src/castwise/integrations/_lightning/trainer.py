@@ -85,7 +85,7 @@ class TrainerPrecision(Scaling):
         return data
 
     def autocast_context_manager(self) -> autocast:
-        """Return the region of a forward; as in Lightning's it keeps no casts of weights, but for a `WeightCache`."""
+        """Return the region of a forward; as in Lightning's it keeps no casts of weights, except in a `WeightCache`."""
         if self._policy is None:
             return autocast(self.device, self._dtype, cache_enabled=False, weight_cache=self._weight_cache)
         if self._bound_policy is None:
