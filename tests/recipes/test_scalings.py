@@ -11,7 +11,11 @@ import torch
 from castwise.recipes.recipe import RECIPES
 from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Numbers, Nvfp4, Scaling
 
-SCALINGS = {scaling for recipe in RECIPES.values() for pair in (recipe.output, recipe.grad_input) for scaling in pair}
+SCALINGS = list(
+    dict.fromkeys(
+        scaling for recipe in RECIPES.values() for pair in (recipe.output, recipe.grad_input) for scaling in pair
+    )
+)
 
 
 def example(seed: int, rows: int = 128, columns: int = 128, spread: float = 4.0) -> torch.Tensor:

@@ -137,5 +137,5 @@ def warn_if_emulated(recipe: Recipe, device: str) -> None:
             f"{recipe.name} is emulated on this {device}: the numbers are those of the recipe, the speed is not. Write "
             'backend="emulated" to say that you know, or see `castwise doctor` for what runs natively',
             UserWarning,
-            4,
+            5,
         )
