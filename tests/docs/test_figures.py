@@ -45,6 +45,7 @@ DEFINITIONS = {
         *("4.25", "6.25", "8.25"),  # bits: of an element, and an eighth of one of its block's scale
         *("0.001", "1.0"),  # an update that is lost; the version of a specification
     },
+    "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
     "docs/explanation/testing.md": {"95%"},  # what `make coverage` asks for
     "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
