@@ -129,6 +129,17 @@ def test_within_a_module_in_fp32_operands_are_quantized_from_fp32() -> None:
     assert seen["dtype"] is torch.float32
 
 
+def test_outputs_are_cast_as_those_of_other_rules() -> None:
+    layer = nn.Linear(32, 32)
+    bound = Policy(compute="bfloat16", modules={"": ROWWISE}, output="float32").bind(layer)
+    with castwise.autocast("cpu", policy=bound):
+        assert layer(X).dtype is torch.float32
+    blocks: Any = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(32, 32)])})
+    rules = {"inner": "bfloat16", "inner.0": ROWWISE}
+    with castwise.autocast("cpu", policy=Policy(compute="float32", modules=rules).bind(blocks)):
+        assert blocks.inner[0](X).dtype is torch.float32
+
+
 def test_rules_for_ops_do_not_reach_into_a_recipe() -> None:
     model, ops = Model(), {"mm": "float16", "linear": "float32", "linalg.vector_norm": "float16"}
     block: Any = model.blocks[0]

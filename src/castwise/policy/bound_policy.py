@@ -391,6 +391,14 @@ class _Rule(NamedTuple):
             return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
         return outer._replace(enabled=False, ops=False, writes=name != "exclude")
 
+    @only_inlined
+    def cast_output(self, result: Any, outer: State) -> Any:
+        """Return what the module returns in the dtype that the policy or the code around it wants."""
+        output = self.output
+        if output is None and not outer.enabled and self.precision in _LOW_PRECISION:
+            output = torch.float32  # what runs without autocast could not use anything else
+        return result if output is None else cast_floats(result, outer.device, output)
+
 
 def _other_forward(module: nn.Module) -> str | None:
     """Return whose forward a module has as an attribute, if that is not that of a rule for the module's own."""
@@ -494,7 +502,7 @@ class _RuledForward:
         if rule.recipe is not None and len(args) + len(kwargs) == 1:
             input = args[0] if args else next(iter(kwargs.values()))
             if isinstance(input, torch.Tensor) and input.is_floating_point() and input.dtype is not torch.float64:
-                return self._by_recipe(input, rule, outer, native)
+                return rule.cast_output(self._by_recipe(input, rule, outer, native), outer)
         state, casts = rule.state_inside(outer), None
         if rule.precision is not None and not state.enabled:
             casts = Casts(outer.device, torch.float32)
@@ -537,10 +545,7 @@ class _RuledForward:
             THREAD.state = before
             if casts is not None:
                 casts.give_back()
-        output = rule.output
-        if output is None and not outer.enabled and rule.precision in _LOW_PRECISION:
-            output = torch.float32  # what runs without autocast could not use anything else
-        return result if output is None else cast_floats(result, outer.device, output)
+        return rule.cast_output(result, outer)
 
     @only_inlined
     def _by_recipe(self, input: torch.Tensor, rule: _Rule, outer: State, native: tuple[bool, torch.dtype, bool]) -> Any:
