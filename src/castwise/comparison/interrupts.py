@@ -17,6 +17,7 @@ class Interrupts:
     Ctrl-C while one is held back gets through at once, so that code that hangs can be stopped.
 
     Example:
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # some programs are started without it
         >>> interrupts = Interrupts()
         >>> try:
         ...     with interrupts:
@@ -27,6 +28,7 @@ class Interrupts:
         ...     print("stopped")
         goes on
         stopped
+        >>> _ = signal.signal(signal.SIGINT, before)
     """
 
     def __init__(self) -> None:
