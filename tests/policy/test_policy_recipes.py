@@ -119,6 +119,32 @@ def test_layers_compute_by_their_recipe_and_all_else_as_before(recipe: str, comp
     assert torch.equal(ours, theirs)
 
 
+def shared() -> nn.ModuleDict:
+    """One layer in two containers."""
+    layer = nn.Linear(32, 32)
+    return nn.ModuleDict({"encoder": nn.Sequential(layer), "decoder": nn.Sequential(layer)})
+
+
+@pytest.mark.parametrize("container", ["encoder", "decoder"])
+def test_a_layer_in_two_containers_has_the_recipe_of_either_and_is_listed_so(container: str) -> None:
+    model: Any = shared()
+    policy = Policy(compute="bfloat16", modules={container: "nvfp4"}, backend="emulated")
+    assert by_recipe(model, {container: "nvfp4"}) == {"encoder.0": "nvfp4", "decoder.0": "nvfp4"}
+    layer = model["encoder"][0]
+    expected = linear(X.bfloat16(), layer.weight, layer.bias, RECIPES["nvfp4"], False)
+    with castwise.autocast("cpu", policy=policy.bind(model)):
+        assert torch.equal(model["encoder"](X), expected)
+        assert torch.equal(model["decoder"](X), expected)
+
+
+@pytest.mark.parametrize("other", ["mxfp8", "float32"])
+def test_containers_that_contradict_over_a_shared_layer_are_refused(other: str) -> None:
+    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are one module, .* give it a rule of its own"):
+        by_recipe(shared(), {"encoder": other, "decoder": "nvfp4"})
+    if other == "float32":
+        assert len(by_recipe(shared(), {"encoder": other, "decoder.0": "nvfp4"})) == 2
+
+
 def test_within_a_module_in_fp32_operands_are_quantized_from_fp32() -> None:
     model = Model()
     bound = Policy(compute="bfloat16", modules={"blocks.0": "float32", "blocks.0.mlp.0": ROWWISE}).bind(model)
