@@ -155,6 +155,23 @@ def test_within_a_module_in_fp32_operands_are_quantized_from_fp32() -> None:
     assert seen["dtype"] is torch.float32
 
 
+def test_a_parametrization_computes_in_the_region_around_the_recipe() -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            half = weight @ (torch.eye(32) / 2)
+            seen.append(half.dtype)
+            return half.float()
+
+    seen: list[torch.dtype] = []
+    layer = nn.Linear(32, 32)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
+    bound = Policy(compute="bfloat16", modules={"": ROWWISE}, backend="emulated").bind(layer)
+    seen.clear()
+    with castwise.autocast("cpu", policy=bound):
+        layer(X)
+    assert seen == [torch.bfloat16]
+
+
 def test_rules_for_ops_do_not_reach_into_a_recipe() -> None:
     model, ops = Model(), {"mm": "float16", "linear": "float32", "linalg.vector_norm": "float16"}
     block: Any = model.blocks[0]

@@ -554,14 +554,15 @@ class _RuledForward:
             if OBSERVERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
+        weight, bias = module.weight, module.bias  # in the region, as a parametrization computes them
         hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
         set_native_state(outer.device, False, native[1], native[2])
         try:
             input = input.to(state.dtype if state.enabled else torch.float32)
             if rule.torchao is not None:
-                return rule.torchao(input, module.weight, module.bias)
+                return rule.torchao(input, weight, bias)
             uses_kernels = input.device.type in rule.kernels_on
-            return quantized_linear.linear(input, module.weight, module.bias, rule.recipe, uses_kernels, weights, tell)
+            return quantized_linear.linear(input, weight, bias, rule.recipe, uses_kernels, weights, tell)
         finally:
             restore_native_state(outer.device, *native)
             if hidden is not None:
