@@ -334,7 +334,7 @@ class OwnForward(nn.Linear):
         (
             nn.Sequential(nn.Conv2d(3, 16, 3)),
             {"0": ROWWISE},
-            "'0' a recipe .*: it is a Conv2d, and recipes are for nn.Linear",
+            "'0' a recipe .*: its type is Conv2d, and recipes are for nn.Linear",
         ),
         (nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has a forward of its own"),
         (nn.Sequential(nn.LazyLinear(16)), {"0": ROWWISE}, "its weight has no shape before the first batch"),
@@ -386,6 +386,27 @@ def test_explain_names_recipes_what_computes_them_and_who_does_not_take_them(
         "head Linear 330 bfloat16 compute; not float8_rowwise: its weight has the shape (10, 32), and float8_rowwise "
         "takes multiples of 16"
     )
+
+
+def test_explain_lists_layers_without_their_recipe_but_not_the_containers_of_layers() -> None:
+    without = {
+        each.name: each.without_recipe
+        for each in decide(Policy("bfloat16", {"*": "mxfp8?"}), Model())
+        if each.without_recipe is not None
+    }
+    assert "head" in without
+    assert without["blocks.0.norm"] == "not mxfp8: its type is LayerNorm, and recipes are for nn.Linear"
+    assert not {"", "blocks", "blocks.0", "blocks.0.mlp"} & without.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "meta"])
+@pytest.mark.parametrize("backend", ["auto", "emulated", "torch"])
+def test_what_computes_a_recipe_is_what_explain_says_on_each_type_of_device(backend: str, device: str) -> None:
+    layer = nn.Linear(32, 32)
+    Policy("bfloat16", {"": ROWWISE}, backend=backend).bind(layer)
+    (rule,) = vars(layer)["forward"].rules.values()
+    by_kernels = recipes.labelled(RECIPES[ROWWISE], backend, device) == f"{ROWWISE} (torch)"
+    assert (device in rule.kernels_on) is by_kernels
 
 
 def test_that_a_recipe_is_emulated_is_said_once() -> None:

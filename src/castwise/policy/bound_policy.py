@@ -46,7 +46,7 @@ from castwise.policy.casting import (
 from castwise.policy.module_rules import Decision, decide, is_never_called
 from castwise.recipes import quantized_linear
 from castwise.recipes.observers import OBSERVERS, Telling
-from castwise.recipes.recipe import RECIPES, Recipe, runs_kernels, warn_if_emulated
+from castwise.recipes.recipe import DEVICES, RECIPES, Recipe, runs_kernels, warn_if_emulated
 from castwise.recipes.torchao_linear import TorchaoLinear
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class _Rule(NamedTuple):
         """Return the rule with what computes its recipe."""
         if backend == "torchao":
             return self._replace(torchao=TorchaoLinear(recipe))
-        kernels_on = {device for device in ("cpu", "cuda") if runs_kernels(recipe, backend, device)}
+        kernels_on = {device for device in DEVICES if runs_kernels(recipe, backend, device)}
         return self._replace(kernels_on=frozenset(kernels_on))
 
     @only_inlined

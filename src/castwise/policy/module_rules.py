@@ -101,7 +101,7 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
         decision = Decision(name, module, value, in_force, compute, key, around)
         if recipe is not None and is_by_recipe:
             decision = decision._replace(recipe=recipe.recipe, key=recipe.key, around=recipe.around)
-        elif recipe is not None:
+        elif recipe is not None and (isinstance(module, nn.Linear) or not _holds_linear_layers(module)):
             decision = decision._replace(without_recipe=f"not {recipe.recipe}: {recipe.why_not}")
         decisions[name] = decision
     return list(decisions.values())
@@ -277,6 +277,10 @@ def _check_none_is_overruled(
 def is_never_called(module: nn.Module) -> bool:
     """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
     return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _holds_linear_layers(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.Linear) for inner in module.modules())
 
 
 def _has_forward(module: nn.Module) -> bool:
