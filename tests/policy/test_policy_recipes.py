@@ -248,6 +248,35 @@ def test_a_backend_without_torchao_names_the_extra(monkeypatch: pytest.MonkeyPat
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
+def test_a_backend_that_is_missing_leaves_no_rules_of_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    model = Model()
+    rules = {"blocks.0.norm": "float32", "blocks.1": ROWWISE}
+    with pytest.raises(ImportError):
+        Policy(compute="bfloat16", modules=rules, backend="torchao").bind(model)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_warning_that_is_an_error_leaves_no_rules() -> None:
+    recipes.SETTLED.clear()
+    model = Model()
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="emulated on this cpu"):
+        warnings.simplefilter("error")
+        Policy(compute="bfloat16", modules={"blocks": ROWWISE}).bind(model)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_layer_whose_weight_is_no_parameter_takes_a_recipe() -> None:
+    layer: Any = nn.Linear(32, 32, bias=False)
+    weight = layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = weight
+    policy = Policy(compute="bfloat16", modules={"": ROWWISE})
+    assert f"{ROWWISE} (emulated)" in policy.explain(layer)
+    with castwise.autocast("cpu", policy=policy.bind(layer)):
+        assert torch.equal(layer(X), linear(X.bfloat16(), weight, None, RECIPES[ROWWISE], False))
+
+
 def test_a_cache_keeps_quantized_weights_until_they_change() -> None:
     model = Model()
     bound = Policy(compute="bfloat16", modules={"blocks": ROWWISE}).bind(model)

@@ -128,7 +128,11 @@ class BoundPolicy:
         self._has_rules = bool(policy.modules or self.op_rules)
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
         self._ruled: list[_RuledForward] = []
-        for decision, rule in self._rules(decisions):
+        rules = list(self._rules(decisions))  # an error of a backend or a warning leaves the model as it was
+        for decision in decisions:
+            if decision.recipe and policy.backend == "auto":
+                warn_if_emulated(RECIPES[decision.recipe], decision.device_of_weight)
+        for decision, rule in rules:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
                 self.unbind()
                 raise ValueError(
@@ -145,9 +149,6 @@ class BoundPolicy:
             elif rule.precision or rule.output or rule.recipe:
                 self.unbind()
                 raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
-        for decision in decisions:
-            if decision.recipe and policy.backend == "auto":
-                warn_if_emulated(RECIPES[decision.recipe], next(decision.module.parameters()).device.type)
 
     def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
         """Yield the modules for which the policy changes anything, each once."""

@@ -51,6 +51,12 @@ class Decision(NamedTuple):
     recipe: str | None = None
     without_recipe: str | None = None
 
+    @property
+    def device_of_weight(self) -> str:
+        """The `type` of the device of a linear layer's weight, which need not be a parameter."""
+        layer: Any = self.module
+        return str(layer.weight.device.type)
+
 
 def spelled(key: Any) -> Any:
     """Return a module rule's key as a string: types and compiled expressions have a spelling of their own."""
