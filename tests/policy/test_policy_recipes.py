@@ -259,10 +259,11 @@ def test_a_backend_that_is_missing_leaves_no_rules_of_other_modules(monkeypatch:
 
 def test_a_warning_that_is_an_error_leaves_no_rules() -> None:
     recipes.SETTLED.clear()
-    model = Model()
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="emulated on this cpu"):
+    model, policy = Model(), Policy(compute="bfloat16", modules={"blocks": ROWWISE})
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Policy(compute="bfloat16", modules={"blocks": ROWWISE}).bind(model)
+        with pytest.raises(UserWarning, match="emulated on this cpu"):
+            policy.bind(model)
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
