@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Monitor, Policy
+from castwise.monitor.quantized_layers import _measured
 from castwise.monitor.run import Run
 from castwise.recipes.observers import OBSERVERS
 from castwise.recipes.recipe import RECIPES
@@ -88,6 +89,27 @@ def test_what_gradients_lose_is_seen(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_recorded(tmp_path: Path) -> None:
     samples, *_ = recorded(tmp_path, "float8_rowwise", scale=float("inf"))
     assert math.isnan(samples[0]["quantized"]["2"]["grad_output"]["relative_error"])
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e30])
+def test_the_relative_error_is_that_of_any_magnitude(scale: float) -> None:
+    operand, scaling = (
+        torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * scale,
+        RECIPES["mxfp8"].output[0],
+    )
+    kept = scaling.dequantize_(scaling.quantize(operand)).double()
+    expected = ((kept - operand).norm() / operand.double().norm()).item()
+    assert 0.01 < expected < 0.1
+    error = _measured(operand, scaling, scaling.quantize(operand))[2].item()
+    assert error == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_of_zeros_nothing_is_lost(recipe: str) -> None:
+    operand = torch.zeros(128, 128)
+    for scaling in (*RECIPES[recipe].output, *RECIPES[recipe].grad_input):
+        saturated, flushed, error, *_ = _measured(operand, scaling, scaling.quantize(operand)).tolist()
+        assert (saturated, flushed, error) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

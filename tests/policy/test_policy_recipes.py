@@ -119,6 +119,32 @@ def test_layers_compute_by_their_recipe_and_all_else_as_before(recipe: str, comp
     assert torch.equal(ours, theirs)
 
 
+def shared() -> nn.ModuleDict:
+    """One layer in two containers."""
+    layer = nn.Linear(32, 32)
+    return nn.ModuleDict({"encoder": nn.Sequential(layer), "decoder": nn.Sequential(layer)})
+
+
+@pytest.mark.parametrize("container", ["encoder", "decoder"])
+def test_a_layer_in_two_containers_has_the_recipe_of_either_and_is_listed_so(container: str) -> None:
+    model: Any = shared()
+    policy = Policy(compute="bfloat16", modules={container: "nvfp4"}, backend="emulated")
+    assert by_recipe(model, {container: "nvfp4"}) == {"encoder.0": "nvfp4", "decoder.0": "nvfp4"}
+    layer = model["encoder"][0]
+    expected = linear(X.bfloat16(), layer.weight, layer.bias, RECIPES["nvfp4"], False)
+    with castwise.autocast("cpu", policy=policy.bind(model)):
+        assert torch.equal(model["encoder"](X), expected)
+        assert torch.equal(model["decoder"](X), expected)
+
+
+@pytest.mark.parametrize("other", ["mxfp8", "float32"])
+def test_containers_that_contradict_over_a_shared_layer_are_refused(other: str) -> None:
+    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are one module, .* give it a rule of its own"):
+        by_recipe(shared(), {"encoder": other, "decoder": "nvfp4"})
+    if other == "float32":
+        assert len(by_recipe(shared(), {"encoder": other, "decoder.0": "nvfp4"})) == 2
+
+
 def test_within_a_module_in_fp32_operands_are_quantized_from_fp32() -> None:
     model = Model()
     bound = Policy(compute="bfloat16", modules={"blocks.0": "float32", "blocks.0.mlp.0": ROWWISE}).bind(model)
@@ -138,6 +164,23 @@ def test_outputs_are_cast_as_those_of_other_rules() -> None:
     rules = {"inner": "bfloat16", "inner.0": ROWWISE}
     with castwise.autocast("cpu", policy=Policy(compute="float32", modules=rules).bind(blocks)):
         assert blocks.inner[0](X).dtype is torch.float32
+
+
+def test_a_parametrization_computes_in_the_region_around_the_recipe() -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            half = weight @ (torch.eye(32) / 2)
+            seen.append(half.dtype)
+            return half.float()
+
+    seen: list[torch.dtype] = []
+    layer = nn.Linear(32, 32)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
+    bound = Policy(compute="bfloat16", modules={"": ROWWISE}, backend="emulated").bind(layer)
+    seen.clear()
+    with castwise.autocast("cpu", policy=bound):
+        layer(X)
+    assert seen == [torch.bfloat16]
 
 
 def test_rules_for_ops_do_not_reach_into_a_recipe() -> None:
@@ -214,6 +257,36 @@ def test_a_backend_without_torchao_names_the_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ImportError, match=r"pip install 'castwise\[torchao\]'"):
         Policy(compute="bfloat16", modules={"blocks": ROWWISE}, backend="torchao").bind(model)
     assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_backend_that_is_missing_leaves_no_rules_of_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    model = Model()
+    rules = {"blocks.0.norm": "float32", "blocks.1": ROWWISE}
+    with pytest.raises(ImportError):
+        Policy(compute="bfloat16", modules=rules, backend="torchao").bind(model)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_warning_that_is_an_error_leaves_no_rules() -> None:
+    recipes.SETTLED.clear()
+    model, policy = Model(), Policy(compute="bfloat16", modules={"blocks": ROWWISE})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="emulated on this cpu"):
+            policy.bind(model)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_layer_whose_weight_is_no_parameter_takes_a_recipe() -> None:
+    layer: Any = nn.Linear(32, 32, bias=False)
+    weight = layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = weight
+    policy = Policy(compute="bfloat16", modules={"": ROWWISE})
+    assert f"{ROWWISE} (emulated)" in policy.explain(layer)
+    with castwise.autocast("cpu", policy=policy.bind(layer)):
+        assert torch.equal(layer(X), linear(X.bfloat16(), weight, None, RECIPES[ROWWISE], False))
 
 
 def test_a_cache_keeps_quantized_weights_until_they_change() -> None:
@@ -302,7 +375,7 @@ class OwnForward(nn.Linear):
         (
             nn.Sequential(nn.Conv2d(3, 16, 3)),
             {"0": ROWWISE},
-            "'0' a recipe .*: it is a Conv2d, and recipes are for nn.Linear",
+            "'0' a recipe .*: its type is Conv2d, and recipes are for nn.Linear",
         ),
         (nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has a forward of its own"),
         (nn.Sequential(nn.LazyLinear(16)), {"0": ROWWISE}, "its weight has no shape before the first batch"),
@@ -354,6 +427,27 @@ def test_explain_names_recipes_what_computes_them_and_who_does_not_take_them(
         "head Linear 330 bfloat16 compute; not float8_rowwise: its weight has the shape (10, 32), and float8_rowwise "
         "takes multiples of 16"
     )
+
+
+def test_explain_lists_layers_without_their_recipe_but_not_the_containers_of_layers() -> None:
+    without = {
+        each.name: each.without_recipe
+        for each in decide(Policy("bfloat16", {"*": "mxfp8?"}), Model())
+        if each.without_recipe is not None
+    }
+    assert "head" in without
+    assert without["blocks.0.norm"] == "not mxfp8: its type is LayerNorm, and recipes are for nn.Linear"
+    assert not {"", "blocks", "blocks.0", "blocks.0.mlp"} & without.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "meta"])
+@pytest.mark.parametrize("backend", ["auto", "emulated", "torch"])
+def test_what_computes_a_recipe_is_what_explain_says_on_each_type_of_device(backend: str, device: str) -> None:
+    layer = nn.Linear(32, 32)
+    Policy("bfloat16", {"": ROWWISE}, backend=backend).bind(layer)
+    (rule,) = vars(layer)["forward"].rules.values()
+    by_kernels = recipes.labelled(RECIPES[ROWWISE], backend, device) == f"{ROWWISE} (torch)"
+    assert (device in rule.kernels_on) is by_kernels
 
 
 def test_that_a_recipe_is_emulated_is_said_once() -> None:

@@ -156,6 +156,16 @@ def test_an_input_without_rows_has_an_output_without_rows(recipe: str, dtype: to
     assert (layer.weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_without_outputs_has_none(recipe: str) -> None:
+    layer, x = nn.Linear(128, 0), torch.randn(4, 128, requires_grad=True)
+    output = linear(x, layer.weight, layer.bias, RECIPES[recipe], False)
+    output.sum().backward()
+    assert output.shape == (4, 0)
+    assert x.grad is not None
+    assert (x.grad == 0).all()
+
+
 def test_a_second_derivative_is_refused() -> None:
     layer, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
     output = linear(x, layer.weight, layer.bias, RECIPES["float8_rowwise"], False)

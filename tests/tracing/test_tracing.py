@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -418,3 +419,47 @@ def test_a_recipe_is_one_op_and_its_operands_are_casts() -> None:
     assert first.redundant() == (0, 0)
     kept = {row.of for row in again.casts if row.target in ("e4m3", "e2m1")}
     assert kept == {"activation", "gradient"}
+
+
+def linear_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+MXFP8 = Policy(compute="bfloat16", modules={nn.Linear: "mxfp8"}, backend="emulated")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_by_a_recipe_counts_as_backward(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linear_layers()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.layers, x, use_reentrant=use_reentrant)
+
+    seen = castwise.trace(Checkpointed(), torch.randn(4, 32).requires_grad_(), policy=MXFP8)
+    (products,) = [op for op in seen.ops if op.op == "mxfp8 (emulated)"]
+    assert (products.forward, products.backward) == (2, 4)
+    quantized = [(cast.phase, cast.count) for cast in seen.casts if cast.target == "e4m3"]
+    assert sum(count for phase, count in quantized if phase == "forward") == 4
+    assert sum(count for phase, count in quantized if phase == "backward") == 4 + 8
+
+
+def test_layers_of_other_models_that_compute_meanwhile_are_not_counted() -> None:
+    other = linear_layers()
+    bound = MXFP8.bind(other)
+
+    def computes_elsewhere() -> None:
+        with castwise.autocast("cpu", policy=bound):
+            other(torch.randn(4, 32)).sum().backward()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=computes_elsewhere)
+        thread.start()
+        thread.join()
+        return output.sum()
+
+    model, x = linear_layers(), torch.randn(4, 32)
+    assert castwise.trace(model, x, policy=MXFP8, loss_fn=loss) == castwise.trace(model, x, policy=MXFP8)

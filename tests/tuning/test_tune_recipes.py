@@ -99,3 +99,26 @@ def test_compare_says_what_a_recipe_does_to_each_layer() -> None:
         assert errors["recipes"][layer] > at_least * errors["bf16"][layer]
     assert errors["recipes"]["4"] == pytest.approx(errors["bf16"]["4"], rel=0.5)
     assert "recipes: nvfp4 is emulated" in drift.notes
+
+
+class Branching(nn.Module):
+    """Its large layer runs for positive batches alone; the others are too narrow for any recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.wide, self.head = nn.Linear(32, 12), nn.Linear(32, 64), nn.Linear(12, 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.stem(x)
+        if x.mean() > 1:
+            hidden = hidden + self.wide(x).mean()
+        return self.head(hidden)
+
+
+def test_the_speed_of_a_layer_that_the_first_batch_does_not_call_is_measured_too() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(32, 32) + shift, torch.randint(10, (32,))) for shift in (0, 0, 3, 3)]
+    best = castwise.tune(Branching(), batches, loss=cross_entropy, formats=("bfloat16", "mxfp8"), tolerance=0.05)
+    assert best.formats["wide"] == "mxfp8"
+    assert "a forward of its 1 layer takes" in best.notes[-1]

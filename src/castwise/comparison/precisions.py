@@ -17,7 +17,7 @@ from castwise.comparison.errors import local
 from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.casting import in_native_state, native_state_of
 from castwise.policy.policy import Policy
-from castwise.recipes.recipe import RECIPES, SETTLED
+from castwise.recipes.recipe import DEVICES, RECIPES, SETTLED
 
 # An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
 _LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
@@ -185,7 +185,7 @@ def _bound_without_warning(policy: Policy, model: nn.Module) -> BoundPolicy:
     """Bind a policy; that recipes are emulated is said in notes."""
     before = set(SETTLED)
     try:
-        SETTLED.update(itertools.product(RECIPES.values(), ("cpu", "cuda")))
+        SETTLED.update(itertools.product(RECIPES.values(), DEVICES))
         return policy.bind(model)
     finally:
         SETTLED.intersection_update(before)

@@ -108,7 +108,11 @@ def _measured(operand: torch.Tensor, by: Scaling, to: Quantized) -> torch.Tensor
         step = 2.0 ** (math.floor(math.log2(numbers.largest)) - numbers.mantissa_bits)
         rounded = kept.abs() * (1 + step / 2 / numbers.largest)
         beyond = (to.values.abs() == numbers.largest) & (given.abs() > rounded)
-        error = torch.linalg.vector_norm(given - kept) / torch.linalg.vector_norm(given)
+        # Divided by the largest number, or squares are beyond fp32; of zeros nothing is lost.
+        largest = given.abs().amax()
+        largest = largest.masked_fill(largest == 0, 1.0)
+        lost, norm = (torch.linalg.vector_norm(each / largest) for each in (given - kept, given))
+        error = lost / norm.masked_fill(norm == 0, 1.0)
         scale = to.scale.reciprocal() if isinstance(by, Float8) else to.scale
         flushed = ((kept == 0) & (given != 0)).float().mean()
         return torch.stack([beyond.float().mean(), flushed, error, scale.amin(), scale.amax()])

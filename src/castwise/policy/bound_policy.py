@@ -46,7 +46,7 @@ from castwise.policy.casting import (
 from castwise.policy.module_rules import Decision, decide, is_never_called
 from castwise.recipes import quantized_linear
 from castwise.recipes.observers import OBSERVERS, Telling
-from castwise.recipes.recipe import RECIPES, Recipe, runs_kernels, warn_if_emulated
+from castwise.recipes.recipe import DEVICES, RECIPES, Recipe, runs_kernels, warn_if_emulated
 from castwise.recipes.torchao_linear import TorchaoLinear
 
 if TYPE_CHECKING:
@@ -128,7 +128,11 @@ class BoundPolicy:
         self._has_rules = bool(policy.modules or self.op_rules)
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
         self._ruled: list[_RuledForward] = []
-        for decision, rule in self._rules(decisions):
+        rules = list(self._rules(decisions))  # an error of a backend or a warning leaves the model as it was
+        for decision in decisions:
+            if decision.recipe and policy.backend == "auto":
+                warn_if_emulated(RECIPES[decision.recipe], decision.device_of_weight)
+        for decision, rule in rules:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
                 self.unbind()
                 raise ValueError(
@@ -145,9 +149,6 @@ class BoundPolicy:
             elif rule.precision or rule.output or rule.recipe:
                 self.unbind()
                 raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
-        for decision in decisions:
-            if decision.recipe and policy.backend == "auto":
-                warn_if_emulated(RECIPES[decision.recipe], next(decision.module.parameters()).device.type)
 
     def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
         """Yield the modules for which the policy changes anything, each once."""
@@ -378,7 +379,7 @@ class _Rule(NamedTuple):
         """Return the rule with what computes its recipe."""
         if backend == "torchao":
             return self._replace(torchao=TorchaoLinear(recipe))
-        kernels_on = {device for device in ("cpu", "cuda") if runs_kernels(recipe, backend, device)}
+        kernels_on = {device for device in DEVICES if runs_kernels(recipe, backend, device)}
         return self._replace(kernels_on=frozenset(kernels_on))
 
     @only_inlined
@@ -559,14 +560,15 @@ class _RuledForward:
             if OBSERVERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
+        weight, bias = module.weight, module.bias  # in the region, as a parametrization computes them
         hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
         set_native_state(outer.device, False, native[1], native[2])
         try:
             input = input.to(state.dtype if state.enabled else torch.float32)
             if rule.torchao is not None:
-                return rule.torchao(input, module.weight, module.bias)
+                return rule.torchao(input, weight, bias)
             uses_kernels = input.device.type in rule.kernels_on
-            return quantized_linear.linear(input, module.weight, module.bias, rule.recipe, uses_kernels, weights, tell)
+            return quantized_linear.linear(input, weight, bias, rule.recipe, uses_kernels, weights, tell)
         finally:
             restore_native_state(outer.device, *native)
             if hidden is not None:

@@ -48,8 +48,7 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
 
 def _computes_in(policy: Policy, decision: Decision) -> str:
     if decision.recipe:
-        device = next(decision.module.parameters()).device.type
-        return labelled(RECIPES[decision.recipe], policy.backend, device)
+        return labelled(RECIPES[decision.recipe], policy.backend, decision.device_of_weight)
     return decision.compute + (" (autocast off)" if decision.value == "exclude" else "")
 
 

@@ -51,6 +51,12 @@ class Decision(NamedTuple):
     recipe: str | None = None
     without_recipe: str | None = None
 
+    @property
+    def device_of_weight(self) -> str:
+        """The `type` of the device of a linear layer's weight, which need not be a parameter."""
+        layer: Any = self.module
+        return str(layer.weight.device.type)
+
 
 def spelled(key: Any) -> Any:
     """Return a module rule's key as a string: types and compiled expressions have a spelling of their own."""
@@ -101,7 +107,7 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
         decision = Decision(name, module, value, in_force, compute, key, around)
         if recipe is not None and is_by_recipe:
             decision = decision._replace(recipe=recipe.recipe, key=recipe.key, around=recipe.around)
-        elif recipe is not None:
+        elif recipe is not None and (isinstance(module, nn.Linear) or not _holds_linear_layers(module)):
             decision = decision._replace(without_recipe=f"not {recipe.recipe}: {recipe.why_not}")
         decisions[name] = decision
     return list(decisions.values())
@@ -120,19 +126,21 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
     """Return by name the linear layers that rules with recipes give one, in the modules that they name or within.
 
     Raises:
-        ValueError: One does not take its recipe, or a rule gives none to any.
+        ValueError: One does not take its recipe, a rule gives none to any, or two names of one layer contradict.
     """
     found: dict[str, _Given] = {}
-    scopes: dict[str, tuple[str, str] | None] = {}  # the key of a recipe that holds, and the module that it names
+    scopes: dict[str, tuple[str, str] | None] = {}  # the key of the rule that holds, and the module that it names
     for name, module in named:
         scope = scopes.get(name.rpartition(".")[0]) if name else None
         is_named = name in scoping and policy.modules[scoping[name]] != "inherit"
         if is_named:
-            scope = (scoping[name], name) if recipe_named(policy.modules[scoping[name]]) else None
+            scope = scoping[name], name
         scopes[name] = scope
         if scope is None or not (is_named or isinstance(module, nn.Linear)) or is_never_called(module):
             continue
         key, rule = scope[0], policy.modules[scope[0]]
+        if recipe_named(rule) is None:
+            continue
         recipe, why_not = rule.removesuffix("?"), why_not_for(module, rule)
         if why_not is None or rule.endswith("?"):
             found[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
@@ -144,7 +152,30 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
     for key, rule in policy.modules.items():
         if recipe_named(rule) and key in scoping.values() and not any(given.key == key for given in found.values()):
             raise ValueError(f"modules[{key!r}] = {rule!r} gives no module a recipe: recipes are for nn.Linear")
+    _agree_on_recipes_of_shared_layers(policy, named, scopes, found)
     return found
+
+
+def _agree_on_recipes_of_shared_layers(
+    policy: Policy,
+    named: list[tuple[str, nn.Module]],
+    scopes: Mapping[str, tuple[str, str] | None],
+    found: dict[str, _Given],
+) -> None:
+    """Let the recipe that a layer takes by one of its names hold by the others: it computes by one wherever it is."""
+    for of_one in _names_by_module(named).values():
+        taken = next((found[name] for name in of_one if name in found and found[name].why_not is None), None)
+        if taken is None:
+            continue
+        for name in of_one:
+            scope = scopes[name]
+            if scope is not None and policy.modules[scope[0]].removesuffix("?") != taken.recipe:
+                raise ValueError(
+                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{taken.key!r}] = "
+                    f"{policy.modules[taken.key]!r} contradicts modules[{scope[0]!r}] = {policy.modules[scope[0]]!r}: "
+                    "give it a rule of its own"
+                )
+            found[name] = taken
 
 
 def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules") -> list[str]:
@@ -254,6 +285,10 @@ def is_never_called(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
+def _holds_linear_layers(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.Linear) for inner in module.modules())
+
+
 def _has_forward(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
@@ -279,10 +314,7 @@ def _check_forwards_are_called(
 
 def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]], deciding: dict[str, str]) -> None:
     """Let what decides one name of a module decide its other names."""
-    names: dict[int, list[str]] = {}
-    for name, module in named:
-        names.setdefault(id(module), []).append(name)
-    for of_one in names.values():
+    for of_one in _names_by_module(named).values():
         keys = [deciding[name] for name in of_one if name in deciding]
         if len(of_one) == 1 or not keys:
             continue
@@ -295,3 +327,10 @@ def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]],
                     f"{policy.modules[first]!r} contradicts modules[{key!r}] = {policy.modules[key]!r}"
                 )
         deciding.update(dict.fromkeys(of_one, first))
+
+
+def _names_by_module(named: list[tuple[str, nn.Module]]) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, module in named:
+        names.setdefault(id(module), []).append(name)
+    return names

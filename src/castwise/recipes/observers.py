@@ -58,11 +58,11 @@ class Telling(NamedTuple):
     def products(self, phase: Phase, *operands: torch.Tensor) -> ExitStack:
         """Surround the products of a forward or backward."""
         stack = ExitStack()
-        for observer in OBSERVERS:
+        for observer in tuple(OBSERVERS):  # another thread may add one
             stack.enter_context(observer.products(self, phase, operands))
         return stack
 
     def quantized(self, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Tell of an operand."""
-        for observer in OBSERVERS:
+        for observer in tuple(OBSERVERS):  # another thread may add one
             observer.quantized(self, operand, tensor, by, to)

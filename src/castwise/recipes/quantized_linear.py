@@ -44,7 +44,7 @@ def linear(
         weights: Quantizes the weight.
         tell: Tells observers, if there are any.
     """
-    if input.numel() == 0:  # there is no largest number of none
+    if input.numel() == 0 or weight.numel() == 0:  # there is no largest number of none
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
     arguments = input, weight, recipe, uses_kernels, weights, tell
     output: torch.Tensor = _Products.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's

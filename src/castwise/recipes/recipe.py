@@ -11,7 +11,8 @@ from castwise._warnings import warn
 from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Nvfp4, Scaling
 
 BACKENDS = ("auto", "emulated", "torch", "torchao")
-
+DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
+"""Types of devices, on each of which a recipe is computed by what `labelled` says."""
 
 Scalings = tuple[Scaling, Scaling]
 """Of the two operands of a product."""
@@ -69,7 +70,7 @@ def why_not_for(module: nn.Module, rule: str) -> str | None:
     """Return why a module cannot take the recipe of a rule, or None if it can."""
     recipe = RECIPES[rule.removesuffix("?")]
     if not isinstance(module, nn.Linear):
-        return f"it is a {type(module).__name__}, and recipes are for nn.Linear"
+        return f"its type is {type(module).__name__}, and recipes are for nn.Linear"
     if type(module).forward is not nn.Linear.forward:
         return f"this {type(module).__name__} has a forward of its own"
     if isinstance(module.weight, nn.UninitializedParameter):

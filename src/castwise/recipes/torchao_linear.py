@@ -42,7 +42,7 @@ class TorchaoLinear:
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return what the layer returns for an input in the dtype that the output is to have."""
-        if input.numel() == 0:  # of nothing there is no largest number
+        if input.numel() == 0 or weight.numel() == 0:  # of nothing there is no largest number
             return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
         output: torch.Tensor = self._forward(_Layer(weight, bias, self._mm_config, self._config), input)
         return output

@@ -156,6 +156,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
         self.phase = "forward"
         self._module_of_op = module_of_op
+        self._modules = set(model.modules())
         self._ops: Counter[tuple[str, str, str, str]] = Counter()
         self._casts: dict[tuple[str, str, str, str, str, str], list[int]] = {}
         self._weights: dict[Any, str] = {}
@@ -186,8 +187,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @contextmanager
     def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """Count what a layer computes by a recipe as one op."""
-        self._ops[telling.label, _dtypes(operands), _name(operands[0].dtype), phase] += 1
+        """Count what a layer computes by a recipe as one op, in the phase that it is computed in."""
+        if telling.layer not in self._modules:  # of a model that another thread runs
+            yield
+            return
+        self._ops[telling.label, _dtypes(operands), _name(operands[0].dtype), self.phase] += 1
         self._is_quantizing = True
         try:
             yield
@@ -196,11 +200,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Count the quantizing of an operand as a cast, unless a `WeightCache` has kept it."""
-        if self._has_computed:
+        if self._has_computed and telling.layer in self._modules:
             self._has_computed = False
             of = self._of(tensor) if "weight" in operand else "gradient" if "grad" in operand else "activation"
-            phase = "forward" if operand in ("input", "weight") else "backward"
-            kind = (self._module_of_op.name() or "", phase, of, _name(tensor.dtype), by.numbers.name, "")
+            kind = (self._module_of_op.name() or "", self.phase, of, _name(tensor.dtype), by.numbers.name, "")
             total = self._casts.setdefault(kind, [0, 0])
             total[0] += 1
             total[1] += _nbytes(tensor) + tensor.numel() * (4 if by.numbers is E2M1 else 8) // 8

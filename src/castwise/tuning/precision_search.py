@@ -209,7 +209,7 @@ class Search:
                 self._note(everywhere, drift[name].summary.relative_loss_error)
             choice = self._improved(self._on_the_path(search), search)
             choice, error = self._repaired(choice, search, held_out)
-            worth = self._worth_of_recipes(choice, found[search[0]])
+            worth = self._worth_of_recipes(choice, [found[place] for place in search])
         policy = self._policy(choice)
         point = self._points[policy]
         never_called = tuple(name for name in drift.not_called if name not in called)
@@ -314,7 +314,7 @@ class Search:
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
         return list(run.calls.values())
 
-    def _worth_of_recipes(self, choice: Choice, batch: Any) -> list[str]:
+    def _worth_of_recipes(self, choice: Choice, batches: list[Any]) -> list[str]:
         """Return what the speed of this machine says of the recipes that were chosen: notes."""
         notes = []
         for name in [name for name in RECIPES if name in choice.values()]:
@@ -323,7 +323,10 @@ class Search:
                 policies = {each: self._uniform(each) for each in (name, self._around)}
                 bound = {each: stack.enter_context(bound_for_now(of, self._model)) for each, of in policies.items()}
                 watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
-                calls = [call for call in self._calls(watch, batch) if call.tap.name in layers]
+                calls: list[Call] = []
+                for batch in batches:  # until each layer was called
+                    missing = layers - {call.tap.name for call in calls}
+                    calls += [call for call in self._calls(watch, batch) if call.tap.name in missing] if missing else []
                 precisions = {each: Precision(self._device, of_each) for each, of_each in bound.items()}
                 seconds = costs.measured(watch, calls, self._device, precisions).values()
             ratio = sum(of[name] for of in seconds) / sum(of[self._around] for of in seconds)

@@ -304,6 +304,9 @@ def _is_special(param: torch.Tensor) -> bool:
 class WeightCache:
     """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
+    Where a policy has a recipe of 8 or 4 bits for a layer, it keeps the quantized weight with its scales instead, also
+    of a 16-bit weight: two copies in bf16, as it is and transposed.
+
     Outputs and gradients are bit for bit those without the cache, unless a weight changes within a region: the cache
     casts it again, while autocast continues with the old value. A weight is copied at its first use, and again after a
     change: an optimizer's step, a write in place, a collective, or another tensor in its place. Writes that leave no
@@ -317,7 +320,7 @@ class WeightCache:
     path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. It also casts
     trained weights of fewer than 524,288 elements while gradients are wanted: keeping their casts costs more.
 
-    Copies take half the bytes of their weights, and are freed with them. Threads may share a cache.
+    Other copies take half the bytes of their weights; all are freed with the weights. Threads may share a cache.
 
     Args:
         model: The model whose parameters are cached, including those added later.
@@ -330,7 +333,7 @@ class WeightCache:
         ValueError: `verify` is none of these.
 
     Warns:
-        UserWarning: The weights of all layers are 16-bit, so that there is nothing to keep.
+        UserWarning: The weights of all layers are 16-bit, so that there is nothing to keep without recipes.
 
     Example:
         >>> import castwise
@@ -353,7 +356,7 @@ class WeightCache:
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
                 "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache has nothing "
-                "to keep: leave it out",
+                "to keep but what recipes of 8 and 4 bits make of them: leave it out if the policy has none",
                 UserWarning,
                 2,
             )
