@@ -78,8 +78,9 @@ def test_torchs_kernels_compute_the_same_products(recipe: str) -> None:
         layer, x, grad = case(seed)
         both = zip(ours(layer, x, grad, recipe), ours(layer, x, grad, recipe, uses_kernels=True), strict=True)
         for emulated, computed in both:
-            eps = torch.finfo(x.dtype).eps
-            torch.testing.assert_close(computed, emulated, rtol=2 * eps, atol=(2 * eps * emulated.abs().max()).item())
+            # Of 200 products in another order, sums differ by some roundings to fp32.
+            bound = 2 * torch.finfo(x.dtype).eps + 16 * torch.finfo(torch.float32).eps
+            torch.testing.assert_close(computed, emulated, rtol=bound, atol=bound * emulated.abs().max().item())
 
 
 def in_fp64(scaling: Scaling, operand: torch.Tensor) -> torch.Tensor:
@@ -164,6 +165,19 @@ def test_a_layer_without_outputs_has_none(recipe: str) -> None:
     assert output.shape == (4, 0)
     assert x.grad is not None
     assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 3, 16)])
+def test_its_output_may_be_written_in_place(shape: tuple[int, ...]) -> None:
+    layer, x = nn.Linear(16, 16, bias=False), torch.randn(shape)
+    grads = []
+    for inplace in (False, True):
+        layer.zero_grad()
+        output = linear(x, layer.weight, None, RECIPES["float8_rowwise"], False)
+        nn.functional.relu(output, inplace=inplace).sum().backward()
+        assert layer.weight.grad is not None
+        grads.append(layer.weight.grad.clone())
+    assert torch.equal(*grads)
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -46,13 +46,15 @@ def linear(
     """
     if input.numel() == 0 or weight.numel() == 0:  # there is no largest number of none
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-    arguments = input, weight, recipe, uses_kernels, weights, tell
+    # Shaped out here: what writes in place, such as nn.ReLU(inplace=True), must not be given a view from a Function.
+    arguments = input.reshape(-1, input.shape[-1]), weight, recipe, uses_kernels, weights, tell
     output: torch.Tensor = _Products.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    output = output.view(*input.shape[:-1], -1)
     return output if bias is None else output + bias.to(output.dtype)
 
 
 class _Products(torch.autograd.Function):
-    """The three products."""
+    """The three products, of matrices."""
 
     @staticmethod
     def forward(
@@ -68,11 +70,9 @@ class _Products(torch.autograd.Function):
         ctx.recipe, ctx.uses_kernels, ctx.weights, ctx.tell = recipe, uses_kernels, weights, tell
         of_input, of_weight = recipe.output
         with nullcontext() if tell is None else tell.products("forward", input, weight):
-            rows = input.reshape(-1, input.shape[-1])
-            left = _told("input", rows, of_input, of_input.quantize(rows), tell)
+            left = _told("input", input, of_input, of_input.quantize(input), tell)
             right = _told("weight", weight, of_weight, weights(weight, of_weight, False), tell)
-            output = _product(left, of_input, right, of_weight, input.dtype, uses_kernels)
-        return output.view(*input.shape[:-1], -1)
+            return _product(left, of_input, right, of_weight, input.dtype, uses_kernels)
 
     @staticmethod
     @once_differentiable
@@ -80,21 +80,20 @@ class _Products(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         recipe, uses_kernels, tell, dtype = ctx.recipe, ctx.uses_kernels, ctx.tell, input.dtype
         with nullcontext() if tell is None else tell.products("backward", input, weight, grad_output):
-            grads, grad_input, grad_weight = grad_output.reshape(-1, grad_output.shape[-1]), None, None
+            grad_input = grad_weight = None
             if ctx.needs_input_grad[0]:
                 of_grad, of_weight = recipe.grad_input
-                left = _told("grad_output", grads, of_grad, of_grad.quantize(grads), tell)
+                left = _told("grad_output", grad_output, of_grad, of_grad.quantize(grad_output), tell)
                 right = _told("weight_t", weight, of_weight, ctx.weights(weight, of_weight, True), tell)
-                grad_input = _product(left, of_grad, right, of_weight, dtype, uses_kernels).view(input.shape)
+                grad_input = _product(left, of_grad, right, of_weight, dtype, uses_kernels)
             if ctx.needs_input_grad[1]:
-                rows = input.reshape(-1, input.shape[-1])
                 if recipe.grad_weight is None:
-                    grad_weight = _mm(grads.t(), rows)
+                    grad_weight = _mm(grad_output.t(), input)
                 else:
                     of_grad, of_input = recipe.grad_weight
-                    grads_t, rows_t = _padded(grads, recipe).t(), _padded(rows, recipe).t()
-                    left = _told("grad_output_t", grads, of_grad, of_grad.quantize(grads_t), tell)
-                    right = _told("input_t", rows, of_input, of_input.quantize(rows_t), tell)
+                    grads_t, input_t = _padded(grad_output, recipe).t(), _padded(input, recipe).t()
+                    left = _told("grad_output_t", grad_output, of_grad, of_grad.quantize(grads_t), tell)
+                    right = _told("input_t", input, of_input, of_input.quantize(input_t), tell)
                     grad_weight = _product(left, of_grad, right, of_input, dtype, uses_kernels)
         return grad_input, grad_weight, None, None, None, None
 
