@@ -1195,3 +1195,37 @@ def test_options_of_a_wrong_type_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=text):
         castwise.compare(mlp(), [batch()], BF16, **{"loss": F.cross_entropy, **options})
+
+
+def test_a_small_error_after_a_large_one_has_its_effect() -> None:
+    class CalledTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            large = self.layer(x * 1e12).float() * 1e-30
+            return self.head(large + self.layer(x * 1e-3))
+
+    torch.manual_seed(0)
+    drift = castwise.compare(CalledTwice(), [batch()], BF16, loss=F.cross_entropy, gradients=False)
+    effect = drift["bf16"]["layer"].effect
+    assert effect is not None
+    assert effect > 1e-6  # of the second call: that of the first is 1e-22
+
+
+def test_an_effect_whose_gradient_is_not_finite_in_the_reference_is_not_known() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.head((y * (y > 0)).sqrt())  # 0 * inf in the backward
+
+    torch.manual_seed(0)
+    drift = castwise.compare(Root(), [batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"]["first"].effect is None
+    assert drift["bf16"].modules[0].name == "head"
+    assert "bf16: first gets a gradient that is not finite in the reference, so its effect is not known" in drift.notes

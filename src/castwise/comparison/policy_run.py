@@ -21,6 +21,7 @@ from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun
 from castwise.comparison.watch import Tap, Watch
 
 _NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
+_NONFINITE = "gets a gradient that is not finite in the reference, so its effect is not known"
 _NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -134,6 +135,8 @@ class PolicyRun:
         for site, gradient in gradients.items():
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
+        if sums.effect.lacks_gradient:
+            sums.lacks_gradient = _NONFINITE
 
     def note_missing_gradients(self) -> None:
         """Note which calls no gradient has reached, unless they introduce no errors."""
@@ -152,10 +155,9 @@ class PolicyRun:
         introduced = self._introduced(call, note, sums)
         is_exact = True
         for site, (without, with_error) in introduced.items():
-            before = sums.introduced.squares, sums.introduced.nonfinite
             if site[0] == "output" or not torch.equal(without, with_error):
-                sums.introduced.add(without, with_error)
-            is_exact = is_exact and before == (sums.introduced.squares, sums.introduced.nonfinite)
+                differ = sums.introduced.add(without, with_error)
+                is_exact = is_exact and not differ
         if is_exact:
             self._exact.add(call.key)
         for place, (reference, value) in enumerate(pairs):
