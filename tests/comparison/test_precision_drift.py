@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -836,7 +837,7 @@ def test_what_makes_a_loss_or_gradients_that_are_not_finite_is_named() -> None:
         return output.sum() * (1.0 if output.dtype is torch.float32 else math.inf)
 
     drift = castwise.compare(mlp(), [(x, target)], fp16, loss=infinite)
-    assert "so it is the loss function that makes it" in drift["fp16"].failure
+    assert "so the loss function makes it" in drift["fp16"].failure
     drift = castwise.compare(mlp(), [(x, target)], fp16, loss=lambda y, t: (y.float() * 1e9).sum())
     assert "its gradients are not finite, though the loss is multiplied by only 1" in drift["fp16"].failure
 
@@ -1229,3 +1230,68 @@ def test_an_effect_whose_gradient_is_not_finite_in_the_reference_is_not_known() 
     assert drift["bf16"]["first"].effect is None
     assert drift["bf16"].modules[0].name == "head"
     assert "bf16: first gets a gradient that is not finite in the reference, so its effect is not known" in drift.notes
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_small_gradients_of_a_reference_in_fp16_are_scaled_as_in_training(gradients: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1000))
+    batches = [(torch.randn(4096, 8), torch.randint(1000, (4096,)))]  # gradients of logits are about 2e-7
+
+    def found(policy: Policy, reference: Any) -> castwise.comparison.drift.PolicyDrift:
+        return castwise.compare(
+            model, batches, {"it": policy}, loss=F.cross_entropy, reference=reference, gradients=gradients
+        )["it"]
+
+    there, back = found(policies.fp16, FP32["fp32"]), found(FP32["fp32"], policies.fp16)
+    for module in there.modules:
+        assert back[module.name].effect == pytest.approx(module.effect, rel=0.05)
+    if not gradients:
+        return
+    assert back.summary.gradient_cosine == pytest.approx(1.0, abs=1e-4)
+    assert back.summary.gradient_norm_ratio == pytest.approx(1.0, abs=1e-3)
+    for name in ("0", "2"):
+        assert relative_rms(back[name].gradients) == pytest.approx(relative_rms(there[name].gradients), rel=0.1)
+        introduced = relative_rms(there[name].introduced_gradients)
+        assert relative_rms(back[name].introduced_gradients) == pytest.approx(introduced, rel=0.2)
+
+
+@pytest.mark.parametrize("vary", ["batch_size", "batch_order"])
+@pytest.mark.parametrize("positions", [4, 6])  # 6 is the number of samples, too
+def test_the_noise_of_what_has_no_samples_first_is_none_that_another_order_makes(vary: Any, positions: int) -> None:
+    class Flattening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.flat, self.head = nn.Embedding(positions, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.unsqueeze(1) + self.places(torch.arange(positions))
+            return self.head(self.flat(y.flatten(0, 1)).view(y.shape).mean(1))
+
+    torch.manual_seed(0)
+    noise = castwise.compare(Flattening(), [batch()], loss=F.cross_entropy, vary=vary).noise
+    assert noise is not None
+    assert relative_rms(noise["places"].total) == 0.0
+    assert relative_rms(noise["head"].total) < 1e-6
+    assert noise["flat"].total is None
+    assert "shapes" in noise["flat"].problem or "first dimension is not that of the samples" in noise["flat"].problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"policies": {1: policies.bf16}}, TypeError, "policies must have strings as names, got 1"),
+        (
+            {"policies": {"batch_size": policies.bf16}},
+            ValueError,
+            "policies['batch_size'] has the name of the noise of vary='batch_size': give another",
+        ),
+        ({"batches": [(torch.ones(0, 8), torch.ones(0, 4))]}, ValueError, "vary needs batches of samples, got one "),
+    ],
+)
+def test_names_and_batches_without_a_figure_are_refused(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    arguments: dict[str, Any] = {"batches": [batch()], "policies": BF16, "vary": "batch_size", **changes}
+    with pytest.raises(error, match=re.escape(text)):
+        castwise.compare(mlp(), loss=lambda out, target: out.sum(), **arguments)

@@ -138,7 +138,7 @@ class PolicyDrift:
         for module in in_order:
             if module.total is not None and module.total.nonfinite:
                 return f"the first values that are not finite are those that {module.name or '(root)'} returns"
-        return "all modules return finite values, so it is the loss function that makes it"
+        return "all modules return finite values, so the loss function makes it"
 
     def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
         """Return the table of modules as text, its header first.

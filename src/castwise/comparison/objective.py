@@ -110,6 +110,8 @@ class Objective:
         inputs = batch if self._forward is not None else batch[0]
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                if not leaf.shape[0]:
+                    raise ValueError("vary needs batches of samples, got one without any")
                 return leaf.shape[0]
         raise ValueError("vary needs batches of samples: their first tensor must have a first dimension")
 

@@ -76,8 +76,8 @@ def compare(
     given the reference's values and its gradients of what the module makes.
 
     Per policy, a batch costs one forward and backward, another forward, and each module up to four forwards and two
-    backwards by itself; the reference costs one forward and backward. Outputs of modules are kept for one run at a
-    time, the reference's.
+    backwards by itself; the reference costs one forward and backward, in fp16 one more to find a loss scale. Outputs of
+    modules are kept for one run at a time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
     random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
@@ -207,6 +207,11 @@ class Comparison:
         found = self._objective.check(batches)
         if not isinstance(policies, Mapping):
             raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
+        for name in policies:
+            if not isinstance(name, str):
+                raise TypeError(f"policies must have strings as names, got {name!r}")
+        if self._vary in policies:
+            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: give another")
         if not policies and self._vary is None:
             raise ValueError("policies must have at least one policy, got none")
         with self._prepared(found, policies) as (watch, reference, variants):
@@ -387,6 +392,10 @@ class _OneBatch:
             number: Of the batch.
             vary: See `compare`; refused if random numbers are drawn.
         """
+        self._scale = 1.0
+        precision = self._reference
+        if self._params and precision.loss_scale > 1.0:  # tried now, as the backward of the effects runs once
+            _, self._scale = scaled(lambda scale: self._gradients_of(precision, scale), precision.loss_scale)
         self._run = self._forward_of_reference({})
         written = self._run.overwritten()
         # Reentrant checkpoints whose inputs have no gradient give none to the weights inside in training: so no input
@@ -425,7 +434,9 @@ class _OneBatch:
         def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
-            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection)
+            each = PolicyRun(
+                *(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection, self._scale)
+            )
             runs.append(each)
             return self._watch.telling(each.call)
 
@@ -446,8 +457,11 @@ class _OneBatch:
     def run_backward(self, variants: list[_Variant]) -> None:
         """Run the backward of the reference, and add up effects as gradients come by."""
         run, loss = self._run, self._loss
+        if self._scale > 1.0:
+            loss = loss.float() * self._scale
 
         def on_gradients(call: Call, gradients: Gradients) -> None:
+            gradients = {site: _unscaled(gradient, self._scale) for site, gradient in gradients.items()}
             for _, runs in self._runs:
                 for each in runs:
                     each.add_effect(call, gradients)
@@ -459,7 +473,7 @@ class _OneBatch:
             with self._reference.weights(self._objective.model), self._watch.telling(run.call):
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
-            self._gradients = found[: len(params)]
+            self._gradients = [None if each is None else _unscaled(each, self._scale) for each in found[: len(params)]]
             for _, runs in self._runs:
                 for each in runs:
                     each.note_missing_gradients()
@@ -474,7 +488,8 @@ class _OneBatch:
         """Run forward and backward of a variant, and compare the gradients of the weights."""
         if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
-        found, scale = scaled(lambda scale: self._gradients_of(variant, scale), variant.precision.loss_scale)
+        precision = variant.precision
+        found, scale = scaled(lambda scale: self._gradients_of(precision, scale, variant), precision.loss_scale)
         variant.loss_scale = min(scale, variant.loss_scale)
         introduced = self._introduced_gradients.pop(variant.name, None)
         owners: dict[torch.Tensor, list[ModuleSums]] = {}
@@ -494,16 +509,21 @@ class _OneBatch:
                     sums.introduced_gradients.add(expected, own)
                     sums.carried_gradients.add_rest(expected, got, expected, own)
 
-    def _gradients_of(self, variant: _Variant, scale: float) -> list[torch.Tensor | None]:
+    def _gradients_of(
+        self, precision: Precision, scale: float, variant: _Variant | None = None
+    ) -> list[torch.Tensor | None]:
         self._start.restore()
-        precision, model = variant.precision, self._objective.model
+        model = self._objective.model
         precision.renew_buffers()
         batch = fresh(self._batch, precision.cast)
-        size = self._objective.size_of(batch) if variant.vary else 0
+        parts = None
+        if variant is not None and variant.vary:
+            size = self._objective.size_of(batch)
+            parts = variant.parts(size)
         with precision.weights(model):
             with precision.region(), torch.enable_grad():
-                if variant.vary:
-                    _, loss = self._objective.in_parts(batch, variant.parts(size), size)
+                if parts is not None:
+                    _, loss = self._objective.in_parts(batch, parts, size)
                 else:
                     _, loss = self._objective(batch)
             if not loss.requires_grad:
@@ -572,6 +592,11 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
     with no_post_accumulate_hooks(params):
         torch.autograd.backward(loss)
     return [param.grad for param in params]
+
+
+def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the gradient of a loss without a scale, in a dtype in which it does not underflow."""
+    return gradient if scale == 1.0 or gradient.layout is not torch.strided else gradient.float() / scale
 
 
 def _comparable(
