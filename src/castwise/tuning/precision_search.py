@@ -550,7 +550,7 @@ class Search:
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(
-                f"formats for {others} modules that have no {self._kind} of their own: they follow those around"
+                f"formats for {several(others, 'module')} without {self._kind} of their own, in the format around"
             )
         return left_out
 
