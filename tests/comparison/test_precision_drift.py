@@ -1295,3 +1295,87 @@ def test_names_and_batches_without_a_figure_are_refused(
     arguments: dict[str, Any] = {"batches": [batch()], "policies": BF16, "vary": "batch_size", **changes}
     with pytest.raises(error, match=re.escape(text)):
         castwise.compare(mlp(), loss=lambda out, target: out.sum(), **arguments)
+
+
+class Spectrum(nn.Module):
+    """Multiplies the spectrum of what its matrix product in the region's dtype makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.filter = (
+            nn.Parameter(torch.randn(8, 8)),
+            nn.Parameter(torch.randn(5, dtype=torch.complex64)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return torch.fft.rfft(y if y.dtype is torch.float64 else y.float()) * self.filter
+
+
+class Filtered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.head = Spectrum(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(self.spectrum(x), n=8))
+
+
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_complex_numbers_count_as_their_real_and_imaginary_parts() -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Filtered(), batch()
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)["bf16"]
+
+    spectrum = model.spectrum(x)
+    loss = F.cross_entropy(model.head(torch.fft.irfft(spectrum, n=8)), target)
+    gradient, of_filter = torch.autograd.grad(loss, [spectrum, model.spectrum.filter])
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.spectrum(x)
+        loss = F.cross_entropy(model(x), target)
+    error = torch.view_as_real(rounded - spectrum)
+    found = drift["spectrum"]
+    assert found.effect == pytest.approx(rms(torch.view_as_real(gradient) * error), rel=1e-4)
+    assert relative_rms(found.introduced) == pytest.approx(float(error.norm() / spectrum.norm()), rel=1e-4)
+    off = torch.autograd.grad(loss, [model.spectrum.filter, model.spectrum.weight])
+    of_weight = torch.autograd.grad(F.cross_entropy(model(x), target), [model.spectrum.weight])[0]
+    squares = (off[0] - of_filter).abs().square().sum() + (off[1] - of_weight).square().sum()
+    size = of_filter.abs().square().sum() + of_weight.square().sum()
+    assert relative_rms(found.gradients) == pytest.approx(float((squares / size).sqrt()), rel=1e-3)
+
+    wide = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, reference="float64")["bf16"]
+    assert wide["spectrum"].effect == pytest.approx(found.effect, rel=0.01)
+    assert wide["spectrum"].problem == ""
+    assert model.spectrum.filter.dtype is torch.complex64
+
+
+class Forces(nn.Module):
+    """Energies and forces, which are gradients of energies, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.last(torch.tanh(self.first(x))).float().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_model_that_computes_gradients_in_its_forward_is_compared(requires_grad: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Forces(), batch()[0].requires_grad_(requires_grad)
+    target = torch.randn(x.shape)
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.mse_loss)["bf16"]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.mse_loss(model(x), target)
+    assert drift.summary.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert not drift.problem
+    assert drift["first"].problem == ""
+    assert 0 < relative_rms(drift["first"].introduced) < 0.01
+    assert drift["first"].effect
+    assert x.requires_grad is requires_grad
+    assert x.grad is None
+    best = castwise.tune(model, [(x, target)] * 2, loss=F.mse_loss, formats=("bfloat16", "float32"))
+    assert best.is_within_tolerance

@@ -156,7 +156,7 @@ class EffectSums:
                 squares = math.inf
                 self.lacks_gradient = self.lacks_gradient or bool((has_error & ~part.isfinite()).any())
             self.squares += squares
-        self.elements += gradient.numel()
+        self.elements += real(gradient).numel()
 
     def rms(self) -> float:
         """Return the root of the mean square."""
@@ -168,7 +168,7 @@ class EffectSums:
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
+    flat = [real(local(tensor.detach())).reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _CHUNK):
         yield tuple(tensor[start : start + _CHUNK] for tensor in flat)
 
@@ -181,6 +181,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what of a DTensor is on this rank, and any other tensor as it is."""
     on_this_rank = getattr(tensor, "to_local", None)
     return tensor if on_this_rank is None else on_this_rank()
+
+
+def is_rounded(tensor: torch.Tensor) -> bool:
+    """Return True if a precision rounds the numbers of a tensor: if they are real or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as real and imaginary parts, in a last dimension, and any other tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _sums(reference: torch.Tensor, value: torch.Tensor) -> list[float]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._torch_private import is_backward_running
 from castwise.comparison.call_again import call_again
-from castwise.comparison.errors import EffectSums, ErrorSums
+from castwise.comparison.errors import EffectSums, ErrorSums, is_rounded, real
 from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
 from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import ParamGradients, Precision, Region, scaled
@@ -152,7 +152,7 @@ class PolicyRun:
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
         if self._selection is not None and _are_equal(expected, found):  # as of what does not depend on samples
-            for value in filter(torch.is_floating_point, found):
+            for value in filter(is_rounded, found):
                 for errors in (sums.total, sums.introduced, sums.carried):
                     errors.add(value, value)
             self._exact.add(call.key)
@@ -175,7 +175,7 @@ class PolicyRun:
         if is_exact:
             self._exact.add(call.key)
         for place, (reference, value) in enumerate(pairs):
-            if not reference.is_floating_point():
+            if not is_rounded(reference):
                 continue
             sums.total.add(reference, value)
             own = introduced.get(("output", place))
@@ -204,7 +204,7 @@ class PolicyRun:
                 child_note = self._notes.get(child.key)
                 dtypes = [] if child_note is None else child_note.outputs
             tensor = self._of_reference(tensor)
-            return tensor.to(dtypes[place]) if place < len(dtypes) and tensor.is_floating_point() else tensor
+            return tensor.to(dtypes[place]) if place < len(dtypes) and is_rounded(tensor) else tensor
 
         def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
             return rounded(child, place, tensor).to(tensor.dtype)
@@ -237,7 +237,7 @@ class PolicyRun:
             # The weights that a hook has computed hide the parameters that it has computed them of.
             sums.is_split = sums.is_split and not backward.failed and not note.attributes
             backward.add_errors(self._introduced_gradients)
-        return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
+        return {site: pair for site, pair in pairs.items() if is_rounded(pair[0])}
 
     def _by_itself(
         self,
@@ -336,6 +336,7 @@ class _Backward:
             return
         for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
             if found is not None and expected is not None and expected.layout is torch.strided:
+                found, expected = real(found), real(expected)
                 wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
                 error = (found.to(wide) - expected.to(wide)) / self._scale
                 added[param] = added[param].add_(error) if param in added else error
@@ -365,7 +366,8 @@ def _are_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
 
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
-    return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()
+    kinds = [(each.is_floating_point(), each.is_complex()) for each in pair]
+    return reference.shape == value.shape and kinds[0] == kinds[1]
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

@@ -18,7 +18,7 @@ from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
 from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
-from castwise.comparison.errors import ErrorSums, local
+from castwise.comparison.errors import ErrorSums, local, real
 from castwise.comparison.interrupts import Interrupts
 from castwise.comparison.kept_values import attributes_of
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
@@ -440,7 +440,8 @@ class _OneBatch:
             runs.append(each)
             return self._watch.telling(each.call)
 
-        with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), forgetting_graph():
+        graph = nullcontext() if self._run.runs_backwards else forgetting_graph()
+        with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), graph:
             if not variant.vary:
                 with telling():
                     outputs, loss = self._objective(batch)
@@ -544,6 +545,7 @@ class _OneBatch:
             self._watch.telling(run.call),
         ):
             outputs, self._loss = self._objective(batch)
+        run.is_over = True
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
         return run
 
@@ -596,7 +598,11 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
 
 def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the gradient of a loss without a scale, in a dtype in which it does not underflow."""
-    return gradient if scale == 1.0 or gradient.layout is not torch.strided else gradient.float() / scale
+    return gradient if scale == 1.0 or gradient.layout is not torch.strided else _widened(gradient) / scale
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.is_complex() or gradient.dtype is torch.float64 else gradient.float()
 
 
 def _comparable(
@@ -608,7 +614,7 @@ def _comparable(
     found = torch.zeros_like(expected) if found is None and expected is not None else found
     if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
         return None
-    expected, found = local(expected), local(found)
+    expected, found = real(local(expected)), real(local(found))
     wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
     return expected.to(wide), found.to(wide) / scale
 
