@@ -1379,3 +1379,15 @@ def test_a_model_that_computes_gradients_in_its_forward_is_compared(requires_gra
     assert x.grad is None
     best = castwise.tune(model, [(x, target)] * 2, loss=F.mse_loss, formats=("bfloat16", "float32"))
     assert best.is_within_tolerance
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_what_torch_jit_has_compiled_has_a_summary_and_a_note() -> None:
+    model, plain = mlp(), mlp()
+    scripted: Any = torch.jit.script(model)
+    drift = castwise.compare(scripted, [batch()], BF16, loss=F.cross_entropy)
+    expected = castwise.compare(plain, [batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"].summary.reference_loss == pytest.approx(expected["bf16"].summary.reference_loss)
+    assert drift["bf16"].summary.relative_loss_error > 0
+    assert drift["bf16"].modules == ()
+    assert "(root), 0, 1, 2: compiled by torch.jit, so without figures of its own" in drift.notes

@@ -31,7 +31,7 @@ from castwise.comparison.watch import Tap, Watch
 from castwise.diagnosis.diagnosis import diagnose
 from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
 from castwise.policy.bound_policy import BoundPolicy
-from castwise.policy.module_rules import decide
+from castwise.policy.module_rules import decide, named_modules
 from castwise.policy.policy import Policy
 from castwise.recipes.recipe import RECIPES, labelled
 
@@ -126,7 +126,7 @@ def unwrapped(model: Any) -> nn.Module:
     """Return a model without the wrappers of `torch.compile` and DDP."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    inner = model.module if isinstance(model, _WRAPPERS) else model._modules.get("_orig_mod")
+    inner = model.module if isinstance(model, _WRAPPERS) else getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)
 
 
@@ -347,6 +347,13 @@ class Comparison:
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
         if self._is_compiled:
             yield "what is compiled was compared as its eager original"
+        scripted = [
+            name or "(root)" for name, each in named_modules(self.model) if isinstance(each, torch.jit.ScriptModule)
+        ]
+        if scripted:
+            more = len(scripted) - _NOTED_MODULES
+            rest = f" and {more:,} more" if more > 0 else ""
+            yield f"{', '.join(scripted[:_NOTED_MODULES])}{rest}: compiled by torch.jit, so without figures of its own"
         if any(sums.lacks_gradient == _NO_GRADIENT for each in variants for sums in each.sums.values()):
             yield "the loss has no gradient, so effects are not known"
         for variant in variants:
