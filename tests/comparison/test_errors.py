@@ -100,3 +100,31 @@ def test_values_of_which_none_is_finite_have_no_cosine_and_no_norm_ratio() -> No
     sums.add(torch.ones(3), torch.full((3,), math.nan))
     assert math.isnan(sums.cosine())
     assert math.isnan(sums.norm_ratio())
+
+
+def test_what_is_not_finite_in_the_reference_is_no_error_with_an_effect() -> None:
+    inf, nan = math.inf, math.nan
+    sums = EffectSums()
+    sums.add(torch.ones(4), torch.tensor([1.0, nan, -inf, nan]), torch.tensor([1.5, nan, 3.0, 2.0]))
+    assert sums.root() == 0.5
+    sums.add(torch.ones(1), torch.ones(1), torch.tensor([inf]))
+    assert sums.root() == inf
+    assert not sums.lacks_gradient
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_effect_unknown_where_there_is_an_error() -> None:
+    sums, gradient = EffectSums(), torch.tensor([math.nan, 1.0])
+    sums.add(gradient, torch.ones(2), torch.tensor([1.0, 2.0]))
+    assert (sums.root(), sums.lacks_gradient) == (1.0, False)
+    sums.add(gradient, torch.ones(2), torch.tensor([2.0, 1.0]))
+    assert sums.lacks_gradient
+
+
+def test_a_difference_is_noticed_that_the_sums_are_too_large_to_show() -> None:
+    sums = ErrorSums()
+    assert sums.add(torch.tensor([0.0]), torch.tensor([1e12]))
+    before = sums.squares
+    assert sums.add(torch.tensor([0.0]), torch.tensor([1e-3]))
+    assert sums.squares == before
+    assert not sums.add(torch.ones(2), torch.ones(2))
+    assert sums.add(torch.ones(2), torch.tensor([1.0, math.nan]))

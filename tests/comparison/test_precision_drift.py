@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1195,3 +1196,198 @@ def test_options_of_a_wrong_type_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=text):
         castwise.compare(mlp(), [batch()], BF16, **{"loss": F.cross_entropy, **options})
+
+
+def test_a_small_error_after_a_large_one_has_its_effect() -> None:
+    class CalledTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            large = self.layer(x * 1e12).float() * 1e-30
+            return self.head(large + self.layer(x * 1e-3))
+
+    torch.manual_seed(0)
+    drift = castwise.compare(CalledTwice(), [batch()], BF16, loss=F.cross_entropy, gradients=False)
+    effect = drift["bf16"]["layer"].effect
+    assert effect is not None
+    assert effect > 1e-6  # of the second call: that of the first is 1e-22
+
+
+def test_an_effect_whose_gradient_is_not_finite_in_the_reference_is_not_known() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.head((y * (y > 0)).sqrt())  # 0 * inf in the backward
+
+    torch.manual_seed(0)
+    drift = castwise.compare(Root(), [batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"]["first"].effect is None
+    assert drift["bf16"].modules[0].name == "head"
+    assert "bf16: first gets a gradient that is not finite in the reference, so its effect is not known" in drift.notes
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_small_gradients_of_a_reference_in_fp16_are_scaled_as_in_training(gradients: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1000))
+    batches = [(torch.randn(4096, 8), torch.randint(1000, (4096,)))]  # gradients of logits are about 2e-7
+
+    def found(policy: Policy, reference: Any) -> castwise.comparison.drift.PolicyDrift:
+        return castwise.compare(
+            model, batches, {"it": policy}, loss=F.cross_entropy, reference=reference, gradients=gradients
+        )["it"]
+
+    there, back = found(policies.fp16, FP32["fp32"]), found(FP32["fp32"], policies.fp16)
+    for module in there.modules:
+        assert back[module.name].effect == pytest.approx(module.effect, rel=0.05)
+    if not gradients:
+        return
+    assert back.summary.gradient_cosine == pytest.approx(1.0, abs=1e-4)
+    assert back.summary.gradient_norm_ratio == pytest.approx(1.0, abs=1e-3)
+    for name in ("0", "2"):
+        assert relative_rms(back[name].gradients) == pytest.approx(relative_rms(there[name].gradients), rel=0.1)
+        introduced = relative_rms(there[name].introduced_gradients)
+        assert relative_rms(back[name].introduced_gradients) == pytest.approx(introduced, rel=0.2)
+
+
+@pytest.mark.parametrize("vary", ["batch_size", "batch_order"])
+@pytest.mark.parametrize("positions", [4, 6])  # 6 is the number of samples, too
+def test_the_noise_of_what_has_no_samples_first_is_none_that_another_order_makes(vary: Any, positions: int) -> None:
+    class Flattening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.flat, self.head = nn.Embedding(positions, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.unsqueeze(1) + self.places(torch.arange(positions))
+            return self.head(self.flat(y.flatten(0, 1)).view(y.shape).mean(1))
+
+    torch.manual_seed(0)
+    noise = castwise.compare(Flattening(), [batch()], loss=F.cross_entropy, vary=vary).noise
+    assert noise is not None
+    assert relative_rms(noise["places"].total) == 0.0
+    assert relative_rms(noise["head"].total) < 1e-6
+    assert noise["flat"].total is None
+    assert "shapes" in noise["flat"].problem or "first dimension is not that of the samples" in noise["flat"].problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"policies": {1: policies.bf16}}, TypeError, "policies must have strings as names, got 1"),
+        (
+            {"policies": {"batch_size": policies.bf16}},
+            ValueError,
+            "policies['batch_size'] has the name of the noise of vary='batch_size': give another",
+        ),
+        ({"batches": [(torch.ones(0, 8), torch.ones(0, 4))]}, ValueError, "vary needs batches of samples, got one "),
+    ],
+)
+def test_names_and_batches_without_a_figure_are_refused(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    arguments: dict[str, Any] = {"batches": [batch()], "policies": BF16, "vary": "batch_size", **changes}
+    with pytest.raises(error, match=re.escape(text)):
+        castwise.compare(mlp(), loss=lambda out, target: out.sum(), **arguments)
+
+
+class Spectrum(nn.Module):
+    """Multiplies the spectrum of what its matrix product in the region's dtype makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.filter = (
+            nn.Parameter(torch.randn(8, 8)),
+            nn.Parameter(torch.randn(5, dtype=torch.complex64)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return torch.fft.rfft(y if y.dtype is torch.float64 else y.float()) * self.filter
+
+
+class Filtered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.head = Spectrum(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(self.spectrum(x), n=8))
+
+
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_complex_numbers_count_as_their_real_and_imaginary_parts() -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Filtered(), batch()
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)["bf16"]
+
+    spectrum = model.spectrum(x)
+    loss = F.cross_entropy(model.head(torch.fft.irfft(spectrum, n=8)), target)
+    gradient, of_filter = torch.autograd.grad(loss, [spectrum, model.spectrum.filter])
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.spectrum(x)
+        loss = F.cross_entropy(model(x), target)
+    error = torch.view_as_real(rounded - spectrum)
+    found = drift["spectrum"]
+    assert found.effect == pytest.approx(rms(torch.view_as_real(gradient) * error), rel=1e-4)
+    assert relative_rms(found.introduced) == pytest.approx(float(error.norm() / spectrum.norm()), rel=1e-4)
+    off = torch.autograd.grad(loss, [model.spectrum.filter, model.spectrum.weight])
+    of_weight = torch.autograd.grad(F.cross_entropy(model(x), target), [model.spectrum.weight])[0]
+    squares = (off[0] - of_filter).abs().square().sum() + (off[1] - of_weight).square().sum()
+    size = of_filter.abs().square().sum() + of_weight.square().sum()
+    assert relative_rms(found.gradients) == pytest.approx(float((squares / size).sqrt()), rel=1e-3)
+
+    wide = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy, reference="float64")["bf16"]
+    assert wide["spectrum"].effect == pytest.approx(found.effect, rel=0.01)
+    assert wide["spectrum"].problem == ""
+    assert model.spectrum.filter.dtype is torch.complex64
+
+
+class Forces(nn.Module):
+    """Energies and forces, which are gradients of energies, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = self.last(torch.tanh(self.first(x))).float().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_model_that_computes_gradients_in_its_forward_is_compared(requires_grad: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Forces(), batch()[0].requires_grad_(requires_grad)
+    target = torch.randn(x.shape)
+    drift = castwise.compare(model, [(x, target)], BF16, loss=F.mse_loss)["bf16"]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.mse_loss(model(x), target)
+    assert drift.summary.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert not drift.problem
+    assert drift["first"].problem == ""
+    assert 0 < relative_rms(drift["first"].introduced) < 0.01
+    assert drift["first"].effect
+    assert x.requires_grad is requires_grad
+    assert x.grad is None
+    best = castwise.tune(model, [(x, target)] * 2, loss=F.mse_loss, formats=("bfloat16", "float32"))
+    assert best.is_within_tolerance
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_what_torch_jit_has_compiled_has_a_summary_and_a_note() -> None:
+    model, plain = mlp(), mlp()
+    scripted: Any = torch.jit.script(model)
+    drift = castwise.compare(scripted, [batch()], BF16, loss=F.cross_entropy)
+    expected = castwise.compare(plain, [batch()], BF16, loss=F.cross_entropy)
+    assert drift["bf16"].summary.reference_loss == pytest.approx(expected["bf16"].summary.reference_loss)
+    assert drift["bf16"].summary.relative_loss_error > 0
+    assert drift["bf16"].modules == ()
+    assert "(root), 0, 1, 2: compiled by torch.jit, so without figures of its own" in drift.notes

@@ -144,5 +144,9 @@ def _drop(tensor: torch.Tensor) -> None:
     return None
 
 
+class GraphForgottenError(RuntimeError):
+    """A forward runs a backward, though it keeps nothing for one."""
+
+
 def _nothing_to_unpack(_: object) -> torch.Tensor:
-    raise RuntimeError("this forward has kept nothing for a backward")
+    raise GraphForgottenError("this forward computes gradients, but has kept nothing for a backward")

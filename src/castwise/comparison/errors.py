@@ -52,11 +52,17 @@ class ErrorSums:
         self.elements = self.nonfinite = 0
         self.error = self.squares = self.reference_squares = self.cross = self.largest = 0.0
 
-    def add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
-        """Count the elements of a tensor and of its reference, which has the same shape; waits for the device."""
+    def add(self, reference: torch.Tensor, value: torch.Tensor) -> bool:
+        """Count the elements of a tensor and of its reference, which has the same shape; waits for the device.
+
+        Returns:
+            Whether they differ, however little that changes the sums.
+        """
+        differ = False
         for expected, got in _chunks(reference, value):
             wide = _wide(expected, got)
-            self._add(expected.to(wide), got.to(wide))
+            differ |= self._add(expected.to(wide), got.to(wide))
+        return differ
 
     def add_rest(
         self, reference: torch.Tensor, value: torch.Tensor, own_reference: torch.Tensor, own: torch.Tensor
@@ -66,8 +72,8 @@ class ErrorSums:
             wide = _wide(expected, got, without, with_error)
             self._add(expected.to(wide), got.to(wide) - (with_error.to(wide) - without.to(wide)))
 
-    def _add(self, reference: torch.Tensor, value: torch.Tensor) -> None:
-        sums = _sums(reference, value)
+    def _add(self, reference: torch.Tensor, value: torch.Tensor) -> bool:
+        sums, lost = _sums(reference, value), 0
         self.elements += reference.numel()
         lost_small = reference.dtype is torch.float32 and sums[-1] > 0 and sums[1] < _SMALL
         if lost_small or not all(map(math.isfinite, sums)):
@@ -75,7 +81,8 @@ class ErrorSums:
             counts = reference.isfinite()
             finite = counts & value.isfinite()
             self.elements -= int((~counts).sum())
-            self.nonfinite += int((counts & ~finite).sum())
+            lost = int((counts & ~finite).sum())
+            self.nonfinite += lost
             sums = _sums(reference[finite], value[finite])
         error, squares, reference_squares, cross, largest = sums
         self.error += error
@@ -83,6 +90,7 @@ class ErrorSums:
         self.reference_squares += reference_squares
         self.cross += cross
         self.largest = max(self.largest, largest)
+        return largest > 0 or lost > 0
 
     def errors(self) -> Errors | None:
         """Return the figures of all that was added; None if it had no elements."""
@@ -124,25 +132,31 @@ class ErrorSums:
 
 
 class EffectSums:
-    """Sums for the effect of a module: gradients of the loss by its outputs times errors in them."""
+    """Sums for the effect of a module: gradients of the loss by its outputs times errors in them.
 
-    __slots__ = ("elements", "squares")
+    `lacks_gradient` is True if a gradient was not finite where there was an error: then the effect is not known.
+    """
+
+    __slots__ = ("elements", "lacks_gradient", "squares")
 
     def __init__(self) -> None:
-        self.elements, self.squares = 0, 0.0
+        self.elements, self.squares, self.lacks_gradient = 0, 0.0, False
 
     def add(self, gradient: torch.Tensor, reference: torch.Tensor, value: torch.Tensor) -> None:
         """Count the elements of an output, unless it has no error; one that is not finite makes the effect infinite."""
         if torch.equal(reference, value):
             return
         for part, expected, got in _chunks(gradient, reference, value):
-            error = got.double() - expected.double()
-            # Equal infinities, as of a mask, are no error.
-            error = torch.where(got == expected, 0.0, error)
-            shift = part.double() * error
+            # What is not finite in the reference either, as of a mask, is no error.
+            has_error = expected.isfinite() & (got != expected)
+            error = torch.where(has_error, got.double() - expected.double(), 0.0)
+            shift = torch.where(has_error, part.double() * error, 0.0)
             squares = float(torch.dot(shift, shift))
-            self.squares += squares if math.isfinite(squares) else math.inf
-        self.elements += gradient.numel()
+            if not math.isfinite(squares):
+                squares = math.inf
+                self.lacks_gradient = self.lacks_gradient or bool((has_error & ~part.isfinite()).any())
+            self.squares += squares
+        self.elements += real(gradient).numel()
 
     def rms(self) -> float:
         """Return the root of the mean square."""
@@ -154,7 +168,7 @@ class EffectSums:
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
+    flat = [real(local(tensor.detach())).reshape(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), _CHUNK):
         yield tuple(tensor[start : start + _CHUNK] for tensor in flat)
 
@@ -167,6 +181,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what of a DTensor is on this rank, and any other tensor as it is."""
     on_this_rank = getattr(tensor, "to_local", None)
     return tensor if on_this_rank is None else on_this_rank()
+
+
+def is_rounded(tensor: torch.Tensor) -> bool:
+    """Return True if a precision rounds the numbers of a tensor: if they are real or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as real and imaginary parts, in a last dimension, and any other tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _sums(reference: torch.Tensor, value: torch.Tensor) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from castwise._torch_private import tree_leaves, tree_map
-from castwise.comparison.kept_values import Kept
+from castwise.comparison.kept_values import Kept, tensors_in
 from castwise.tracing.batches import arguments_of
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -110,6 +110,8 @@ class Objective:
         inputs = batch if self._forward is not None else batch[0]
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                if not leaf.shape[0]:
+                    raise ValueError("vary needs batches of samples, got one without any")
                 return leaf.shape[0]
         raise ValueError("vary needs batches of samples: their first tensor must have a first dimension")
 
@@ -130,9 +132,10 @@ def fresh(batch: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a batch with copies of its tensors, which a model may write to."""
     kept = Kept(batch)
     copies = []
-    for tensor in kept.tensors:
+    for given, tensor in zip(tensors_in(batch), kept.tensors, strict=True):
         copy = cast(tensor)
-        copies.append(copy.clone() if copy is tensor else copy)
+        copy = copy.clone() if copy is tensor else copy
+        copies.append(copy.requires_grad_(given.requires_grad))
     return kept.made_of(copies)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._torch_private import is_backward_running
 from castwise.comparison.call_again import call_again
-from castwise.comparison.errors import EffectSums, ErrorSums
+from castwise.comparison.errors import EffectSums, ErrorSums, is_rounded, real
 from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
 from castwise.comparison.objective import first_line, is_of_memory
 from castwise.comparison.precisions import ParamGradients, Precision, Region, scaled
@@ -21,6 +21,7 @@ from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun
 from castwise.comparison.watch import Tap, Watch
 
 _NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
+_NONFINITE = "gets a gradient that is not finite in the reference, so its effect is not known"
 _NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -79,6 +80,8 @@ class PolicyRun:
             are not wanted.
         selection: Which samples of the reference's batch this run is given, and how many the batch has; None if the
             same.
+        reference_scale: By which the loss of the reference has to be multiplied for a backward; 1 unless it computes in
+            fp16.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class PolicyRun:
         sums: dict[Tap, ModuleSums],
         introduced_gradients: dict[torch.Tensor, torch.Tensor] | None = None,
         selection: tuple[torch.Tensor, int] | None = None,
+        reference_scale: float = 1.0,
     ) -> None:
         self._watch, self._reference, self._device, self._sums = watch, reference, device, sums
         self._expected, self._precision = precisions
@@ -97,6 +101,7 @@ class PolicyRun:
         same = self._precision is self._expected
         self._weights = self._precision.weights if same else self._expected.own_weights
         self._introduced_gradients, self._selection = introduced_gradients, selection
+        self._loss_scale = reference_scale if reference_scale > 1.0 else self._precision.loss_scale
         self._notes: dict[Key, Note] = {}
         self._numbers: Counter[Tap] = Counter()
         self._exact: set[Key] = set()
@@ -134,6 +139,8 @@ class PolicyRun:
         for site, gradient in gradients.items():
             if site in introduced:
                 sums.effect.add(self._of_reference(gradient), *introduced[site])
+        if sums.effect.lacks_gradient:
+            sums.lacks_gradient = _NONFINITE
 
     def note_missing_gradients(self) -> None:
         """Note which calls no gradient has reached, unless they introduce no errors."""
@@ -144,22 +151,31 @@ class PolicyRun:
 
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
+        if self._selection is not None and _are_equal(expected, found):  # as of what does not depend on samples
+            for value in filter(is_rounded, found):
+                for errors in (sums.total, sums.introduced, sums.carried):
+                    errors.add(value, value)
+            self._exact.add(call.key)
+            return
         pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
         if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
             sums.problem = "returns tensors of other shapes than in the reference"
             self._exact.add(call.key)
             return
+        if not all(map(self._has_samples_first, expected)):
+            sums.problem = "returns tensors whose first dimension is not that of the samples, so its noise is not known"
+            self._exact.add(call.key)
+            return
         introduced = self._introduced(call, note, sums)
         is_exact = True
         for site, (without, with_error) in introduced.items():
-            before = sums.introduced.squares, sums.introduced.nonfinite
             if site[0] == "output" or not torch.equal(without, with_error):
-                sums.introduced.add(without, with_error)
-            is_exact = is_exact and before == (sums.introduced.squares, sums.introduced.nonfinite)
+                differ = sums.introduced.add(without, with_error)
+                is_exact = is_exact and not differ
         if is_exact:
             self._exact.add(call.key)
         for place, (reference, value) in enumerate(pairs):
-            if not reference.is_floating_point():
+            if not is_rounded(reference):
                 continue
             sums.total.add(reference, value)
             own = introduced.get(("output", place))
@@ -188,14 +204,14 @@ class PolicyRun:
                 child_note = self._notes.get(child.key)
                 dtypes = [] if child_note is None else child_note.outputs
             tensor = self._of_reference(tensor)
-            return tensor.to(dtypes[place]) if place < len(dtypes) and tensor.is_floating_point() else tensor
+            return tensor.to(dtypes[place]) if place < len(dtypes) and is_rounded(tensor) else tensor
 
         def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
             return rounded(child, place, tensor).to(tensor.dtype)
 
         backward = None
         if gradients is not None:
-            backward = _Backward(call, gradients, self._precision.loss_scale, self._expected.weight)
+            backward = _Backward(call, gradients, self._loss_scale, self._expected.weight)
         try:
             values = self._by_itself(
                 *(call, self._weights, note.region, note.attributes, rounded),
@@ -221,7 +237,7 @@ class PolicyRun:
             # The weights that a hook has computed hide the parameters that it has computed them of.
             sums.is_split = sums.is_split and not backward.failed and not note.attributes
             backward.add_errors(self._introduced_gradients)
-        return {site: pair for site, pair in pairs.items() if pair[0].is_floating_point()}
+        return {site: pair for site, pair in pairs.items() if is_rounded(pair[0])}
 
     def _by_itself(
         self,
@@ -274,6 +290,10 @@ class PolicyRun:
         is_of_samples = tensor.ndim > 0 and tensor.shape[0] == size
         return tensor.index_select(0, samples.to(tensor.device)) if is_of_samples else tensor
 
+    def _has_samples_first(self, tensor: torch.Tensor) -> bool:
+        """Return True if it is known which elements of an output of the reference are to be compared."""
+        return self._selection is None or not tensor.ndim or tensor.shape[0] == self._selection[1]
+
     def _resized(self, shape: torch.Size) -> torch.Size:
         if self._selection is None or not shape or shape[0] != self._selection[1]:
             return shape
@@ -286,7 +306,7 @@ class _Backward:
     Args:
         call: Of the module in the reference.
         gradients: Of the loss, by what its own ops make, in the reference.
-        loss_scale: Of the policy.
+        loss_scale: To begin with.
         weight: Makes what stands for a parameter in the reference.
     """
 
@@ -316,6 +336,7 @@ class _Backward:
             return
         for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
             if found is not None and expected is not None and expected.layout is torch.strided:
+                found, expected = real(found), real(expected)
                 wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
                 error = (found.to(wide) - expected.to(wide)) / self._scale
                 added[param] = added[param].add_(error) if param in added else error
@@ -339,9 +360,14 @@ class _Backward:
             return [None] * len(params)
 
 
+def _are_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
-    return reference.shape == value.shape and reference.is_floating_point() == value.is_floating_point()
+    kinds = [(each.is_floating_point(), each.is_complex()) for each in pair]
+    return reference.shape == value.shape and kinds[0] == kinds[1]
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

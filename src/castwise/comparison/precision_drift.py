@@ -18,7 +18,7 @@ from castwise.amp.devices import has_autocast
 from castwise.amp.emulation import SETTLED, is_native_here
 from castwise.comparison.call_again import forgetting_graph
 from castwise.comparison.drift import Drift, ModuleDrift, PolicyDrift, Summary
-from castwise.comparison.errors import ErrorSums, local
+from castwise.comparison.errors import ErrorSums, local, real
 from castwise.comparison.interrupts import Interrupts
 from castwise.comparison.kept_values import attributes_of
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
@@ -31,7 +31,7 @@ from castwise.comparison.watch import Tap, Watch
 from castwise.diagnosis.diagnosis import diagnose
 from castwise.diagnosis.replay import gradients_of, has_reentrant_checkpoint, unchanged
 from castwise.policy.bound_policy import BoundPolicy
-from castwise.policy.module_rules import decide
+from castwise.policy.module_rules import decide, named_modules
 from castwise.policy.policy import Policy
 from castwise.recipes.recipe import RECIPES, labelled
 
@@ -76,8 +76,8 @@ def compare(
     given the reference's values and its gradients of what the module makes.
 
     Per policy, a batch costs one forward and backward, another forward, and each module up to four forwards and two
-    backwards by itself; the reference costs one forward and backward. Outputs of modules are kept for one run at a
-    time, the reference's.
+    backwards by itself; the reference costs one forward and backward, in fp16 one more to find a loss scale. Outputs of
+    modules are kept for one run at a time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
     random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
@@ -126,7 +126,7 @@ def unwrapped(model: Any) -> nn.Module:
     """Return a model without the wrappers of `torch.compile` and DDP."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    inner = model.module if isinstance(model, _WRAPPERS) else model._modules.get("_orig_mod")
+    inner = model.module if isinstance(model, _WRAPPERS) else getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)
 
 
@@ -207,6 +207,11 @@ class Comparison:
         found = self._objective.check(batches)
         if not isinstance(policies, Mapping):
             raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
+        for name in policies:
+            if not isinstance(name, str):
+                raise TypeError(f"policies must have strings as names, got {name!r}")
+        if self._vary in policies:
+            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: give another")
         if not policies and self._vary is None:
             raise ValueError("policies must have at least one policy, got none")
         with self._prepared(found, policies) as (watch, reference, variants):
@@ -342,6 +347,13 @@ class Comparison:
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
         if self._is_compiled:
             yield "what is compiled was compared as its eager original"
+        scripted = [
+            name or "(root)" for name, each in named_modules(self.model) if isinstance(each, torch.jit.ScriptModule)
+        ]
+        if scripted:
+            more = len(scripted) - _NOTED_MODULES
+            rest = f" and {more:,} more" if more > 0 else ""
+            yield f"{', '.join(scripted[:_NOTED_MODULES])}{rest}: compiled by torch.jit, so without figures of its own"
         if any(sums.lacks_gradient == _NO_GRADIENT for each in variants for sums in each.sums.values()):
             yield "the loss has no gradient, so effects are not known"
         for variant in variants:
@@ -387,6 +399,10 @@ class _OneBatch:
             number: Of the batch.
             vary: See `compare`; refused if random numbers are drawn.
         """
+        self._scale = 1.0
+        precision = self._reference
+        if self._params and precision.loss_scale > 1.0:  # tried now, as the backward of the effects runs once
+            _, self._scale = scaled(lambda scale: self._gradients_of(precision, scale), precision.loss_scale)
         self._run = self._forward_of_reference({})
         written = self._run.overwritten()
         # Reentrant checkpoints whose inputs have no gradient give none to the weights inside in training: so no input
@@ -425,11 +441,14 @@ class _OneBatch:
         def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
-            each = PolicyRun(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection)
+            each = PolicyRun(
+                *(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection, self._scale)
+            )
             runs.append(each)
             return self._watch.telling(each.call)
 
-        with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), forgetting_graph():
+        graph = nullcontext() if self._run.runs_backwards else forgetting_graph()
+        with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), graph:
             if not variant.vary:
                 with telling():
                     outputs, loss = self._objective(batch)
@@ -446,8 +465,11 @@ class _OneBatch:
     def run_backward(self, variants: list[_Variant]) -> None:
         """Run the backward of the reference, and add up effects as gradients come by."""
         run, loss = self._run, self._loss
+        if self._scale > 1.0:
+            loss = loss.float() * self._scale
 
         def on_gradients(call: Call, gradients: Gradients) -> None:
+            gradients = {site: _unscaled(gradient, self._scale) for site, gradient in gradients.items()}
             for _, runs in self._runs:
                 for each in runs:
                     each.add_effect(call, gradients)
@@ -459,7 +481,7 @@ class _OneBatch:
             with self._reference.weights(self._objective.model), self._watch.telling(run.call):
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
-            self._gradients = found[: len(params)]
+            self._gradients = [None if each is None else _unscaled(each, self._scale) for each in found[: len(params)]]
             for _, runs in self._runs:
                 for each in runs:
                     each.note_missing_gradients()
@@ -474,7 +496,8 @@ class _OneBatch:
         """Run forward and backward of a variant, and compare the gradients of the weights."""
         if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
-        found, scale = scaled(lambda scale: self._gradients_of(variant, scale), variant.precision.loss_scale)
+        precision = variant.precision
+        found, scale = scaled(lambda scale: self._gradients_of(precision, scale, variant), precision.loss_scale)
         variant.loss_scale = min(scale, variant.loss_scale)
         introduced = self._introduced_gradients.pop(variant.name, None)
         owners: dict[torch.Tensor, list[ModuleSums]] = {}
@@ -494,16 +517,21 @@ class _OneBatch:
                     sums.introduced_gradients.add(expected, own)
                     sums.carried_gradients.add_rest(expected, got, expected, own)
 
-    def _gradients_of(self, variant: _Variant, scale: float) -> list[torch.Tensor | None]:
+    def _gradients_of(
+        self, precision: Precision, scale: float, variant: _Variant | None = None
+    ) -> list[torch.Tensor | None]:
         self._start.restore()
-        precision, model = variant.precision, self._objective.model
+        model = self._objective.model
         precision.renew_buffers()
         batch = fresh(self._batch, precision.cast)
-        size = self._objective.size_of(batch) if variant.vary else 0
+        parts = None
+        if variant is not None and variant.vary:
+            size = self._objective.size_of(batch)
+            parts = variant.parts(size)
         with precision.weights(model):
             with precision.region(), torch.enable_grad():
-                if variant.vary:
-                    _, loss = self._objective.in_parts(batch, variant.parts(size), size)
+                if parts is not None:
+                    _, loss = self._objective.in_parts(batch, parts, size)
                 else:
                     _, loss = self._objective(batch)
             if not loss.requires_grad:
@@ -524,6 +552,7 @@ class _OneBatch:
             self._watch.telling(run.call),
         ):
             outputs, self._loss = self._objective(batch)
+        run.is_over = True
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
         return run
 
@@ -574,6 +603,15 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
     return [param.grad for param in params]
 
 
+def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the gradient of a loss without a scale, in a dtype in which it does not underflow."""
+    return gradient if scale == 1.0 or gradient.layout is not torch.strided else _widened(gradient) / scale
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.is_complex() or gradient.dtype is torch.float64 else gradient.float()
+
+
 def _comparable(
     expected: torch.Tensor | None, found: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -583,7 +621,7 @@ def _comparable(
     found = torch.zeros_like(expected) if found is None and expected is not None else found
     if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
         return None
-    expected, found = local(expected), local(found)
+    expected, found = real(local(expected)), real(local(found))
     wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
     return expected.to(wide), found.to(wide) / scale
 

@@ -83,25 +83,30 @@ class Precision:
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an input in this precision."""
-        return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
+        return tensor.to(self._wanted(tensor)) if self._is_other(tensor) else tensor
 
     def changes(self, model: nn.Module) -> bool:
         """Return True if it casts any weight or buffer of a model."""
         return any(map(self._is_other, [*model.parameters(), *model.buffers()]))
 
     def _is_other(self, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and tensor.is_floating_point() and self.dtype not in (None, tensor.dtype)
+        return tensor is not None and self._wanted(tensor) not in (None, tensor.dtype)
+
+    def _wanted(self, tensor: torch.Tensor) -> torch.dtype | None:
+        if self.dtype is not None and tensor.is_complex():
+            return self.dtype.to_complex()
+        return self.dtype if tensor.is_floating_point() else None
 
     def _twin(self, tensor: Any) -> Any:
         if not self._is_other(tensor):
             return tensor
         if isinstance(tensor, nn.Parameter):
             if tensor not in self._weights:
-                self._weights[tensor] = nn.Parameter(tensor.detach().to(self.dtype), tensor.requires_grad)
+                self._weights[tensor] = nn.Parameter(tensor.detach().to(self._wanted(tensor)), tensor.requires_grad)
             twin: torch.Tensor = self._weights[tensor]
         else:
             if tensor not in self._buffers:
-                self._buffers[tensor] = tensor.detach().to(self.dtype)
+                self._buffers[tensor] = tensor.detach().to(self._wanted(tensor))
             twin = self._buffers[tensor]
         self._originals[twin] = tensor
         return twin

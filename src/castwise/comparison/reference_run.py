@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from castwise._torch_private import is_backward_running, tree_map, version
+from castwise.comparison.errors import is_rounded
 from castwise.comparison.kept_values import Kept, attributes_of, direct_tensors, returned_tensors, tensors_in
 from castwise.comparison.precisions import Region
 from castwise.comparison.watch import Tap
@@ -79,7 +80,7 @@ class Call:
         for place, tensor in enumerate(tensors):
             if id(tensor) not in self.known:
                 self.known[id(tensor)] = tensor
-                if tensor.is_floating_point():
+                if is_rounded(tensor):
                     new.append((place, tensor))
         return new
 
@@ -128,6 +129,8 @@ class ReferenceRun:
         self.sources: list[torch.Tensor] = []
         self.on_gradients: Callable[[Call, Gradients], None] | None = None
         self.reached: set[Key] = set()
+        self.is_over = False
+        self.runs_backwards = False  # in its forward, as models of forces do
         self._device, self._written, self._adds_gradients = device, written, adds_gradients
         self._numbers: Counter[Tap] = Counter()
         self._running: list[Call] = []
@@ -237,6 +240,9 @@ class ReferenceRun:
         self._most_bytes = max(self._most_bytes, tensor.nbytes)
 
         def arrived(gradient: torch.Tensor) -> None:
+            if not self.is_over:
+                self.runs_backwards = True
+                return
             self._arrived.setdefault(call, {})[site] = gradient
             self._bytes += gradient.nbytes
             if len(self._arrived[call]) == len(call.sites):
@@ -293,4 +299,4 @@ class ReferenceRun:
 
 
 def _lacks_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_inference()
+    return is_rounded(tensor) and not tensor.requires_grad and not tensor.is_inference()

@@ -14,7 +14,7 @@ from torch import nn
 
 from castwise._number_text import several
 from castwise._suggestions import listed, nearest
-from castwise.comparison.call_again import forgetting_graph
+from castwise.comparison.call_again import GraphForgottenError, forgetting_graph
 from castwise.comparison.drift import Drift
 from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
 from castwise.comparison.precision_drift import (
@@ -152,6 +152,7 @@ class Search:
         self._points: dict[Policy, Point] = {}
         self._choices: dict[Policy, Choice] = {}
         self._refusals: list[str] = []
+        self._runs_backwards = False
         self._progress: Progress = _no_progress
 
     def tuned(self, batches: Any, progress: Progress | None = None) -> Tuned:
@@ -389,12 +390,16 @@ class Search:
     def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
         self._comparison.interrupts.let_through()
         start = StartingPoint(self._model)
+        forgets_graph = forgets_graph and not self._runs_backwards
         graph = forgetting_graph() if forgets_graph else nullcontext()
         try:
             with precision.weights(self._model), precision.region(), torch.enable_grad(), graph:
                 return float(self._objective(fresh(batch, precision.cast))[1].detach())
+        except GraphForgottenError:  # the forward computes gradients, as models of forces do
+            self._runs_backwards = True
         finally:
             start.restore()
+        return self._loss_in(precision, batch, False)
 
     def _on_the_path(self, places: list[int]) -> Choice:
         """Return the cheapest choice on the greedy path that keeps the loss, or the nearest if none does."""
@@ -553,7 +558,7 @@ class Search:
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(
-                f"formats for {others} modules that have no {self._kind} of their own: they follow those around"
+                f"formats for {several(others, 'module')} without {self._kind} of their own, in the format around"
             )
         return left_out
 
