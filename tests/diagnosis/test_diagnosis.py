@@ -114,15 +114,17 @@ def test_a_product_that_overflows_fp16_is_to_be_kept_in_fp32() -> None:
     with castwise.autocast("cpu", dtype=torch.float16):
         found = diagnose(model, mean, ONES)
     assert (found.phase, found.module, found.op, found.remedy) == ("forward", "last", "aten.addmm", "float32")
-    assert 'modules={"last": "float32"}' in found.advice
-    policy = 'policy = castwise.Policy(compute="float16", modules={"last": "float32"})'
-    assert found.code == f"{policy}\nwith castwise.autocast(device_type, policy=policy.bind(model)):"
+    policy = 'castwise.Policy(compute="float16", modules={"last": "float32"})'
+    assert found.advice == f'keep last in fp32: castwise.autocast("cpu", policy={policy}.bind(model))'
+    assert found.code == f'policy = {policy}\nwith castwise.autocast("cpu", policy=policy.bind(model)):'
     assert re.fullmatch(r"In the forward, aten.addmm in module last gives inf(, at .*)?\.", found.summary)
     names = ("phase", "module", "op", "remedy", "advice", "code", "summary")
     assert found.record() == {**{name: getattr(found, name) for name in names}, "text": str(found)}
-    rule: dict[str, Any] = {"castwise": castwise, "device_type": "cpu", "model": model, "x": torch.ones(1, 4)}
-    exec(f"{found.code}\n    output = model(x)", rule)  # what is to be copied runs
-    assert rule["output"].isfinite().all()
+    region = found.advice.partition(": ")[2]
+    for code in (found.code, f"with {region}:"):  # what is to be copied runs
+        rule: dict[str, Any] = {"castwise": castwise, "model": model, "x": torch.ones(1, 4)}
+        exec(f"{code}\n    output = model(x)", rule)
+        assert rule["output"].isfinite().all()
     with torch.no_grad():
         exact = model.last.double()(model.first.double()(ONES.double()))
     assert found.in_float32 is not None
@@ -352,7 +354,7 @@ def test_nothing_is_blamed_where_infinities_reach_nothing(function: Any) -> None
     found = of(function)
     assert not found
     assert str(found).startswith("clean: the loss and all gradients are finite (loss")
-    assert replace(found, harmless=()) == Diagnosis(False, loss=found.loss)
+    assert replace(found, harmless=()) == Diagnosis(False, loss=found.loss, outside_region=True)
     assert {each.op for each in found.harmless} <= {"aten.log", "aten.div_"}  # ops that have made some in full view
 
 
@@ -526,7 +528,12 @@ def test_a_model_without_gradients_is_replayed_forward() -> None:
         (lambda m: diagnose(m, mean, [ONES]), TypeError, "batch must be a tensor, a tuple .* or a dict .*, got list"),
         (lambda m: diagnose(m, lambda y: 3.0, ONES), TypeError, "loss_fn must return the loss as a tensor, got float"),
         (lambda m: diagnose(m, lambda y: y, ONES), RuntimeError, r"must have one element, got shape \(2, 4\)"),
-        (lambda m: diagnose(m, mean, ONES, 3), TypeError, "scaler must be a GradScaler or None, got int"),
+        (lambda m: diagnose(m, mean, ONES, 3), TypeError, "scaler must be a GradScaler or None, got int$"),
+        (
+            lambda m: diagnose(m, F.mse_loss, ONES, ONES),
+            TypeError,
+            r"got Tensor\. loss_fn takes the model's output alone: lambda out: loss_fn\(out, targets\)$",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], text: str) -> None:
@@ -569,18 +576,80 @@ def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_no_fault() 
 
 
 @pytest.mark.filterwarnings("ignore:this CPU has no units for torch.float16:UserWarning")
-def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_the_fault() -> None:
+def test_an_overflow_before_a_sigmoid_is_not_called_harmless_beside_a_fault_in_the_forward() -> None:
     found = diagnosed_in_fp16(lambda x: (x - x).log())
     assert (found.module, found.op, found.in_loss) == ("", "aten.log", False)
-    assert [(each.module, each.op) for each in found.harmless] == [("gate.2", "aten.convolution")]
-    assert "  seen and harmless: gate.2: aten.convolution gives inf (finite in fp32)" in str(found).splitlines()
+    assert found.harmless == ()  # the backward has not run
+    assert [(each.module, each.op) for each in found.also] == [("gate.2", "aten.convolution")]
+    assert (
+        "  also: gate.2: aten.convolution gives inf (finite in fp32); look again after the first is repaired"
+        in str(found).splitlines()
+    )
+
+
+class ExpOfRow(nn.Module):
+    """A softmax written by hand that overflows in one row."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row, self.weight = row, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = torch.zeros(len(x), 1)
+        high[self.row] = 100.0
+        scores = (self.weight * x + high).exp()
+        return scores / scores.sum(-1, keepdim=True)
+
+
+def test_a_second_fault_is_not_called_harmless() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ExpOfRow(0), nn.Linear(4, 4), ExpOfRow(1), nn.Linear(4, 1))
+    found = diagnose(model, mean, torch.randn(3, 4))
+    assert (found.module, found.op, found.harmless) == ("1", "aten.exp", ())
+    assert [str(each) for each in found.also] == ["3: aten.exp gives inf"]  # and was given NaN
+    assert "  also: 3: aten.exp gives inf; look again after the first is repaired" in str(found).splitlines()
+    model[1] = nn.Identity()
+    again = diagnose(model, mean, torch.randn(3, 4))
+    assert (again.module, again.op, again.also) == ("3", "aten.exp", ())
+
+
+def test_a_second_fault_whose_values_reach_the_loss_too_is_named() -> None:
+    found = of(lambda x: (x - 999).sqrt() + (x - 999).log())
+    assert (found.op, [str(each) for each in found.also]) == ("aten.sqrt", ["inner: aten.log gives nan"])
+
+
+def test_what_only_passes_on_the_first_fault_is_no_second_one() -> None:
+    assert of(lambda x: (x + 999).exp().softmax(-1).square().sqrt()).also == ()
+
+
+def test_a_gradient_that_a_forward_overflow_would_lose_is_not_called_harmless() -> None:
+    def where(x: Tensor) -> Tensor:
+        return torch.where(x > 9, (x + 999).exp(), x)
+
+    assert of(where).phase == "forward"  # through the gradient, 0 * inf
+    found = of(lambda x: where(x) + (x - 999).sqrt())
+    assert (found.op, found.harmless) == ("aten.sqrt", ())
+    assert [each.op for each in found.also] == ["aten.exp"]
+
+
+def test_clean_outside_of_a_region_says_so() -> None:
+    hint = "  no autocast region was active: if training uses one, call diagnose inside it"
+    assert hint in str(of(lambda x: x)).splitlines()
+    assert hint not in str(of(lambda x: x / 0))
+    for region in (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        castwise.autocast("cpu", policy=castwise.Policy(compute="bfloat16").bind(Calls(lambda x: x))),
+    ):
+        with region:
+            assert hint not in str(of(lambda x: x))
 
 
 def test_what_has_led_to_the_fault_and_what_is_meant_is_not_called_harmless() -> None:
-    assert of(lambda x: (x / 0).sigmoid() + (x - 9).sqrt()).harmless != ()
+    assert of(lambda x: (x / 0).sigmoid() + (x - 9).sqrt()).also != ()
     assert of(lambda x: (x / 0) * 0).harmless == ()
     assert of(lambda x: x.masked_fill(x > 0.5, -INF).softmax(-1)).harmless == ()
     assert of(lambda x: (x + (x > 9).float().log()).exp()).harmless == ()  # -inf of a mask that is a logarithm
+    assert of(lambda x: (x / 0) * 0).also == ()
     found = of(lambda x: x, loss_fn=lambda y: y.sum() + (y / 0).sigmoid().sum().detach())
     assert [str(each) for each in found.harmless] == ["the loss function: aten.div gives inf"]
 

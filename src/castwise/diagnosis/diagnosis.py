@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from castwise.amp.devices import has_autocast
+from castwise.amp.thread_state import THREAD
 from castwise.diagnosis.cases import OfLoss, OfOutput
 from castwise.diagnosis.fault_search import Found, find
+from castwise.diagnosis.op_facts import tensors_of
 from castwise.diagnosis.origins import Birth, Phase
 from castwise.diagnosis.ranges import Range, Value, first_not_finite, range_of
 from castwise.diagnosis.remedies import Remedy, remedy_of
 from castwise.policy.module_rules import named_modules
 from castwise.tracing.batches import Batch, arguments_of
 
+_OUTSIDE = "no autocast region was active: if training uses one, call diagnose inside it"
+
 
 @dataclass(frozen=True)
-class Harmless:
-    """An inf or NaN that an op of the forward made, and that reaches neither the loss nor a gradient.
+class NonFinite:
+    """An inf or NaN that an op of the forward made, and that no fault is blamed on.
 
     Args:
         module: See `Diagnosis`.
         in_loss: See `Diagnosis`.
         op: As "aten.convolution".
-        value: "nan" or "inf".
+        value: "nan" or "inf": what the op made, not what it was given.
         is_finite_in_float32: Whether the op has a finite result in fp32: it overflowed in a low precision.
         line: See `Diagnosis`.
     """
@@ -73,8 +78,11 @@ class Diagnosis:
         line: Where the code of the model, or of the loss, calls the op: "model.py:31"; "" if that is not known, as in
             the backward.
         source: That line itself.
-        harmless: What else was not finite in the forward and reaches nothing, such as an overflow before a sigmoid: of
-            each module and op one.
+        harmless: If there is no fault, what ops of the forward made that is not finite, such as an overflow before a
+            sigmoid: it reaches neither the loss nor a gradient. Of each module and op one.
+        also: If there is a fault, what other ops of the forward made that is not finite. Each may be a fault, too, that
+            this one hides: diagnose again after the first is repaired.
+        outside_region: Whether `diagnose` was called outside of any autocast region.
     """
 
     found: bool
@@ -96,22 +104,26 @@ class Diagnosis:
     code: str = ""
     line: str = ""
     source: str = ""
-    harmless: tuple[Harmless, ...] = ()
+    harmless: tuple[NonFinite, ...] = ()
+    also: tuple[NonFinite, ...] = ()
+    outside_region: bool = False
 
     def __bool__(self) -> bool:
         return self.found
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
-        harmless = [f"  seen and harmless: {each}" for each in self.harmless]
         if not self.found:
-            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *harmless])
+            harmless = [f"  seen and harmless: {each}" for each in self.harmless]
+            hint = [f"  {_OUTSIDE}"] if self.outside_region else []
+            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *hint, *harmless])
         lines = [f"{self.phase}: {self._what()}{loss}"]
         lines += [f"  at {self.line}: {self.source}"] if self.line else []
         lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
         lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
-        return "\n".join([*lines, *harmless, self.advice])
+        lines += [f"  also: {each}; look again after the first is repaired" for each in self.also]
+        return "\n".join([*lines, self.advice])
 
     @property
     def summary(self) -> str:
@@ -169,8 +181,8 @@ def diagnose(
     run; collectives that the forward calls need all ranks to call this.
 
     Infinities and NaNs that reach neither are not faults: those of masks, or of a weight that the batch does not use.
-    `harmless` lists those that an op of the forward made. Every op syncs with the host: a replay takes several times a
-    step, and twice that if the scale may be the cause.
+    Without a fault `harmless` lists those that an op of the forward made; beside a fault `also` lists them. Every op
+    syncs with the host: a replay takes several times a step, and twice that if the scale may be the cause.
 
     Args:
         model: The model, in the mode it trains in. DDP and `torch.compile` are unwrapped: the replay is eager and
@@ -198,7 +210,8 @@ def diagnose(
     args, kwargs = arguments_of(batch)
     case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
-    return _diagnosis(find(case, scale), scale, case.loss)
+    outside_region = not _is_in_region(model, [args, kwargs])
+    return replace(_diagnosis(find(case, scale), scale, case.loss), outside_region=outside_region)
 
 
 def diagnose_replay(
@@ -236,9 +249,9 @@ def diagnose_replay(
 
 
 def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
-    fault, harmless = found.fault, tuple(map(_harmless, found.harmless))
+    fault, others = found.fault, tuple(map(_non_finite, found.others))
     if fault is None:
-        return Diagnosis(False, scale=scale, loss=loss, harmless=harmless)
+        return Diagnosis(False, scale=scale, loss=loss, harmless=others)
     remedy, advice, code = remedy_of(fault, scale)
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
@@ -263,14 +276,16 @@ def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
         code=code,
         line="" if birth.place is None else str(birth.place),
         source="" if birth.place is None else birth.place.source,
-        harmless=harmless,
+        also=others,
     )
 
 
-def _harmless(birth: Birth) -> Harmless:
+def _non_finite(birth: Birth) -> NonFinite:
     line = "" if birth.place is None else str(birth.place)
     in_loss = birth.module is None
-    return Harmless(birth.module or "", in_loss, birth.op, _value(birth.outputs), birth.is_finite_in_float32, line)
+    # NaN is born of no NaN, so an op that was given some has made infinities.
+    value = "inf" if any(found.nan for found in birth.inputs) else _value(birth.outputs)
+    return NonFinite(birth.module or "", in_loss, birth.op, value, birth.is_finite_in_float32, line)
 
 
 _PHASE_WITHOUT_BIRTH: dict[str, Phase] = {
@@ -292,9 +307,17 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return next(module for _, module in named_modules(model))
 
 
+def _is_in_region(model: nn.Module, arguments: Any) -> bool:
+    """Return True if an autocast region is active for a device of the model or its arguments, or a policy is."""
+    types = {tensor.device.type for tensor in [*model.parameters(), *tensors_of(arguments)]}
+    return THREAD.state is not None or any(torch.is_autocast_enabled(kind) for kind in filter(has_autocast, types))
+
+
 def _scale_of(scaler: Any) -> float:
     if scaler is None:
         return 1.0
     if not hasattr(scaler, "get_scale"):
-        raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}")
+        hint = ". loss_fn takes the model's output alone: lambda out: loss_fn(out, targets)"
+        is_targets = isinstance(scaler, torch.Tensor)
+        raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}{hint if is_targets else ''}")
     return float(scaler.get_scale())

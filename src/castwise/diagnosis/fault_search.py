@@ -73,11 +73,13 @@ class Found(NamedTuple):
 
     Args:
         fault: None if there is none.
-        harmless: What is not finite in the forward, and reached neither the loss nor a gradient.
+        others: What else ops made in the forward that is not finite. It is harmless if there is no fault. If there is
+            one, that is not known: what the fault has made hides where the rest went, and no backward ran if the fault
+            is in the forward.
     """
 
     fault: Fault | None
-    harmless: list[Birth]
+    others: list[Birth]
 
 
 def find(case: Case, scale: float) -> Found:
@@ -90,7 +92,7 @@ def find(case: Case, scale: float) -> Found:
     fault = found.fault
     if fault is None and (lost := case.lost_gradients()):
         fault = Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
-        return Found(fault, found.harmless)
+        return Found(fault, found.others)
     if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:
         return found
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
@@ -130,7 +132,9 @@ def _replay(case: Case, scale: float) -> Found:
         else:
             with _without_autocast(case.model, ends), origins:
                 fault = _replay_backward(case, scale, ends, module_of_op, origins)
-        return Found(fault, origins.harmless(() if fault is None else fault.tensors))
+        if fault is None:
+            return Found(None, origins.others((), None))
+        return Found(fault, origins.others(fault.tensors, fault.birth))
 
 
 def _replay_backward(

@@ -2,8 +2,8 @@
 
 A dispatch mode looks at what every op returns. An op that returns NaN, or an infinity, while it was given none is a
 *birth*. Of each piece of memory that holds non-finite values it is kept from which births they came, so that of a NaN
-that reaches the loss the birth is known, and a birth that reaches nothing does no harm. Models are full of these:
--inf in masks, the logarithm of a zero that is masked afterwards, memory that is not yet written.
+that reaches the loss the birth is known. Models are full of births that reach nothing: -inf in
+masks, the logarithm of a zero that is masked afterwards, memory that is not yet written.
 
 NaN and infinities are followed apart: a NaN among scores did not come from the -inf of a mask that is added to them.
 """
@@ -136,10 +136,19 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         strong = [birth for birth in reached if not birth.is_weak]
         return min(strong or reached, key=lambda birth: birth.order, default=None)
 
-    def harmless(self, tensors: Iterable[torch.Tensor]) -> list[Birth]:
-        """Return the births in the forward whose values have not reached some tensors: of each module and op one."""
+    def others(self, tensors: Iterable[torch.Tensor], blamed: Birth | None) -> list[Birth]:
+        """Return the births in the forward beside the one to blame for some tensors: of each module and op one.
+
+        What an op made of infinities that have led to these tensors is left out: it is their consequence.
+        """
         reached = self._reached(tensors)
-        births = {(birth.module, birth.op): birth for birth in reversed(self._born) if birth not in reached}
+        births = {
+            (birth.module, birth.op): birth
+            for birth in reversed(self._born)
+            if birth not in reached or not any(found.inf for found in birth.inputs)
+        }
+        if blamed is not None:
+            births.pop((blamed.module, blamed.op), None)
         return sorted(births.values(), key=lambda birth: birth.order)
 
     def _reached(self, tensors: Iterable[torch.Tensor]) -> _Births:

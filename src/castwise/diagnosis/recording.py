@@ -18,7 +18,7 @@ from castwise._torch_private import is_backward_running, tree_map
 from castwise._warnings import warn
 from castwise.amp.outcomes import Cause
 from castwise.diagnosis.cases import outputs_of
-from castwise.diagnosis.diagnosis import Diagnosis, Harmless, diagnose_replay
+from castwise.diagnosis.diagnosis import Diagnosis, NonFinite, diagnose_replay
 from castwise.diagnosis.forward_state import CastingState, RandomState
 from castwise.diagnosis.op_facts import tensors_of
 from castwise.diagnosis.replay import is_replaying
@@ -150,7 +150,7 @@ class MicroBatches:
         for batch in bad if len(bad) > 1 else []:
             if diagnosis := batch.diagnose(self._model, scale, loss_is_finite, with_backward=False):
                 return diagnosis
-        harmless: list[Harmless] = []
+        harmless: list[NonFinite] = []
         for batch in suspects:
             diagnosis = batch.diagnose(self._model, scale, loss_is_finite, with_backward=True)
             if diagnosis:

@@ -47,7 +47,7 @@ def remedy_of(fault: Fault, scale: float) -> Help:
         return Help("code", "write to all of the memory before it is read; if a custom kernel does, look there")
     low = low_precision(birth)
     if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
-        return _keep_in_float32(birth, low)
+        return _keep_in_float32(birth, low, fault.tensors[0].device.type)
     if birth.module is None and birth.phase in {"loss", "backward"}:
         return Help("code", "this op of the loss has no finite result in fp32 either: look at what the loss is given")
     return Help("code", "this op has no finite result in fp32 either: look at the ranges of its inputs")
@@ -81,16 +81,17 @@ def _without_birth(fault: Fault, scale: float) -> Help:
     )
 
 
-def _keep_in_float32(birth: Birth, low: str) -> Help:
+def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
     if birth.module:
         policy = f'castwise.Policy(compute="{low}", modules={{"{birth.module}": "float32"}})'
-        code = f"policy = {policy}\nwith castwise.autocast(device_type, policy=policy.bind(model)):"
-        return Help("float32", f"keep {birth.module} in fp32: {policy}", code)
+        code = f'policy = {policy}\nwith castwise.autocast("{device}", policy=policy.bind(model)):'
+        region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
+        return Help("float32", f"keep {birth.module} in fp32: {region}", code)
     if birth.module is None:
         return Help(
             "float32",
             "compute the loss in fp32: call .float() on what it is given, outside of the autocast region",
-            "with castwise.autocast(device_type, enabled=False):\n    loss = loss_fn(output.float(), targets)",
+            f'with castwise.autocast("{device}", enabled=False):\n    loss = loss_fn(output.float(), targets)',
         )
     return Help(
         "float32",
