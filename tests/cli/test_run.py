@@ -409,6 +409,7 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["--schedule", "Static(2**'a')", "broken.py"], "a power must be one of numbers, got 2 ** 'a'"),
         (["--schedule", "Static(2.0**abs(3))", "broken.py"], "malformed node or string"),
         (["--out", "broken.py", "broken.py"], "--out must be a folder, and broken.py is a file"),
+        (["--policy", "castwise.Policy()", "broken.py"], "Policy(...).to_file('policy.toml') writes such a file"),
         (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
     ],
 )

@@ -91,8 +91,15 @@ def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
     assert model.weight.isnan().all()
     worst = next(iter(found))
     assert worst.severity == "critical"
-    assert worst.text.startswith("Training is lost: gradients are inf or NaN from step 8 on")
+    assert worst.text == (
+        "Training is lost: gradients became inf or NaN between step 6 (the last sampled step that was finite) and step "
+        "8, and the steps were taken. Go back to a checkpoint of step 6 or before: a later one may hold inf or NaN. "
+        "Train on with GradScaler(device, schedule=castwise.schedules.Guard()), which skips such steps."
+    )
     assert worst.evidence["last_finite_sample_step"] == 6
+    worst = next(iter(trained(nn.Linear(4, 1), None, lambda _: torch.full((6, 4), math.nan), torch.bfloat16)))
+    assert "inf or NaN at step 1, the first that was sampled" in worst.text
+    assert "No checkpoint of this run is known to be good" in worst.text
     assert "all right" not in str(found)
     assert "gradients fit" not in str(found)
 

@@ -27,7 +27,7 @@ def read_policy(spelled: str) -> Policy:
     if path.suffix not in {".toml", ".json"}:
         raise UserError(
             f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
-            f"{nearest(spelled, policies.__all__)}"
+            f"{nearest(spelled, policies.__all__)}; Policy(...).to_file('policy.toml') writes such a file"
         )
     try:
         return Policy.from_file(path)

@@ -71,22 +71,42 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
         return
     first = facts.poisoned[0]
     later = [sample["step"] for sample in facts.run.samples if sample["step"] > first]
-    before = [sample["step"] for sample in facts.run.samples if sample["step"] < first]
+    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
+    before = {sample["step"] for sample in facts.run.samples if sample["step"] < first} - skipped
+    last_finite = max(before, default=0)
     is_lost = set(later) <= set(facts.poisoned)
-    what = f"gradients are inf or NaN from step {first:,} on" if is_lost else f"gradients were not finite at {first:,}"
+    guard = "GradScaler(device, schedule=castwise.schedules.Guard())"
     yield Advice(
-        f"Training is lost: {what}, and the steps were taken. Go back to a checkpoint from before it, and train on "
-        "with schedule=castwise.schedules.Guard(), which skips such steps."
+        f"Training is lost: {_since(last_finite, first)} Train on with {guard}, which skips such steps."
         if is_lost
-        else f"A step was taken with inf or NaN: {what}. GradScaler(schedule=castwise.schedules.Guard()) skips such "
-        "steps.",
+        else f"A step was taken with inf or NaN: gradients were not finite at {first:,}. {guard} skips such steps.",
         {
             "first_step": first,
-            "last_finite_sample_step": max(before, default=0),
+            "last_finite_sample_step": last_finite,
             "nonfinite_samples": len(facts.poisoned),
             "taken_samples": len(facts.run.samples),
         },
         "critical" if is_lost else "warning",
+    )
+
+
+def _since(last_finite: int, first: int) -> str:
+    """Return when gradients stopped being finite, as far as samples tell, and which checkpoint is from before it."""
+    if not last_finite:
+        return (
+            f"gradients were inf or NaN at step {first:,}, the first that was sampled, and the steps were taken. "
+            "No checkpoint of this run is known to be good: go back to one from before it, or start anew."
+        )
+    if first == last_finite + 1:
+        since = f"gradients became inf or NaN at step {first:,}"
+    else:
+        since = (
+            f"gradients became inf or NaN between step {last_finite:,} (the last sampled step that was finite) and "
+            f"step {first:,}"
+        )
+    return (
+        f"{since}, and the steps were taken. Go back to a checkpoint of step {last_finite:,} or before: a later one "
+        "may hold inf or NaN."
     )
 
 
