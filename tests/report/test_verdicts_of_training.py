@@ -98,7 +98,7 @@ def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
     )
     assert worst.evidence["last_finite_sample_step"] == 6
     worst = next(iter(trained(nn.Linear(4, 1), None, lambda _: torch.full((6, 4), math.nan), torch.bfloat16)))
-    assert "inf or NaN at step 2, the first that was sampled" in worst.text
+    assert "inf or NaN at step 1, the first that was sampled" in worst.text
     assert "No checkpoint of this run is known to be good" in worst.text
     assert "all right" not in str(found)
     assert "gradients fit" not in str(found)

@@ -79,7 +79,7 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     yield Advice(
         f"Training is lost: {_since(last_finite, first)} Train on with {guard}, which skips such steps."
         if is_lost
-        else f"A step was taken with inf or NaN: gradients were not finite at step {first:,}. {guard} skips such steps.",
+        else f"A step was taken with inf or NaN: gradients were not finite at {first:,}. {guard} skips such steps.",
         {
             "first_step": first,
             "last_finite_sample_step": last_finite,
@@ -105,8 +105,8 @@ def _since(last_finite: int, first: int) -> str:
             f"step {first:,}"
         )
     return (
-        f"{since}, and the steps were taken. Go back to a checkpoint of step {last_finite:,} or before: a later one may "
-        "hold inf or NaN."
+        f"{since}, and the steps were taken. Go back to a checkpoint of step {last_finite:,} or before: a later one "
+        "may hold inf or NaN."
     )
 
 
