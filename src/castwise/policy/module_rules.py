@@ -71,6 +71,9 @@ def spelled(key: Any) -> Any:
 def decide(policy: Policy, model: nn.Module) -> list[Decision]:
     """Decide for every name of every module, outer ones first.
 
+    A recipe is looked up apart from the dtype: rules with dtypes say in which dtype each module computes, also around a
+    recipe, and rules with recipes only which linear layers take one.
+
     Raises:
         TypeError: `model` is not a module.
         ValueError: A key matches nothing, or rules contradict each other.

@@ -82,7 +82,8 @@ def tune(
         model, loss, forward: See `compare`.
         batches: See `compare`; two at least, of which every second is held out.
         formats: To choose from: "float16", "bfloat16", "float32", and recipes of 8 and 4 bits for linear layers, such
-            as "float8_rowwise" (see `Policy`). Around recipes layers are in "bfloat16", or else in the first of these.
+            as "float8_rowwise" (see `Policy`), which are measured with layers in "bfloat16" around them, or else in the
+            first of these.
         tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
         cost: "flops" of matrix products and convolutions, half in 16 bits, a quarter in 8, an eighth in 4; "bytes" of
             what modules make and of the weights that they read; or "measured", seconds of a forward on this machine.
