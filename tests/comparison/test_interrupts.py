@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,14 @@ from castwise.policy.bound_policy import is_bound_to
 
 POLICY = Policy(compute="bfloat16", modules={"0": "float32"})
 FOLDERS = ("/castwise/comparison/", "/castwise/tuning/", "/castwise/diagnosis/replay")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_raises() -> Iterator[None]:
+    """As it does in a terminal: what is started in the background may be told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def loss(output: Any, target: Tensor) -> Tensor:

@@ -370,27 +370,32 @@ class OwnForward(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("model", "rules", "text"),
+    ("make", "rules", "text"),
     [
         (
-            nn.Sequential(nn.Conv2d(3, 16, 3)),
+            lambda: nn.Sequential(nn.Conv2d(3, 16, 3)),
             {"0": ROWWISE},
             "'0' a recipe .*: its type is Conv2d, and recipes are for nn.Linear",
         ),
-        (nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has a forward of its own"),
-        (nn.Sequential(nn.LazyLinear(16)), {"0": ROWWISE}, "its weight has no shape before the first batch"),
-        (nn.Sequential(nn.Linear(16, 16).double()), {"0": ROWWISE}, r"its weight is torch\.float64"),
-        (nn.Sequential(nn.GELU()), {"0": ROWWISE}, "gives no module a recipe: recipes are for nn.Linear"),
+        (lambda: nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has a forward of its own"),
+        (lambda: nn.Sequential(nn.LazyLinear(16)), {"0": ROWWISE}, "its weight has no shape before the first batch"),
+        (lambda: nn.Sequential(nn.Linear(16, 16).double()), {"0": ROWWISE}, r"its weight is torch\.float64"),
+        (lambda: nn.Sequential(nn.GELU()), {"0": ROWWISE}, "gives no module a recipe: recipes are for nn.Linear"),
         (
-            nn.Sequential(nn.Linear(16, 16)),
+            lambda: nn.Sequential(nn.Linear(16, 16)),
             {"0": ROWWISE, "": "mxfp8"},
             "modules\\[''\\] = 'mxfp8' gives no module a recipe",
         ),
-        (nn.MultiheadAttention(16, 2), {"out_proj": ROWWISE}, "whose forward torch.nn.MultiheadAttention never calls"),
-        (nn.MultiheadAttention(16, 2), {"": ROWWISE}, "gives no module a recipe"),
+        (
+            lambda: nn.MultiheadAttention(16, 2),
+            {"out_proj": ROWWISE},
+            "whose forward torch.nn.MultiheadAttention never calls",
+        ),
+        (lambda: nn.MultiheadAttention(16, 2), {"": ROWWISE}, "gives no module a recipe"),
     ],
 )
-def test_what_cannot_take_a_recipe_is_refused(model: nn.Module, rules: dict[str, str], text: str) -> None:
+def test_what_cannot_take_a_recipe_is_refused(make: Callable[[], nn.Module], rules: dict[str, str], text: str) -> None:
+    model = make()
     with pytest.raises(ValueError, match=text):
         Policy(compute="bfloat16", modules=rules).bind(model)
     assert not [module for module in model.modules() if "forward" in vars(module)]
