@@ -516,6 +516,33 @@ def test_json_at_the_end_is_one_line_for_programs(tmp_path: Path) -> None:
     assert found["runs"][0]["findings"][0]["severity"] == "warning"
 
 
+UNSCALED = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    loss = model(torch.randn(3, 4)).square().mean()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNSCALED)
+    why = "no step was diagnosed: only steps that a GradScaler skips are, and no enabled one was used. "
+    run = forked("--out", tmp_path / "out", tmp_path / "train.py")
+    assert f"castwise: {why}" in run.stderr
+    assert "castwise.diagnose(model, loss_fn, batch)" in run.stderr
+    options = ["--on-skip", "nothing", "--schedule", "Guard", "--json"]
+    *_, last = forked("--out", tmp_path / "out", *options, tmp_path / "train.py").stderr.splitlines()
+    (note,) = json.loads(last)["notes"]
+    assert note.startswith("the schedule Guard(")
+    assert note.endswith(" had no effect: no enabled GradScaler of torch was made")
+    run = forked("--out", tmp_path / "out", "--schedule", "Guard", "broken.py", "--steps", 2)
+    assert "no step was diagnosed" not in run.stderr
+    assert "had no effect" not in run.stderr
+
+
 @pytest.mark.parametrize(("on_skip", "diagnosed"), [("first", 3), ("diagnose", 5), ("nothing", 0)])
 def test_as_many_skips_are_diagnosed_as_are_asked_for(on_skip: str, diagnosed: int, tmp_path: Path) -> None:
     forked("--out", tmp_path, "--on-skip", on_skip, "broken.py", "--logits", 400, "--steps", 5)

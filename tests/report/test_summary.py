@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from tests.monitor import recorded
 
+from castwise._terminal import new_console
+from castwise.cli.report_text import print_runs
 from castwise.monitor.run import Run
 from castwise.report.summary import Level, Summary, end
 
@@ -89,6 +92,25 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
     assert run["findings"][0]["severity"] == "critical"
     assert all(isinstance(value, (int, float, str, list)) for value in run["findings"][0]["evidence"].values())
     assert run["findings"][0]["diagnoses"] == []
+
+
+def test_a_diagnosis_is_told_with_the_ranges_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    text = (
+        "forward: 1: aten.exp gives inf\n  at C:\\net.py:31: x.exp(): 3\n  input 0: float16 (4, 8), -1 .. 20\n"
+        "  input 1: float16 (4,), 0 .. 1\n  output: float16 (4, 8), 0.5 .. 2, 4 inf\nlook at its inputs"
+    )
+    found = {"kind": "diagnosis", "step": 2, "cause": "non-finite loss", "phase": "forward", "module": "1"}
+    found |= {"op": "aten.exp", "text": text, "advice": "look at its inputs"}
+    steps = [recorded.step(1, 2.0), recorded.step(2, 2.0, "non-finite loss"), recorded.step(3, 1.0)]
+    summary = Summary.of([Run.read(recorded.write(tmp_path, *steps, found))])
+    (diagnosis,) = summary.record()["runs"][0]["findings"][0]["diagnoses"]
+    inputs = ["float16 (4, 8), -1 .. 20", "float16 (4,), 0 .. 1"]
+    assert diagnosis == {"module": "1", "op": "aten.exp", "line": "C:\\net.py:31", "inputs": inputs, "code": ""}
+    assert summary.lines()[1].endswith(" Input 0: float16 (4, 8), -1 .. 20. Input 1: float16 (4,), 0 .. 1.")
+    printed = io.StringIO()
+    print_runs(list(summary.runs), new_console(200, printed))
+    assert "  Step 2: input 0: float16 (4, 8), -1 .. 20\n" in printed.getvalue()
 
 
 @pytest.mark.parametrize(

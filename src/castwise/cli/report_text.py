@@ -39,6 +39,9 @@ def print_runs(runs: list[Run], console: Console) -> None:
             console.print(line.append(advice.text, style="default"))
             numbers = "; ".join(f"{name} {value}" for name, value in advice.shown_evidence())
             console.print(Text(f"  {numbers}", style="dim"))
+            for found in advice.diagnosed:
+                for detail in found.details.splitlines():
+                    console.print(Text(f"  {found.at}: {detail}", style="dim"))
 
 
 def _summary(facts: RunFacts) -> str:

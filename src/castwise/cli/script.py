@@ -86,10 +86,13 @@ class Script:
     ) -> None:
         """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
         out = out.absolute()  # the script may change the folder
-        castwise.installation.begin(Account(out, every, diagnoses), Settings(policy, schedule, weight_cache))
+        account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
+        castwise.installation.begin(account, settings)
         WATCH.warns = False  # scripts filter warnings
         WATCH.begin_telling(self._say)
-        atexit.register(self._finish, out, os.getpid(), ending)  # before any of the script's, so it comes after them
+        atexit.register(
+            self._finish, out, os.getpid(), ending, account, settings
+        )  # before any of the script's, so it comes after them
         sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer has set its own
         try:
@@ -123,7 +126,7 @@ class Script:
             self._is_interrupted = True
             raise
 
-    def _finish(self, out: Path, pid: int, ending: Ending) -> None:
+    def _finish(self, out: Path, pid: int, ending: Ending, account: Account, settings: Settings) -> None:
         """Write the report, and say what there is to say."""
         if os.getpid() != pid:
             return  # of a worker that was forked
@@ -135,7 +138,8 @@ class Script:
             if not was_recording:
                 lines = [_without_records(out, seen)]
             mistakes = [each.record() for each in WATCH.found]  # also those that are known only now
-            self._tell(lines, replace(summary or Summary(), mistakes=mistakes), ending)
+            notes = [*account.notes, *settings.notes]
+            self._tell(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
         if self._is_interrupted and sys.platform != "win32":
             # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
             sys.stdout.flush()

@@ -70,6 +70,7 @@ class Account(Observer):
         self._rank: int | None = None
         self._pid = os.getpid()
         self._seen: Counter[tuple[str, str]] = Counter()
+        self._has_scaler = False
 
     def begin(self) -> None:
         """Look for mistakes and for models from now on; models are recorded if there is a folder."""
@@ -94,6 +95,16 @@ class Account(Observer):
         from castwise.report.summary import end
 
         return end(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was asked for and had no effect, in words."""
+        if not self._diagnoses or not self.has_recorded or self._has_scaler:
+            return []
+        return [
+            "no step was diagnosed: only steps that a GradScaler skips are, and no enabled one was used. For a batch "
+            "that gives inf or NaN call castwise.diagnose(model, loss_fn, batch) inside the autocast region"
+        ]
 
     @property
     def has_recorded(self) -> bool:
@@ -128,6 +139,7 @@ class Account(Observer):
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """A step that is skipped does not call the optimizer: it is met here."""
+        self._has_scaler |= scaler.is_enabled()
         self._meet(optimizer, scaler if scaler.is_enabled() else None)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:

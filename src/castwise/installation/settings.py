@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,14 @@ class Settings:
         self._cache: WeightCache | None = None
         self._is_bound = False
         self._has_warned = False
+        self._has_scheduled = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What was asked for and had no effect, in words."""
+        if self.schedule is None or self._has_scheduled:
+            return []
+        return [f"the schedule {self.schedule} had no effect: no enabled GradScaler of torch was made"]
 
     def applied_to(self, new: Any) -> Any:
         """Return what is to take torch's place: a class of castwise's, or one derived from it that follows these."""
@@ -48,8 +57,11 @@ class Settings:
         if issubclass(new, autocast) and (self.policy is not None or self.weight_cache):
             return _region(new, self)
         if issubclass(new, GradScaler) and self.schedule is not None:
-            return _scaler(new, self.schedule)
+            return _scaler(new, self.schedule, self._note_scheduled)
         return new
+
+    def _note_scheduled(self) -> None:
+        self._has_scheduled = True
 
     def apply(self, region: Any) -> None:
         """Put the policy and the cache into a region that is about to be entered, if it is enabled."""
@@ -98,11 +110,12 @@ def _region(base: type[autocast], settings: Settings) -> type[autocast]:
     return type(base.__name__, (base,), {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _scaler(base: type[GradScaler], schedule: Schedule) -> type[GradScaler]:
+def _scaler(base: type[GradScaler], schedule: Schedule, note_scheduled: Callable[[], None]) -> type[GradScaler]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         if self.is_enabled():
             self._adopt(schedule)
+            note_scheduled()
             if self._agreement is not None:
                 self._agree_with(self._agreement)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,17 @@ class Diagnosed:
         if len(self.steps) == 1:
             return f"Step {self.steps[0]:,}{self.where}"
         return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}{self.where}"
+
+    @property
+    def line(self) -> str:
+        """Where the model's code calls the op, as "model.py:31"; "" if that is not known."""
+        found = re.search(r"^at (.+?:\d+): ", self.details, re.MULTILINE)
+        return "" if found is None else found[1]
+
+    @property
+    def inputs(self) -> list[str]:
+        """Ranges of the op's inputs."""
+        return re.findall(r"^input \d+: (.+)$", self.details, re.MULTILINE)
 
     @property
     def told(self) -> str:

@@ -1,4 +1,4 @@
-"""What runs come down to: six lines at most for the end of training, and a JSON object for programs."""
+"""What runs come down to: a few lines for the end of training, and a JSON object for programs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ class Summary:
         verdicts: The verdict on each.
         mistakes: What the script does wrong, each once.
         report: The page about them; None if there is none.
+        notes: What was asked for and had no effect.
     """
 
     runs: Sequence[Run] = ()
     verdicts: Sequence[Verdict] = ()
     mistakes: Sequence[dict[str, Any]] = ()
     report: Path | None = None
+    notes: Sequence[str] = ()
 
     @classmethod
     def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
@@ -63,7 +65,7 @@ class Summary:
         return labels([run.path for run in self.runs]) if self.runs else []
 
     def lines(self) -> list[str]:
-        """Return six lines at most: steps, skips, the first finding, mistakes, and where the report is.
+        """Return a few lines: steps, skips, the first finding, mistakes, notes, and where the report is.
 
         They are wrapped to the width of standard error; all begin with "castwise: " when they are printed.
         """
@@ -74,13 +76,15 @@ class Summary:
         first = self.first_finding
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
-            lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}")
+            inputs = enumerate(first.diagnosed[0].inputs if first.diagnosed else [])
+            ranges = "".join(f" Input {place}: {found}." for place, found in inputs)
+            lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}{ranges}")
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
             where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
             lines.append(f"mistake: {where}{mistake['text']}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
             lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
-        lines = [_wrapped(line) for line in lines]
+        lines = [_wrapped(line) for line in [*lines, *self.notes]]
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
@@ -90,6 +94,7 @@ class Summary:
         return {
             "report": None if self.report is None else str(self.report),
             "mistakes": list(self.mistakes),
+            "notes": list(self.notes),
             "runs": [
                 {
                     "run": name,
@@ -100,7 +105,10 @@ class Summary:
                             "severity": piece.severity,
                             "text": piece.text,
                             "evidence": {name: _json(value) for name, value in piece.evidence.items()},
-                            "diagnoses": [{"module": each.module, "code": each.code} for each in piece.diagnosed],
+                            "diagnoses": [
+                                {name: getattr(each, name) for name in ("module", "op", "line", "inputs", "code")}
+                                for each in piece.diagnosed
+                            ],
                         }
                         for piece in verdict
                     ],
