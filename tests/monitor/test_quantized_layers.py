@@ -132,7 +132,7 @@ def test_a_checkpoint_is_measured_once(use_reentrant: bool, tmp_path: Path) -> N
 
 def test_nothing_is_told_when_nobody_asks(tmp_path: Path) -> None:
     recorded(tmp_path, "mxfp8")
-    assert OBSERVERS == []
+    assert not OBSERVERS
 
 
 def test_a_run_without_recipes_has_no_such_entry(tmp_path: Path) -> None:

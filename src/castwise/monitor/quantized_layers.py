@@ -36,13 +36,11 @@ class QuantizedLayers:
     def watch(self) -> None:
         """Measure what comes next."""
         self._labels, self._found = {}, {}
-        if self not in OBSERVERS:
-            OBSERVERS.append(self)
+        OBSERVERS.add(self)
 
     def stop(self) -> QuantizedSample | None:
         """Return what was measured, if anything was, and stop."""
-        if self in OBSERVERS:
-            OBSERVERS.remove(self)
+        OBSERVERS.discard(self)
         found, labels, self._found, self._labels = self._found, self._labels, {}, {}
         return QuantizedSample(self._model, labels, found) if found else None
 

@@ -5,6 +5,7 @@ Nothing is told of compiled code, nor of what torchao computes.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -32,7 +33,8 @@ class Observer(Protocol):
         """Look at an operand that was quantized, or at the copy of one that was kept."""
 
 
-OBSERVERS: list[Observer] = []
+OBSERVERS: weakref.WeakSet[Observer] = weakref.WeakSet()
+"""Those who are told; a monitor, and with it its model, is not kept alive by that."""
 
 
 class Telling(NamedTuple):

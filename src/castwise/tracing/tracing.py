@@ -81,7 +81,7 @@ def trace(
     watch = _Watch(model, module_of_op)
     given = [*args, *kwargs.values()]
     with _bound(policy, model) as bound, _put_back(model, given), without_compiler(), module_of_op:
-        OBSERVERS.append(watch)
+        OBSERVERS.add(watch)
         try:
             with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
                 output = model(*args, **kwargs)
@@ -92,7 +92,7 @@ def trace(
                 with watch, autocast(device, enabled=False):
                     loss.backward()  # type: ignore[no-untyped-call]  # torch's
         finally:
-            OBSERVERS.remove(watch)
+            OBSERVERS.discard(watch)
     return watch.result()
 
 
