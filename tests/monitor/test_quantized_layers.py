@@ -15,7 +15,7 @@ import castwise
 from castwise import Monitor, Policy
 from castwise.monitor.quantized_layers import _measured
 from castwise.monitor.run import Run
-from castwise.recipes.observers import OBSERVERS
+from castwise.recipes.listeners import LISTENERS
 from castwise.recipes.recipe import RECIPES
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_measured_once(use_reentrant: bool, tmp_path: Path) -> N
 
 def test_nothing_is_told_when_nobody_asks(tmp_path: Path) -> None:
     recorded(tmp_path, "mxfp8")
-    assert not OBSERVERS
+    assert not LISTENERS
 
 
 def test_a_run_without_recipes_has_no_such_entry(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from castwise._guard import Guard
 from castwise._torch_private import is_backward_running
 from castwise.monitor import names
 from castwise.monitor.host_copies import Arrivals
-from castwise.recipes.observers import OBSERVERS, Telling
+from castwise.recipes.listeners import LISTENERS, Telling
 from castwise.recipes.scalings import Float8, Quantized, Scaling
 
 _OPERANDS = ("input", "weight", "grad_output")
@@ -36,11 +36,11 @@ class QuantizedLayers:
     def watch(self) -> None:
         """Measure what comes next."""
         self._labels, self._found = {}, {}
-        OBSERVERS.add(self)
+        LISTENERS.add(self)
 
     def stop(self) -> QuantizedSample | None:
         """Return what was measured, if anything was, and stop."""
-        OBSERVERS.discard(self)
+        LISTENERS.discard(self)
         found, labels, self._found, self._labels = self._found, self._labels, {}, {}
         return QuantizedSample(self._model, labels, found) if found else None
 

@@ -45,7 +45,7 @@ from castwise.policy.casting import (
 )
 from castwise.policy.module_rules import Decision, decide, is_never_called
 from castwise.recipes import quantized_linear
-from castwise.recipes.observers import OBSERVERS, Telling
+from castwise.recipes.listeners import LISTENERS, Telling
 from castwise.recipes.recipe import DEVICES, RECIPES, Recipe, runs_kernels, warn_if_emulated
 from castwise.recipes.torchao_linear import TorchaoLinear
 
@@ -557,7 +557,7 @@ class _RuledForward:
         if not is_dynamo_compiling():
             if state.weights is not None:
                 weights = functools.partial(state.weights.quantized, module)
-            if OBSERVERS:
+            if LISTENERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         weight, bias = module.weight, module.bias  # in the region, as a parametrization computes them

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from castwise.recipes.observers import Operand, Telling
+from castwise.recipes.listeners import Operand, Telling
 from castwise.recipes.recipe import Recipe
 from castwise.recipes.scalings import Quantized, Scaling
 
@@ -42,7 +42,7 @@ def linear(
         uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed of the
             numbers that the quantized operands stand for, in fp32, or in bf16 if that holds these.
         weights: Quantizes the weight.
-        tell: Tells observers, if there are any.
+        tell: Tells listeners, if there are any.
     """
     if input.numel() == 0 or weight.numel() == 0:  # there is no largest number of none
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))

@@ -25,7 +25,7 @@ from castwise._torch_private import (
 from castwise.amp.autocast_mode import autocast
 from castwise.policy.bound_policy import BoundPolicy, is_bound_to
 from castwise.policy.policy import Policy
-from castwise.recipes.observers import OBSERVERS, Telling
+from castwise.recipes.listeners import LISTENERS, Telling
 from castwise.recipes.scalings import E2M1, Quantized, Scaling
 from castwise.tracing.batches import Batch, arguments_of
 from castwise.tracing.module_of_op import ModuleOfOp
@@ -81,7 +81,7 @@ def trace(
     watch = _Watch(model, module_of_op)
     given = [*args, *kwargs.values()]
     with _bound(policy, model) as bound, _put_back(model, given), without_compiler(), module_of_op:
-        OBSERVERS.add(watch)
+        LISTENERS.add(watch)
         try:
             with watch, nullcontext() if bound is None else autocast(device, policy=bound, weight_cache=weight_cache):
                 output = model(*args, **kwargs)
@@ -92,7 +92,7 @@ def trace(
                 with watch, autocast(device, enabled=False):
                     loss.backward()  # type: ignore[no-untyped-call]  # torch's
         finally:
-            OBSERVERS.discard(watch)
+            LISTENERS.discard(watch)
     return watch.result()
 
 

@@ -21,8 +21,8 @@ Operand = Literal["input", "weight", "grad_output", "weight_t", "grad_output_t",
 Phase = Literal["forward", "backward"]
 
 
-class Observer(Protocol):
-    """Who is told, while it is in `OBSERVERS`."""
+class Listener(Protocol):
+    """Who is told, while it is in `LISTENERS`."""
 
     def products(
         self, telling: Telling, phase: Phase, operands: tuple[torch.Tensor, ...]
@@ -33,12 +33,12 @@ class Observer(Protocol):
         """Look at an operand that was quantized, or at the copy of one that was kept."""
 
 
-OBSERVERS: weakref.WeakSet[Observer] = weakref.WeakSet()
+LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
 """Those who are told; a monitor, and with it its model, is not kept alive by that."""
 
 
 class Telling(NamedTuple):
-    """Tells observers of one call of a layer, and of its backward.
+    """Tells listeners of one call of a layer, and of its backward.
 
     Args:
         layer: The layer.
@@ -60,11 +60,11 @@ class Telling(NamedTuple):
     def products(self, phase: Phase, *operands: torch.Tensor) -> ExitStack:
         """Surround the products of a forward or backward."""
         stack = ExitStack()
-        for observer in tuple(OBSERVERS):  # another thread may add one
-            stack.enter_context(observer.products(self, phase, operands))
+        for listener in tuple(LISTENERS):  # another thread may add one
+            stack.enter_context(listener.products(self, phase, operands))
         return stack
 
     def quantized(self, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Tell of an operand."""
-        for observer in tuple(OBSERVERS):  # another thread may add one
-            observer.quantized(self, operand, tensor, by, to)
+        for listener in tuple(LISTENERS):  # another thread may add one
+            listener.quantized(self, operand, tensor, by, to)
