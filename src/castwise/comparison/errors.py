@@ -41,7 +41,7 @@ class ErrorSums:
 
     Example:
         >>> sums = ErrorSums()
-        >>> sums.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+        >>> _ = sums.add(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
         >>> round(sums.errors().relative_rms, 6), sums.errors().largest
         (0.1, 0.5)
     """
