@@ -37,7 +37,7 @@ def figures() -> str:
         "which casts the weights in every call.",
         f"Of {planted} planted infs and NaNs, {sum(named)} are traced to the module that made them (torch's anomaly "
         f"mode names ops, and {sum(by_anomaly_mode)} modules).",
-        f"With AdamW under autocast, a parameter takes {sizes['split']['sum']:.0f} bytes instead of "
+        f"With `MasterWeights` and AdamW, a parameter takes {sizes['split']['sum']:.0f} bytes instead of "
         f"{sizes['fp32 weights']['sum']:.0f} (weight, cast, gradient, state), and losses stay the same, bit for bit.",
     ]
     return "".join(f"- {line}\n" for line in lines)
