@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "mistakes": {"amp", "tracing"},
     "diagnosis": {"amp", "policy", "tracing", "mistakes"},
     "comparison": {"amp", "policy", "recipes", "tracing", "diagnosis", "report"},
-    "tuning": {"amp", "policy", "recipes", "comparison", "report"},
+    "tuning": {"amp", "policy", "recipes", "doctor", "comparison", "report"},
     "monitor": {"amp", "policy", "recipes", "tracing", "mistakes", "diagnosis"},
     "report": {"amp", "monitor"},
     "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from castwise import Policy
 from castwise.cli import app, names
 from castwise.comparison import precision_drift
+from castwise.recipes.recipe import RECIPES
 from castwise.tuning import costs, precision_search
 
 FACTORY = """
@@ -200,3 +201,7 @@ def test_files_of_one_stem_keep_their_results_apart(here: Path) -> None:
         "a/mine.toml": {"0": "float32"},
         "b/mine.toml": {"2": "float32"},
     }
+
+
+def test_the_recipes_that_the_command_line_names_are_those_there_are() -> None:
+    assert tuple(RECIPES) == names.RECIPES

@@ -21,7 +21,7 @@ from castwise.recipes.recipe import RECIPES
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.Linear(128, 4))
 
 
 def recorded(folder: Path, recipe: str, steps: int = 2, scale: float = 1.0) -> tuple[list[Any], torch.Tensor, Any]:
@@ -29,11 +29,11 @@ def recorded(folder: Path, recipe: str, steps: int = 2, scale: float = 1.0) -> t
     net = model()
     bound = Policy("bfloat16", {"0": recipe, "2": recipe}, backend="emulated").bind(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    batch = torch.randn(8, 32)
+    batch = torch.randn(8, 128)
     with Monitor(net, optimizer, every=1, sinks=[folder]):
         for _ in range(steps):
             with torch.no_grad(), castwise.autocast("cpu", policy=bound):
-                net(torch.full((8, 32), 1e3))  # a validation
+                net(torch.full((8, 128), 1e3))  # a validation
             with castwise.autocast("cpu", policy=bound):
                 loss = net(batch).float().square().mean()
             (scale * loss).backward()
@@ -44,8 +44,6 @@ def recorded(folder: Path, recipe: str, steps: int = 2, scale: float = 1.0) -> t
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_sample_says_what_was_lost_of_each_operand(recipe: str, tmp_path: Path) -> None:
-    if RECIPES[recipe].multiple_of > 32:
-        pytest.skip("its blocks are larger than this model")
     samples, batch, net = recorded(tmp_path, recipe)
     assert len(samples) == 2
     layers = samples[-1]["quantized"]
@@ -73,10 +71,10 @@ def test_what_gradients_lose_is_seen(tmp_path: Path) -> None:
     net = model()
     bound = Policy("bfloat16", {"2": "float8_tensorwise"}, backend="emulated").bind(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    weights = torch.logspace(0, -12, 32)
+    weights = torch.logspace(0, -12, 128)
     with Monitor(net, optimizer, every=1, sinks=[tmp_path]):
         with castwise.autocast("cpu", policy=bound):
-            loss = (net[2](net[1](net[0](torch.randn(8, 32)))).float() * weights).sum()
+            loss = (net[2](net[1](net[0](torch.randn(8, 128)))).float() * weights).sum()
         loss.backward()
         optimizer.step()
     (sample,) = Run.read(tmp_path).samples
@@ -121,7 +119,7 @@ def test_a_checkpoint_is_measured_once(use_reentrant: bool, tmp_path: Path) -> N
     with Monitor(net, optimizer, every=1, sinks=[tmp_path / "again"]):
         for _ in range(2):
             with castwise.autocast("cpu", policy=bound):
-                x = torch.randn(8, 32, requires_grad=True)
+                x = torch.randn(8, 128, requires_grad=True)
                 loss = checkpoint(net, x, use_reentrant=use_reentrant).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -139,6 +137,6 @@ def test_a_run_without_recipes_has_no_such_entry(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with Monitor(net, optimizer, every=1, sinks=[tmp_path]):
-        net(torch.randn(8, 32)).sum().backward()
+        net(torch.randn(8, 128)).sum().backward()
         optimizer.step()
     assert "quantized" not in Run.read(tmp_path).samples[0]

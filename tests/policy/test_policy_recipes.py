@@ -327,6 +327,18 @@ def test_a_quantized_copy_that_is_stale_is_found() -> None:
         use_often()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_stale_copy_of_a_weight_that_is_not_finite_now_is_found(value: float) -> None:
+    model = Model()
+    bound = Policy(compute="bfloat16", modules={"blocks": ROWWISE}).bind(model)
+    cache = WeightCache(model, verify=True)
+    results(model, model, bound, weight_cache=cache)
+    block: Any = model.blocks[0]
+    block.mlp[0].weight.data.fill_(value)
+    with pytest.raises(RuntimeError, match=r"the weight blocks\.0\.mlp\.0\.weight was changed"):
+        results(model, model, bound, weight_cache=cache)
+
+
 def test_copies_and_files_of_a_model_and_a_policy_keep_the_recipes(tmp_path: Path) -> None:
     model = Model()
     policy = Policy(compute="bfloat16", modules={"blocks": f"{ROWWISE}?", "head": "float32"}, backend="emulated")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from castwise.monitor import formats
 from castwise.recipes.recipe import RECIPES
 from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Numbers, Nvfp4, Scaling
 
@@ -160,3 +161,8 @@ def test_numbers_are_lost_as_the_format_says() -> None:
         large = operand.abs() > operand.abs().amax() / 64
         error = ((kept(scaling, operand) - operand) / operand)[large].abs().max().item()
         assert bound / 3 < error <= bound * 1.001
+
+
+def test_formats_are_those_that_monitors_judge() -> None:
+    for numbers, known in ((E4M3, formats.E4M3), (E5M2, formats.E5M2)):
+        assert numbers[:4] == (known.name, known.mantissa_bits, known.smallest_normal, known.largest)

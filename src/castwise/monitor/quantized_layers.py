@@ -61,7 +61,7 @@ class QuantizedLayers:
 
 
 class QuantizedSample:
-    """What was measured in a step, on its way to the host.
+    """Measurements of a step, while they are copied to the host.
 
     Args:
         model: With the names of the layers.

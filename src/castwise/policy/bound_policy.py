@@ -46,7 +46,7 @@ from castwise.policy.casting import (
 from castwise.policy.module_rules import Decision, decide, is_never_called
 from castwise.recipes import quantized_linear
 from castwise.recipes.listeners import LISTENERS, Telling
-from castwise.recipes.recipe import DEVICES, RECIPES, Recipe, runs_kernels, warn_if_emulated
+from castwise.recipes.recipe import RECIPES, Recipe, kernels_on, warn_if_emulated
 from castwise.recipes.torchao_linear import TorchaoLinear
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class BoundPolicy:
             region: The `castwise.autocast` that is entered, whose switches are set.
         """
         self.check_is_bound()
-        weights = next((each for each in region._extensions if each is not self), None)
+        weights = next((each for each in region._extensions if each is not self), None) if self.recipes else None
         state = State(
             self.key, self, region.device, region._enabled, region.fast_dtype, region._caches, weights=weights
         )
@@ -379,8 +379,7 @@ class _Rule(NamedTuple):
         """Return the rule with what computes its recipe."""
         if backend == "torchao":
             return self._replace(torchao=TorchaoLinear(recipe))
-        kernels_on = {device for device in DEVICES if runs_kernels(recipe, backend, device)}
-        return self._replace(kernels_on=frozenset(kernels_on))
+        return self._replace(kernels_on=kernels_on(recipe, backend))
 
     @only_inlined
     def state_inside(self, outer: State) -> State:

@@ -12,7 +12,7 @@ from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Nvfp4, Scaling
 
 BACKENDS = ("auto", "emulated", "torch", "torchao")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
-"""Types of devices, on each of which a recipe is computed by what `labelled` says."""
+"""Types of devices on which the backend "torch" calls `scaled_mm`, whether it is there or not."""
 
 Scalings = tuple[Scaling, Scaling]
 """Of the two operands of a product."""
@@ -100,9 +100,11 @@ def runs_natively(recipe: Recipe, device: str | torch.device) -> bool:
     return recipe.capability is not None and torch.cuda.get_device_capability(device) >= recipe.capability
 
 
-def runs_kernels(recipe: Recipe, backend: str, device: str) -> bool:
-    """Return True if a backend has torch's kernels compute a recipe on a device."""
-    return backend == "torch" or (backend == "auto" and runs_natively(recipe, device))
+def kernels_on(recipe: Recipe, backend: str) -> frozenset[str]:
+    """Return the types of devices on which a backend has torch's kernels compute a recipe; others emulate it."""
+    if backend == "torch":
+        return frozenset(DEVICES)
+    return frozenset({"cuda"} if backend == "auto" and runs_natively(recipe, "cuda") else ())
 
 
 def labelled(recipe: Recipe, backend: str, device: str) -> str:
@@ -112,7 +114,7 @@ def labelled(recipe: Recipe, backend: str, device: str) -> str:
         >>> labelled(RECIPES["mxfp8"], "auto", "cpu")
         'mxfp8 (emulated)'
     """
-    by = backend if backend == "torchao" else "torch" if runs_kernels(recipe, backend, device) else "emulated"
+    by = backend if backend == "torchao" else "torch" if device in kernels_on(recipe, backend) else "emulated"
     return f"{recipe.name} ({by})"
 
 

@@ -55,7 +55,7 @@ class Quantized(NamedTuple):
 
     Args:
         values: Numbers of the format, of the operand's shape, as fp32 or bf16.
-        scale: fp32, of a shape that `Scaling.dequantize` knows.
+        scale: fp32, of a shape that `Scaling.dequantize_` knows.
     """
 
     values: torch.Tensor

@@ -29,6 +29,7 @@ from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
 from castwise.comparison.reference_run import Call, ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
+from castwise.doctor.speed import GAIN
 from castwise.policy.module_rules import decide, spelled
 from castwise.policy.policy import Policy
 from castwise.recipes.recipe import RECIPES, labelled
@@ -49,7 +50,6 @@ _HELD_OUT_RUNS = 16
 # Choices are run whose expected error is at most so many times the tolerance; of small models, any.
 _MARGINS = (1.0, 4.0)
 _MOST_CHOICES = 3**9
-GAIN = 1.1  # less is not worth a change of precision
 _DIGITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 _DIGITS |= {name: recipe.output[1].numbers.mantissa_bits for name, recipe in RECIPES.items()}
 

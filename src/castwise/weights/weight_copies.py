@@ -97,16 +97,20 @@ class Copy:
             bits = torch.int64 if now.numel() % 4 == 0 else torch.int16  # the former takes a quarter of the time
             if torch.equal(now.view(bits), copied.view(bits)):
                 return False
-        differs = ((now != copied) & ((now == now) | (copied == copied))).any()  # NaNs are equal, whatever their bits
+        differs = _differ(now, copied)
         return bool(differs) if self.device == "cpu" else differs
 
     def _is_quantized_otherwise(self, how: QuantizedBy) -> bool | torch.Tensor:
         """Return whether the parameter would be quantized to other numbers now: all of it, as scales belong to many."""
         assert self.quantized is not None
         now, kept = quantize_weight(self.elements, *how), self.quantized
-        differs = ((now.values != kept.values) & (now.values == now.values)).any()
-        differs |= ((now.scale != kept.scale) & (now.scale == now.scale)).any()
+        differs = _differ(now.values, kept.values) | _differ(now.scale, kept.scale)
         return bool(differs) if self.device == "cpu" else differs
+
+
+def _differ(now: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """Return whether any elements differ; NaNs are equal, whatever their bits."""
+    return ((now != copied) & ((now == now) | (copied == copied))).any()
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
