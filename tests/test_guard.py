@@ -26,9 +26,7 @@ def test_the_first_failure_is_told_and_no_other() -> None:
         for number in (1, 2):
             with guard:
                 raise ValueError(number)
-    assert [str(each.message) for each in told] == [
-        "the monitor could not measure, and continues without: ValueError: 1"
-    ]
+    assert [str(each.message) for each in told] == ["the monitor skipped a measurement that failed: ValueError: 1"]
 
 
 def test_an_interrupt_is_no_failure() -> None:
@@ -63,7 +61,7 @@ def test_scripted_modules_are_left_out() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_model_that_is_scripted_as_a_whole_is_not_recorded() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.warns(RuntimeWarning, match="continues without: RuntimeError: register_forward_pre_hook is not supp"):
+    with pytest.warns(RuntimeWarning, match="a measurement that failed: RuntimeError: register_forward_pre_hook is not supp"):
         records = records_of(scripted, torch.full((1, 2), torch.nan), on_skip="diagnose")
     assert [record["kind"] for record in records] == ["run", "step", "sample", "end"]
     assert records[1]["cause"] == "non-finite loss"

@@ -189,7 +189,7 @@ def test_the_wheel_alone_tells_its_version_and_what_the_command_line_needs(insta
     told = run(command, "--help")
     assert (told.returncode, told.stdout) == (0, HELP)
     commands = sorted(str(each.name or each.callback.__name__) for each in app.registered_commands if each.callback)
-    assert f"The commands {', '.join(commands[:-1])} and {commands[-1]} need the extra `cli`" in HELP
+    assert f"The commands {', '.join(commands[:-1])} and {commands[-1]} need the `cli` extra" in HELP
     refused = run(command, "report")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[-1] == "castwise: the command line needs typer: pip install 'castwise[cli]'"

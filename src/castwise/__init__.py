@@ -1,7 +1,7 @@
 """castwise: mixed-precision training for PyTorch that says what happened to the numbers.
 
-Names and submodules are imported on first use. The command line needs that to answer `castwise --help` without torch,
-and users to write `castwise.monitor.sinks` after `import castwise` alone.
+Names and submodules are imported on first use, so that `castwise --help` answers without loading torch, and
+`castwise.monitor.sinks` works after `import castwise` alone.
 """
 
 from importlib import import_module
@@ -56,7 +56,7 @@ __all__ = [
     "verdict",
 ]
 
-# The other public names are modules.
+# The public names that are not listed here are modules.
 _DEFINED_IN = {
     "Cause": "amp.outcomes",
     "GradScaler": "amp",

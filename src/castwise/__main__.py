@@ -1,4 +1,4 @@
-"""`castwise` and `python -m castwise`: the command line, an extra that the library itself never needs."""
+"""`castwise` and `python -m castwise`: the command line, which needs the `cli` extra. The library does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Usage: castwise [--version] [--help] COMMAND
 
   Mixed-precision training for PyTorch that says what happened to the numbers.
 
-  The commands bench, compare, demo, doctor, report, run, trace and tune need the extra `cli`. Install it, and
+  The commands bench, compare, demo, doctor, report, run, trace and tune need the `cli` extra. Once it is installed,
   `castwise --help` describes them:
 
       pip install 'castwise[cli]'
@@ -17,7 +17,10 @@ Usage: castwise [--version] [--help] COMMAND
 
 
 def main() -> None:
-    """Run the command line; without its extra, say how to get it (exit code 2, 0 for --help and --version)."""
+    """Run the command line; without the `cli` extra, print how to install it and exit with 2.
+
+    `--help` and `--version` work without the extra and exit with 0.
+    """
     try:
         from castwise.cli import app, run
     except ModuleNotFoundError as error:

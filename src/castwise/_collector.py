@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way."""
+"""Pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing meanwhile: where millions of objects are made and kept, looking for garbage doubles the time."""
+    """Disable garbage collection in the block. It would double the time to create and keep millions of objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file aside and replace what is there, if anything; into a device or a pipe just write.
+    """Replace a file's content atomically, through a temporary file beside it; write to a device or pipe directly.
 
-    A link stays one, and a file that was there hands its permissions on.
+    A symbolic link stays a link, and the new file keeps the old one's permissions.
 
     Raises:
-        OSError: It cannot be written; then what was there is as it was, and nothing is beside it.
+        OSError: The file cannot be written. The old file is then unchanged, and no temporary file is left.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)

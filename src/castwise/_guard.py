@@ -1,4 +1,4 @@
-"""What observes a training run must not end it."""
+"""Keep failures in monitoring code from ending a training run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from castwise._warnings import warn
 
 
 class Guard:
-    """A block in which measuring may fail: the first failure is a warning, and the training continues.
+    """Suppress exceptions in a block of monitoring code, and warn of the first one.
 
     Example:
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     with Guard():
         ...         raise OSError("no such device")
-        >>> str(told[0].message)
-        'the monitor could not measure, and continues without: OSError: no such device'
+        >>> str(caught[0].message)
+        'the monitor skipped a measurement that failed: OSError: no such device'
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Guard:
             return False
         if not self._has_warned:
             self._has_warned = True
-            text = f"the monitor could not measure, and continues without: {type(error).__name__}: {error}"
-            with suppress(RuntimeWarning):  # where warnings are errors
+            text = f"the monitor skipped a measurement that failed: {type(error).__name__}: {error}"
+            with suppress(RuntimeWarning):  # raised where warnings are errors
                 warn(text, RuntimeWarning, 2)
         return True

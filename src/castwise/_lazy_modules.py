@@ -1,4 +1,4 @@
-"""Submodules that are imported when they are first used, so that `import castwise` stays light."""
+"""Submodules that are imported on first use, which keeps `import castwise` light."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 def submodules_of(package: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package that imports its submodules on first use.
 
-    What a submodule raises while it is imported, such as an error that names a missing extra, is raised unchanged.
+    Errors from the import of a submodule, such as one that names a missing extra, propagate unchanged.
     """
 
     def get(name: str) -> Any:
-        if not name.startswith("_"):  # doctest, inspect and others ask every module for private names
+        if not name.startswith("_"):  # doctest, inspect and other tools probe every module for private names
             module = f"{package}.{name}"
             try:
                 return import_module(module)

@@ -1,4 +1,4 @@
-"""How numbers of a run are written for people, the same in the verdict, the report and the terminal."""
+"""Formatting of a run's numbers, shared by the verdict, the report and the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 
 def power_of_two(scale: float) -> str:
-    """Return a positive number as a power of two, the unit scales are chosen in: 65536 is "2^16"."""
+    """Format a positive number as a power of two, as scales usually are: 65536 is "2^16"."""
     if not math.isfinite(scale) or scale <= 0:
         return f"{scale:g}"
     mantissa, exponent = math.frexp(scale)
@@ -15,7 +15,7 @@ def power_of_two(scale: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share with two significant digits, and never as 0% or 100% what is not."""
+    """Format a share with two significant digits; only exactly 0 and 1 become 0% and 100%."""
     if share in (0.0, 1.0) or not math.isfinite(share):
         return f"{100 * share:g}%"
     if share < 1e-6:
@@ -26,22 +26,22 @@ def percent(share: float) -> str:
 
 
 def bits(value: float) -> str:
-    """Return a number of bits, of which a tenth is as much as a sample tells."""
+    """Format a number of bits to a tenth, which is as precise as a sample is."""
     return f"{value:.1f}" if math.isfinite(value) else f"{value:g}"
 
 
 def headroom(value: float) -> str:
-    """Return bits of headroom, which are without end where all numbers are zero."""
+    """Format bits of headroom; the headroom is infinite where all numbers are zero."""
     return f"{bits(value)} bits" if math.isfinite(value) else "all zero"
 
 
 def several(count: int, singular: str) -> str:
-    """Return a count and what is counted."""
+    """Format a count with its noun: "1 step", "2,000 steps"."""
     return f"{count:,} {singular}{'' if count == 1 else 's'}"
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """Return "rank 1", "ranks 0 and 2", or how many there are."""
+    """Format ranks as "rank 1" or "ranks 0 and 2", and four or more by their count: "4 ranks"."""
     *others, last = map(str, sorted(numbers))
     if len(others) >= 3:
         return several(len(numbers), "rank")

@@ -1,4 +1,4 @@
-"""How errors about names end: with what is allowed, or what was perhaps meant."""
+"""Endings of errors about unknown names: the allowed names, or the closest matches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as an error's text lists them."""
+    """Return names quoted and separated by commas, for an error message."""
     return ", ".join(map(repr, names))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question that ends an error's text: which known names are near to one that is not."""
+    """Return "; did you mean ...?" with the known names closest to an unknown one, or "" if none is close."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Where commands print their tables. It needs rich, so the library never imports it."""
+"""Terminal output of the commands. This module needs rich, so the library never imports it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from castwise._width import columns
 
 
 def new_console(width: int, file: IO[str] | None = None) -> Console:
-    """Return a console for a file, or for stdout, that prints paths and names as they are.
+    """Return a console that prints text unchanged, without markup or highlighting.
 
     Args:
-        width: Columns in a file or a pipe, unless the environment has COLUMNS; a terminal knows its own.
-        file: Where to print; None is stdout.
+        width: Columns in a file or a pipe, unless COLUMNS is set in the environment; a terminal has its own width.
+        file: The file to print to; None means stdout.
     """
     wide = columns()
     if wide is None and not (file is None and sys.stdout.isatty()):
@@ -27,11 +27,11 @@ def new_console(width: int, file: IO[str] | None = None) -> Console:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr until the block ends; where stderr is no terminal, show nothing.
+    """Show a progress bar on stderr during the block, if stderr is a terminal.
 
     Yields:
-        Takes what is being done, how much of it is done, and how much there is. The bar is drawn in this call alone: a
-        thread that draws would disturb what is measured.
+        A function of a description, the amount done and the total. The bar is redrawn only in this call, because a
+        drawing thread would disturb measurements.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""Tables for terminals, where the core may not ask for rich."""
+"""Plain-text tables for core code, which must not depend on rich."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Return rows with their columns under each other, the columns `right` flush right."""
+    """Return rows as text with aligned columns; `right` has the indices of right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = set(right)
     return "\n".join(

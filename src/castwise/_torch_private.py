@@ -1,8 +1,8 @@
-"""Every private torch name that castwise reaches, in one place, so that a new torch release is checked in one place.
+"""All private torch names that castwise uses, so that a new torch release is checked in one place.
 
-Checked against torch 2.13.0 and the 2.11 sources. A name that a torch release has taken away turns off the feature it
-is for, and not `import castwise`: what happens then is said at each. Native ops (`torch._foreach_*`, `torch._amp_*`,
-`torch.ops`) are used where they are needed and not repeated here.
+Checked against torch 2.13.0 and the 2.11 sources. If a torch release drops a name, the feature that needs it is
+disabled and `import castwise` still works; each name documents its fallback. Native ops (`torch._foreach_*`,
+`torch._amp_*`, `torch.ops`) are called directly where they are needed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def _find(module: str, name: str, otherwise: Any = None) -> Any:
-    """Return a name of a module of torch, also of a submodule, or something else if one of the two does not exist."""
+    """Return an attribute or submodule of a torch module, or `otherwise` if the module or the name does not exist."""
     try:
         found = importlib.import_module(module)
         return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
@@ -91,7 +91,7 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-# Without torch's, classes that were registered with it are leaves.
+# Without torch's functions, containers that are registered with them count as leaves.
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _find("torch.utils._pytree", "tree_map", _apply_to_leaves)
 tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree", "tree_leaves", _leaves)
 
@@ -100,49 +100,52 @@ if TYPE_CHECKING:
 else:
 
     class _NoDispatchMode:
-        """Without torch's class `trace` and `diagnose` end in an error; a WeightCache leaves training to autocast."""
+        """The fallback: `trace` and `diagnose` raise, and a `WeightCache` leaves training to autocast."""
 
         def __enter__(self) -> None:
-            raise RuntimeError(f"torch {torch.__version__} has no TorchDispatchMode where castwise looks for it")
+            raise RuntimeError(
+                f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which this feature "
+                "needs: use another release of torch, or look for a newer one of castwise"
+            )
 
         def __exit__(self, *_: object) -> None:
             pass
 
     TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode", _NoDispatchMode)
 
-# A context in which no dispatch mode sees ops; of torch's the value is the list of those that are taken away.
+# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes.
 without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
 _is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
 
-# A context in which functions treat a tensor of a subclass as a plain one. None: gradients are not watched for misuse.
+# A context in which functions treat subclass tensors as plain ones. If None, gradients are not watched for misuse.
 PlainFunctions: Any = _find("torch._C", "DisableTorchFunctionSubclass")
 are_functorch_transforms_active: Callable[[], bool] = _find(
     "torch._C", "_are_functorch_transforms_active", lambda: False
 )
-# Without it a backend that was renamed is taken for one of torch's own.
+# Without it, a renamed custom backend counts as one of torch's own.
 privateuse1_backend_name: Callable[[], str] = _find(
     "torch._C", "_get_privateuse1_backend_name", lambda: "privateuseone"
 )
 
 _HAS_VERSIONS = hasattr(torch.Tensor, "_version")
-# How often a tensor was written to; a RuntimeError for one of inference mode. In C, as it is asked of each gradient.
-# Without it gradients that change after clipping are not found.
+# A tensor's version counter; raises a RuntimeError for inference tensors. In C, because it is read for each gradient.
+# Without it, changes to gradients after clipping are not detected.
 counted_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version") if _HAS_VERSIONS else lambda _: 0
-# The same for weights. Without it each asking counts as a write, so that no copy is ever stale.
+# The same for weights. Without it, every read counts as a write, so stale copies are never used.
 writes_to = counted_version if _HAS_VERSIONS else functools.partial(lambda count, _: next(count), itertools.count())
 
-# In C, as each region asks. An object that no mode is about has no torch functions of its own.
+# In C, because each region calls it. None has no `__torch_function__`, so the result depends on the modes alone.
 is_torch_function_mode_enabled: Callable[[], bool] = functools.partial(torch.overrides.has_torch_function, (None,))
 
-is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, and not exported
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, but not exported
 
-TO_COPY = torch.ops.aten._to_copy.default  # what `Tensor.to` comes down to
+TO_COPY = torch.ops.aten._to_copy.default  # the op that `Tensor.to` runs
 
 _Run = TypeVar("_Run", bound=Callable[..., object])
 
 
 def run_while_tracing(function: _Run) -> _Run:
-    """Mark a function without tensors: Dynamo runs it when it traces a call, and leaves it out of the graph.
+    """Mark a function without tensor arguments: Dynamo runs it while tracing and leaves it out of the graph.
 
     `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
     """
@@ -157,16 +160,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def only_inlined(function: _Function) -> _Function:
-    """Keep Dynamo from compiling a function for itself, as it does with every call after a graph break.
+    """Keep Dynamo from compiling a function by itself, as it does with every call after a graph break.
 
-    Within a function that is compiled it is traced all the same.
+    Inside a compiled function it is still traced.
     """
     _skip(function, "DEFAULT")
     return function
 
 
 def never_traced(function: _Function) -> _Function:
-    """Keep Dynamo away from a function and from all that it calls: a call of it is a graph break.
+    """Keep Dynamo from tracing a function and its callees; each call is a graph break.
 
     `torch.compiler.disable` does the same but imports all of Dynamo.
     """
@@ -180,37 +183,37 @@ _Action, _Strategy = getattr(_eval_frame, "_FrameAction", None), getattr(_eval_f
 
 
 def _skip(function: Callable[..., Any], callees: str) -> None:
-    # Without these names Dynamo traces more than it needs to, and breaks graphs where it cannot.
+    # Without these names, Dynamo traces more than necessary, and breaks the graph where it fails.
     if _Action is not None and _Strategy is not None:
         _eval_frame.set_code_exec_strategy(function.__code__, _Strategy(_Action.SKIP, getattr(_Action, callees)))
 
 
 def after_tracing(function: Callable[[], None]) -> None:
-    """Let Dynamo, which is tracing, call a function when it ends or gives up; the last one comes first."""
+    """Have Dynamo call a function when the current trace ends or fails; the last one registered runs first."""
     _find("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().output.add_cleanup_hook(function)
 
 
 def lines_traced() -> list[tuple[str, int]]:
-    """Return file and line of what Dynamo, which is tracing, is about to call, the innermost last. As of 2.13.0."""
+    """Return the file and line of each frame that Dynamo is tracing, innermost last. As of 2.13.0."""
     stack = _find("torch._guards", "TracingContext").extract_stack()
     return [(frame.filename, frame.lineno or 0) for frame in stack]
 
 
 @only_inlined
 def is_dynamo_active() -> bool:
-    """Return True if Dynamo looks at each function that this thread calls, to compile it. As of 2.13.0."""
+    """Return True if Dynamo intercepts this thread's function calls to compile them. As of 2.13.0."""
     asked = getattr(_eval_frame, "get_eval_frame_callback", None)
     return asked is not None and asked() is not None
 
 
 def _compile_callbacks() -> tuple[list[Any], list[Any]]:
-    """Return what Dynamo calls when it begins to compile and when it ends; without it, empty lists."""
+    """Return the callbacks that Dynamo runs before and after it compiles; empty lists if it is not loaded."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     return getattr(handler, "start_callbacks", []), getattr(handler, "end_callbacks", [])
 
 
 def tell_of_compilations(*functions: Callable[..., None]) -> None:
-    """Have Dynamo, if it is loaded, call one function before it compiles anything, and one after. As of 2.13.0."""
+    """Have Dynamo, if it is loaded, call one function before and one after each compilation. As of 2.13.0."""
     for callbacks, function in zip(_compile_callbacks(), functions, strict=True):
         if function not in callbacks:
             callbacks.append(function)
@@ -224,7 +227,7 @@ def tell_of_no_more_compilations(*functions: Callable[..., None]) -> None:
 
 
 def load_compiler() -> None:
-    """Load Dynamo, and have it look up by name the classes and functions of torch that it treats by themselves."""
+    """Load Dynamo together with its table of rules for torch's classes and functions."""
     rules = _find("torch._dynamo.trace_rules", "get_torch_obj_rule_map")
     if rules is not None:
         rules()
@@ -232,25 +235,25 @@ def load_compiler() -> None:
 
 @only_inlined
 def backwards_without_autocast() -> Any:
-    """Return a context manager in which this thread compiles backwards to run outside of autocast; None to leave it.
+    """Return a context manager in which this thread compiles backwards to run outside autocast; None if none is needed.
 
-    torch's default is not told from the same value set by the user. Any other setting of the user's is kept.
+    A user's own setting is kept, unless it equals torch's default: the two cannot be told apart.
     """
     config = _find("torch._functorch", "config")
-    # Before torch 2.13 a setting is one for all threads. As of 2.13.0 the name exists in both.
+    # Before torch 2.13 the setting is shared by all threads; the name exists there as well.
     if torch.__version__ < "2.13" or getattr(config, "backward_pass_autocast", None) != "same_as_forward":
         return None
     return config.patch(backward_pass_autocast="off")
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
-    """Let autograd, which is running a hook, call a function when the backward is done; without the name, never."""
+    """From a hook, have autograd call a function at the end of the current backward; never, if torch lacks the name."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is not None:
         engine.queue_callback(function)
 
 
-# Without these no backward is seen: forwards that a checkpoint runs again are taken for new ones.
+# Without these, backwards are not detected, and a forward that a checkpoint recomputes counts as a new one.
 _nodes_made: Callable[[], int] = _find("torch._C._autograd", "_get_sequence_nr", lambda: 0)
 _backward: Callable[[], int] = _find("torch._C", "_current_graph_task_id", lambda: -1)
 _node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: None)
@@ -258,79 +261,79 @@ _node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: N
 
 @only_inlined
 def graph_nodes_made() -> int:
-    """Return how many nodes of autograd graphs this thread has made: a forward makes some, no change by hand does."""
+    """Return how many autograd nodes this thread has created: a forward creates some, a manual change creates none."""
     return _nodes_made()
 
 
 @only_inlined
 def is_backward_running() -> bool:
-    """Return True if autograd runs a backward in this thread."""
+    """Return True if autograd is running a backward in this thread."""
     return _backward() != -1
 
 
 def backward_running() -> int | None:
-    """Return a number of the backward that autograd runs in this thread, each its own; None outside. As of 2.13.0."""
+    """Return the unique number of the backward running in this thread; None if there is none. As of 2.13.0."""
     return _backward() if is_backward_running() else None
 
 
 @only_inlined
 def graph_node_running() -> int | None:
-    """Return which of the nodes that a thread has made a backward runs right now; None outside of a backward."""
+    """Return the number (see `number_of_node`) of the node that a backward is running; None outside a backward."""
     node = _node() if is_backward_running() else None
     return None if node is None else number_of_node(node)
 
 
 def leaf_running() -> torch.Tensor | None:
-    """Return the leaf of the graph whose gradient a backward brings right now, if it does. As of 2.13.0."""
+    """Return the leaf whose gradient the backward is accumulating, or None. As of 2.13.0."""
     node = _node() if is_backward_running() else None
     return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
 
 
 @only_inlined
 def number_of_node(node: Any) -> int:
-    """Return which of the nodes that a thread has made one of an autograd graph is; 0 without the name."""
+    """Return an autograd node's number, which counts the nodes that its thread creates; 0 if torch lacks the name."""
     number: int = getattr(node, "_sequence_nr", lambda: 0)()
     return number
 
 
 def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
-    """Return the `MixedPrecisionPolicy` of a module that `fully_shard` has made a unit, or None."""
+    """Return the `MixedPrecisionPolicy` of a module that `fully_shard` was applied to, or None."""
     state = getattr(module, "_get_fsdp_state", None)
     return None if state is None else getattr(state(), "_mp_policy", None)
 
 
 @only_inlined
 def version(tensor: torch.Tensor) -> int:
-    """Return a tensor's count of writes; tensors of inference mode keep none."""
+    """Return a tensor's version counter; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else counted_version(tensor)
 
 
 def schema_of(op: Any, overload: str | None = None) -> Any:
-    """Return what is known of an op's arguments and results; of an overload packet, what is of one overload.
+    """Return the schema of an op, or of one overload of an overload packet.
 
-    Of a higher-order operator, which takes functions, nothing is: None. Without the name that is so of all.
+    Higher-order operators, whose arguments are functions, have none: None. If torch lacks the name, no op has one.
     """
     return getattr(op if overload is None else getattr(op, overload), "_schema", None)
 
 
 def stored_values(sparse: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse COO tensor, coalesced or not, in memory shared with it."""
+    """Return the stored values of a sparse COO tensor, coalesced or not; they share its memory."""
     values: torch.Tensor = torch.ops.aten._values(sparse)
     return values
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
-    """Return True if FullyShardedDataParallel manages a parameter, which then holds what is on this rank."""
+    """Return True if FullyShardedDataParallel manages a parameter, which then holds this rank's part."""
     return getattr(param, "_fsdp_flattened", False)
 
 
-# Without it there are no modes to be seen: they see the ops of castwise too.
+# Without it, no function modes are detected, and they also see castwise's own ops.
 _function_modes: Callable[[], list[Any]] = _find("torch.overrides", "_get_current_function_mode_stack", list)
 
 
 @only_inlined
 def function_modes() -> list[Any]:
-    """Return the `TorchFunctionMode`s that are active in this thread, the innermost last. As of 2.13.0."""
+    """Return the active `TorchFunctionMode`s of this thread, innermost last. As of 2.13.0."""
     return _function_modes()
 
 
@@ -341,8 +344,8 @@ def is_default_device(mode: Any) -> bool:
 
 @only_inlined
 def _exporting_mode() -> Any:
-    """Return the mode with which `torch.export` records what is not an op, or None outside of an export."""
-    # An export loads the module; importing it here would slow down every other program.
+    """Return the mode with which `torch.export` records calls that are not ops; None outside an export."""
+    # An export has already loaded the module; importing it here would slow down every other program.
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxy_tensor is None:
         return None
@@ -356,7 +359,7 @@ def _exporting_mode() -> Any:
 def _record(name: str, args: tuple[object, ...]) -> None:
     mode, function = _exporting_mode(), getattr(torch.amp, name, None)
     if mode is not None and function is not None:
-        # An exported program must run where castwise is not installed, so the node in its graph is torch's.
+        # An exported program must run without castwise, so its graph gets torch's own node.
         mode.__torch_function__(function, (), args)
 
 
@@ -366,8 +369,8 @@ record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_
 
 @contextmanager
 def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take off for a while what is called after gradients were added to parameters' own. As of 2.13.0."""
-    # Autograd holds the very dicts: they are emptied, not replaced.
+    """Remove the parameters' post-accumulate-grad hooks during the block. As of 2.13.0."""
+    # Autograd holds references to these dicts, so they are emptied, not replaced.
     hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]
     try:
         for _, of_param in hooks:
@@ -379,7 +382,7 @@ def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def wraps_compiled(module: Any) -> bool:
-    """Return True for what `torch.compile` has returned for a module."""
+    """Return True if `module` is a wrapper that `torch.compile` returned."""
     return "get_compiler_config" in vars(module)
 
 
@@ -392,27 +395,27 @@ def is_compiled(module: Any) -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the `TorchDispatchMode`s that see the ops of this thread. As of 2.13.0."""
+    """Return the active `TorchDispatchMode`s of this thread. As of 2.13.0."""
     if not _is_in_dispatch_mode():
         return []
     with without_dispatch_modes() as modes:
         return [*(modes or ())]
 
 
-# Collectives that write to their first argument: a tensor, or tensors in lists. Of some torch bumps the version, if
-# they are given `param.data` that of the alias alone.
+# Collectives that write to their first argument: a tensor, or tensors in lists. For some of them torch bumps the
+# version counter, but given `param.data`, only the alias's.
 _WRITING_COLLECTIVES = (
     *("broadcast_", "allreduce_", "reduce_", "recv_", "recv_any_source_", "scatter_", "alltoall_", "alltoall_base_"),
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"),
 )
-_kernels: list[Any] = []  # which take what is registered away when they die
+_kernels: list[Any] = []  # libraries, kept alive: a library that is freed unregisters its kernels
 
 
 def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
-    """Have a function called with the tensors that a collective is about to write to.
+    """Register a function to be called with the tensors that a collective is about to write to.
 
-    Without the private names, or torch.distributed, nothing is called. As of 2.13.0.
+    It is never called if torch lacks the private names or torch.distributed. As of 2.13.0.
     """
     below = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
     if below is None:

@@ -1,7 +1,7 @@
-"""The exception that commands show as one line instead of a traceback; all of them share it."""
+"""The exception that all commands show as one line instead of a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the user can put right; the text is the whole message and says how."""
+    """An error that the user can fix; its text is the whole message and says how."""

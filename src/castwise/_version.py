@@ -1,3 +1,3 @@
-"""The version; the package itself may not be asked by its own parts, which it imports."""
+"""The version, in a module that all parts of the package can import without a cycle."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""How wide lines are that castwise prints."""
+"""The width of the lines that castwise prints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import IO
 
 
 def columns() -> int | None:
-    """Return what the environment has as COLUMNS; None if it has none."""
+    """Return the environment variable COLUMNS as an integer; None if it is unset or not a positive integer."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def width_of(file: IO[str], width: int) -> int:
-    """Return COLUMNS, else the width of the terminal that a file is, else `width`."""
+    """Return COLUMNS if set, else the width of the terminal if `file` is one, else `width`."""
     asked = columns()
     if asked is not None:
         return asked
     try:
         return os.get_terminal_size(file.fileno()).columns or width
-    except (AttributeError, OSError, ValueError):  # no terminal, or no file at all
+    except (AttributeError, OSError, ValueError):  # not a terminal, or not a real file
         return width

@@ -1,4 +1,4 @@
-"""Optimizers that a framework has wrapped in its own object."""
+"""Optimizers that a framework has wrapped in an object of another class."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that steps, which wrappers of Lightning, Accelerate and DeepSpeed keep in `.optimizer`.
+    """Return the optimizer inside the wrappers of Lightning, Accelerate and DeepSpeed, which keep it in `.optimizer`.
 
-    A `step` that runs the hooks of optimizers is its own, and none that only passes the call on: an optimizer that is
-    made of another one, as Lookahead is, stays as it is. So does one that is inside itself.
+    An object whose `step` runs optimizer hooks is an optimizer, not a wrapper, even if it contains another optimizer
+    (as Lookahead does), and is returned as it is. So is an object whose chain of wrappers loops.
     """
     inner, passed = optimizer, [optimizer]
     while not _runs_hooks(inner) and getattr(inner, "optimizer", None) is not None:
@@ -21,4 +21,4 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _runs_hooks(optimizer: object) -> bool:
-    return bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))  # torch marks those that do
+    return bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))  # torch sets this mark

@@ -2,15 +2,15 @@
 
 Start from one with `dataclasses.replace(policies.fp16_stable, modules={...})`.
 
-* `bf16`, `fp16`: what `torch.autocast` does with that dtype.
-* `fp16_stable`: besides, normalisation, softmax, losses and the last layer run in fp32. What overflows fp16 (above
-  65,504) or loses its small values there is sums of squares, exponentials and logits (Micikevicius et al. 2018,
-  "Mixed precision training"). On CUDA autocast runs most of these ops in fp32 already, on CPUs few.
-* `bf16_stable`: the same with bf16, and routers of mixtures of experts in fp32 (Fedus et al. 2021, "Switch
-  Transformers"): bf16 has the range, but only 8 bits of precision for what decides between near values.
+* `bf16`, `fp16`: the casts of `torch.autocast` with that dtype.
+* `fp16_stable`: `fp16`, with normalisation, softmax, losses and the last layer in fp32. Their sums of squares,
+  exponentials and logits are the values that overflow fp16 (above 65,504) or underflow in it (Micikevicius et al. 2018,
+  "Mixed precision training"). Autocast already runs most of these ops in fp32 on CUDA, but few of them on CPUs.
+* `bf16_stable`: the same for `bf16`, with mixture-of-experts routers in fp32 too (Fedus et al. 2021, "Switch
+  Transformers"). bf16 has the range, but its 8 bits of precision cannot tell similar router scores apart.
 
-The last layer is the linear layer that was registered last; `Policy.explain` shows which. What functions of torch do
-inside themselves, such as the softmax of `torch.nn.MultiheadAttention`, is as autocast has it.
+The last layer is the linear layer that was registered last; `Policy.explain` shows which. Ops inside torch functions,
+such as the softmax of `torch.nn.MultiheadAttention`, keep autocast's dtypes.
 """
 
 from castwise.policy.policy import Policy
@@ -50,12 +50,12 @@ _MODULES = {
 _OPS = dict.fromkeys((*_NORMS, *_EXPONENTIALS, *_LOSSES), "float32")
 
 bf16 = Policy(compute="bfloat16")
-"""What `torch.autocast` does with bf16."""
+"""The casts of `torch.autocast` with bf16."""
 fp16 = Policy(compute="float16")
-"""What `torch.autocast` does with fp16."""
+"""The casts of `torch.autocast` with fp16."""
 fp16_stable = Policy(compute="float16", modules=_MODULES, ops=_OPS)
 """`fp16`, with normalisation, softmax, losses and the last linear layer in fp32."""
 bf16_stable = Policy(
     compute="bfloat16", modules={**_MODULES, "maybe:*router": "float32", "maybe:type:*Router*": "float32"}, ops=_OPS
 )
-"""`bf16`, with what `fp16_stable` has in fp32, and routers of mixtures of experts."""
+"""`bf16`, with the ops and modules of `fp16_stable` in fp32, and mixture-of-experts routers too."""

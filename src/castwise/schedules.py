@@ -1,12 +1,12 @@
-"""How the scale of a `GradScaler` moves: `GradScaler("cuda", schedule=castwise.schedules.Headroom())`.
+"""Schedules for the scale of a `GradScaler`: `GradScaler("cuda", schedule=castwise.schedules.Headroom())`.
 
-* `Dynamic`: grows after a run of finite steps, backs off after a non-finite one; with its defaults it is torch's.
-* `Headroom`: follows the largest gradient that is seen, and moves before anything overflows.
+* `Dynamic`: grows after a run of finite steps, backs off after a non-finite one. The defaults match torch's scaler.
+* `Headroom`: follows the largest gradient, and moves before anything overflows.
 * `Static`: never moves.
-* `Guard`: is 1. For bf16 and fp32, where nothing needs scaling but a bad step should be skipped and explained.
+* `Guard`: stays at 1, for bf16 and fp32, which need no scaling. Bad steps are still skipped and explained.
 
-`simulate` replays a recorded run through any of them: `castwise.monitor.run.Run.gradient_ranges` is one, `write_trace`
-and `read_trace` keep it in a file.
+`simulate` replays a recorded run through any of them. `castwise.monitor.run.Run.gradient_ranges` is such a recording;
+`write_trace` and `read_trace` store it in a file.
 """
 
 from castwise.amp.schedules import Dynamic, Guard, Headroom, Schedule, Static

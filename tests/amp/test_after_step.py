@@ -55,11 +55,11 @@ def test_arguments_of_all_kinds_reach_schedules_and_functions() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "text"),
     [
-        (3, "expected something with a step() or a function, got int"),
+        (3, "scheduler must be a function or have a step() method, got int"),
         (
             nn.Identity(),
-            "Identity is a module, whose call is its forward: "
-            "give a function, such as lambda: average.update_parameters(model)",
+            "Identity is a module, and a call would run its forward: "
+            "pass a function, such as lambda: average.update_parameters(model)",
         ),
     ],
 )

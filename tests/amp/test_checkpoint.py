@@ -69,11 +69,11 @@ ENTRIES = (
     "may have steps_taken, steps_skipped, skips_in_a_row, schedule: "
 )
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    ([], TypeError, "state_dict must be a mapping as from state_dict(), got list"),
+    ([], TypeError, "state_dict must be a mapping from state_dict(), got list"),
     (
         {},
         RuntimeError,
-        "the source state dict is empty, probably saved from a disabled GradScaler: do not load it, "
+        "state_dict is empty, probably because the GradScaler that saved it was disabled: do not load it, "
         "or load it into a disabled scaler",
     ),
     (
@@ -101,22 +101,22 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         {**TORCHS, "schedule": {"name": "Static", "settings": {"x": 1}, "trackers": {}}},
         ValueError,
-        "the settings of Static are init_scale, on_exhausted, patience, got {'x': 1}",
+        "the settings of Static must be among init_scale, on_exhausted, patience, got {'x': 1}",
     ),
     (
         {**TORCHS, "schedule": {"name": "Static", "settings": [], "trackers": {}}},
         ValueError,
-        "the settings of Static are init_scale, on_exhausted, patience, got []",
+        "the settings of Static must be among init_scale, on_exhausted, patience, got []",
     ),
     (
         {**TORCHS, "schedule": {"name": "Static", "settings": SETTINGS, "trackers": {"t": 1}}},
         ValueError,
-        "Static remembers nothing, got {'t': 1}",
+        "the trackers of Static must be empty, got {'t': 1}",
     ),
     (
         {**TORCHS, "schedule": {"name": "Static", "settings": SETTINGS, "trackers": 1}},
         ValueError,
-        "Static remembers nothing, got 1",
+        "the trackers of Static must be empty, got 1",
     ),
 ]
 
@@ -130,7 +130,7 @@ def test_what_is_no_state_is_refused(state: Any, error: type[Exception], told: s
 @pytest.mark.parametrize(
     ("schedule", "trackers", "told"),
     [
-        (Headroom(), {"peak": 1.0}, "Headroom remembers peak, margin, got {'peak': 1.0}"),
+        (Headroom(), {"peak": 1.0}, "the trackers of Headroom must be peak, margin, got {'peak': 1.0}"),
         (Headroom(), {"peak": 1.0, "margin": -0.5}, "margin must be a finite number >= 0, got -0.5"),
         (
             Dynamic(cooldown=1),

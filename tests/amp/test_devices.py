@@ -46,7 +46,7 @@ def test_what_is_no_device_has_no_autocast() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "text"),
     [
-        ("cuda", FP16, "CUDA is not available (nor torch_xla installed). Disabling autocast."),
+        ("cuda", FP16, "CUDA is not available and torch_xla is not installed. Disabling autocast."),
         (
             "cpu",
             FP32,
@@ -77,8 +77,8 @@ def test_what_can_be_cast_to(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_of_ones_own_says_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("castwise._torch_private.privateuse1_backend_name", lambda: "npu")
     text = (
-        "backend 'npu' does not say what it can autocast to: register its module with torch._register_device_module, "
-        "with a function get_amp_supported_dtype() -> list of torch.dtype"
+        "backend 'npu' does not list the dtypes that it can autocast to: register a module for it with "
+        "torch._register_device_module that has a function get_amp_supported_dtype() -> list[torch.dtype]"
     )
     for module in (None, object()):
         if module is not None:
@@ -99,7 +99,7 @@ def test_a_device_has_a_type(device: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "error", "text"),
     [
-        ("gpu", ValueError, "device must be a type of device that torch knows, such as 'cuda' or 'cpu', got 'gpu'"),
+        ("gpu", ValueError, "device must be a device type that torch knows, such as 'cuda' or 'cpu', got 'gpu'"),
     ],
 )
 def test_what_is_no_device_is_refused(device: Any, error: type[Exception], text: str) -> None:

@@ -144,8 +144,8 @@ def test_a_region_that_is_compiled_first_warns_of_its_format() -> None:
 def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned: Warned) -> None:
     ((text, category, _, _),) = warned[case]
     assert "torch.float16" in text
-    assert ": its ops are emulated, often ten times and more slower than in torch.float32;" in text
-    assert text.endswith("stay in torch.float32, or see `castwise doctor`")
+    assert ": its ops are emulated, often ten or more times slower than in torch.float32;" in text
+    assert text.endswith("use torch.float32, or see `castwise doctor`")
     assert category == "UserWarning"
 
 
@@ -153,9 +153,9 @@ def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned
 def test_each_format_is_told_once(warned: Warned) -> None:
     bf16, fp16 = (text for text, *_ in warned["both"])
     assert "torch.bfloat16" in bf16
-    assert ": its ops are emulated, two to ten times and more slower than in torch.float32;" in bf16
+    assert ": its ops are emulated, two to ten or more times slower than in torch.float32;" in bf16
     assert "torch.float16" in fp16
-    assert ": its ops are emulated, often ten times and more slower" in fp16
+    assert ": its ops are emulated, often ten or more times slower" in fp16
 
 
 @HELD_TO_AVX2
@@ -202,7 +202,7 @@ def test_without_onednn_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> N
             ZEN4,
             None,
             {BF16: True, FP16: False},
-            "this CPU has no units for torch.float16: its ops are emulated, often ten times and more slower than in "
+            "this CPU has no units for torch.float16: its ops are emulated, often ten or more times slower than in "
             "torch.float32; use torch.bfloat16, or see `castwise doctor`",
         ),
         (
@@ -210,8 +210,8 @@ def test_without_onednn_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> N
             SKYLAKE,
             None,
             {},
-            "this CPU has no units for torch.bfloat16: its ops are emulated, two to ten times and more slower than in "
-            "torch.float32; stay in torch.float32, or see `castwise doctor`",
+            "this CPU has no units for torch.bfloat16: its ops are emulated, two to ten or more times slower than in "
+            "torch.float32; use torch.float32, or see `castwise doctor`",
         ),
         (
             BF16,
@@ -219,7 +219,7 @@ def test_without_onednn_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> N
             ("ONEDNN_MAX_CPU_ISA", "AVX2"),
             {},
             "torch does not use this CPU's units for torch.bfloat16, because of ONEDNN_MAX_CPU_ISA=AVX2: its ops are "
-            "emulated, two to ten times and more slower than in torch.float32; stay in torch.float32, or see "
+            "emulated, two to ten or more times slower than in torch.float32; use torch.float32, or see "
             "`castwise doctor`",
         ),
     ],

@@ -444,7 +444,7 @@ def test_a_missing_entry_is_named(name: str) -> None:
 def test_an_empty_state_dict_or_none_at_all_is_refused() -> None:
     with pytest.raises(RuntimeError, match="probably saved from a disabled GradScaler"):
         GradScaler("cpu").load_state_dict({})
-    with pytest.raises(TypeError, match=r"state_dict must be a mapping as from state_dict\(\), got list"):
+    with pytest.raises(TypeError, match=r"state_dict must be a mapping from state_dict\(\), got list"):
         GradScaler("cpu").load_state_dict([])  # type: ignore[arg-type]
 
 

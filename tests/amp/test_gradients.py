@@ -91,8 +91,8 @@ def test_fp16_gradients_are_refused_by_name_or_by_place() -> None:
         param.grad = torch.zeros_like(param)
     by_name = torch.optim.SGD(module.named_parameters(), lr=0.1)
     told = (
-        "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
-        "and let autocast choose fp16 op by op, or allow it with GradScaler(..., allow_fp16_gradients=True). "
+        "Attempting to unscale FP16 gradients, which may underflow once unscaled: keep the parameters in fp32 and "
+        "let autocast choose fp16 op by op, or allow them with GradScaler(..., allow_fp16_gradients=True). "
         "fp16 gradients: weight, bias"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
@@ -109,7 +109,7 @@ def test_what_is_not_an_optimizer_is_refused() -> None:
         found_in(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     optimizer = optimizer_of(torch.ones(1))
     optimizer.param_groups[0]["params"].append(1.0)
-    with pytest.raises(TypeError, match="an optimizer's parameters are tensors, got float"):
+    with pytest.raises(TypeError, match="an optimizer's parameters must be tensors, got float"):
         found_in(optimizer)
 
 
@@ -238,7 +238,7 @@ def test_what_can_be_unscaled_is_listed() -> None:
     dtypes = "float16, complex32, bfloat16, float32, float64, complex64, complex128"
     told = (
         "the gradient of param_groups[0]['params'][0] of shape (2, 2) has dtype torch.float8_e4m3fn and layout "
-        f"torch.strided; what can be unscaled is {', '.join(f'torch.{name}' for name in dtypes.split(', '))} in "
+        f"torch.strided, which cannot be unscaled: use {', '.join(f'torch.{name}' for name in dtypes.split(', '))} in "
         "torch.strided, torch.sparse_coo"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):

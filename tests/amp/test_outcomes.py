@@ -482,8 +482,8 @@ def test_arguments_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (None, r"expected something with a step\(\) or a function, got NoneType"),
-        (torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)), "AveragedModel is a module, whose call is its forward"),
+        (None, r"scheduler must be a function or have a step\(\) method, got NoneType"),
+        (torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)), "AveragedModel is a module, and a call would run"),
     ],
 )
 def test_what_cannot_be_advanced_is_refused(scheduler: Any, message: str) -> None:
@@ -700,12 +700,12 @@ def test_torch_reads_what_any_schedule_has_saved() -> None:
         (
             {"schedule": {"name": "Headroom", "settings": {"bits": 1}, "trackers": {}}},
             ValueError,
-            "the settings of Headroom are half_life, headroom_bits",
+            "the settings of Headroom must be among half_life, headroom_bits",
         ),
         (
             {"schedule": {"name": "Headroom", "settings": {}, "trackers": {"peak": 1.0}}},
             ValueError,
-            "Headroom remembers peak, margin, got {'peak': 1.0}",
+            "the trackers of Headroom must be peak, margin, got {'peak': 1.0}",
         ),
         (
             {"schedule": {"name": "Headroom", "settings": {"half_life": -1.0}, "trackers": {}}},

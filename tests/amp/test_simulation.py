@@ -94,7 +94,7 @@ def test_every_schedule_can_be_simulated(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lambda: simulate([1.0], Dynamic()), TypeError, "a trace is made of GradientRange, got 1.0 at 0"),  # type: ignore[list-item]
+        (lambda: simulate([1.0], Dynamic()), TypeError, "trace must contain GradientRange, got 1.0 at index 0"),  # type: ignore[list-item]
         (lambda: simulate([], "Dynamic"), TypeError, "schedule must be one of castwise.schedules"),  # type: ignore[arg-type]
         (lambda: simulate([], Dynamic(), largest_number=0), ValueError, "largest_number must be a finite number > 0"),
         (

@@ -421,7 +421,7 @@ def test_a_recording_that_fails_does_not_end_the_training(record: Any) -> None:
     model = Calls()
     recording = record(model)
     model.register_forward_pre_hook(lambda _model, args: args[:1])
-    message = "the monitor could not measure, and continues without: OSError: not this one"
+    message = "the monitor skipped a measurement that failed: OSError: not this one"
     with pytest.warns(RuntimeWarning, match=message):
         model(torch.ones(2, 4), torch.ones(1).as_subclass(Undetachable))
     assert len(recording.take()) == 0

@@ -1,8 +1,8 @@
 """A region's entry and exit as nodes of a graph that `torch.compile` traces.
 
 Dynamo can trace the setters of autocast state one by one, except inside a higher-order op (activation
-checkpointing, an autograd Function): there torch 2.13 fails on them. A function that it is told to put into the
-graph as a whole works everywhere. Dynamo runs it while it traces, too, which gives the ops after it their dtypes.
+checkpointing, an autograd Function), where torch 2.13 fails on them. A function that goes into the graph as one node
+works everywhere. Dynamo also runs it while tracing, which gives the following ops their dtypes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def enter(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bo
 
 @_torch_private.only_inlined
 def leave(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool, forget_casts: bool = True) -> None:
-    """Set the autocast state that held outside of a region; `forget_casts` clears autocast's cache if none is left."""
+    """Restore the autocast state from before a region; `forget_casts` clears autocast's cache after the last region."""
     _switch(device_type, enabled, dtype, cache_enabled)
     if forget_casts:
         # Tracing may stop at any point, so a traced region never counts as a level of nesting.
@@ -43,16 +43,16 @@ def _switch(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
 
 @_torch_private.run_while_tracing
 def tell_observers(device_type: str, enabled: bool) -> None:
-    """Tell of a region that is about to be compiled."""
+    """Notify observers of a region that is about to be compiled."""
     for observer in OBSERVERS:
         observer.compiled(device_type, enabled)
 
 
 @_torch_private.run_while_tracing
 def prepare(device_type: str) -> None:
-    """Tell Dynamo about these functions, and what to put back if it stops before it meets the `leave`.
+    """Register these functions with Dynamo, and restore the autocast state if tracing stops before it reaches `leave`.
 
-    The first cannot be done earlier: Dynamo has to be imported.
+    They cannot be registered earlier, because that imports Dynamo.
     """
     for function in (enter, leave):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]  # torch's

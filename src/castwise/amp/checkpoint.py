@@ -1,4 +1,4 @@
-"""The format in which a scaler is saved: that of torch, with what torch's scaler does not have beside it."""
+"""The format of a scaler's state dict: torch's, with more entries for what torch's scaler does not have."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _OPTIONAL = (*COUNTS, "schedule")
 
 
 class Saved(NamedTuple):
-    """What a state dict holds, checked."""
+    """The checked contents of a state dict."""
 
     scale: float
     schedule: Schedule
     growth_tracker: int
     trackers: dict[str, float]
     counts: tuple[int, int, int]
-    """Those of `COUNTS`."""
+    """In the order of `COUNTS`."""
 
 
 def of_schedule(schedule: Schedule, trackers: Mapping[str, float]) -> dict[str, Any]:
-    """Return the entry of a schedule: its settings, and what it remembers."""
+    """Return the entry for a schedule: its name, its settings and the values of its trackers."""
     return {"name": type(schedule).__name__, "settings": _settings(schedule), "trackers": dict(trackers)}
 
 
@@ -36,10 +36,10 @@ def _settings(schedule: Schedule) -> dict[str, Any]:
 
 
 def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
-    """Return what a state dict holds for a scaler with a schedule.
+    """Read a state dict for a scaler with the given schedule.
 
-    One without a schedule, as of torch, gives its scale, and `Dynamic` its factors; one with a schedule of another
-    kind its scale, unless that was `Guard`'s.
+    Of a state dict without a schedule, such as torch's, the scale is used, and `Dynamic` also uses the factors. Of one
+    with another kind of schedule, only the scale is used, unless it is from `Guard`.
 
     Raises:
         RuntimeError: It is empty, as a disabled scaler's is.
@@ -47,10 +47,10 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
         ValueError: An entry is missing, unknown or out of its range.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a mapping as from state_dict(), got {type(state_dict).__name__}")
+        raise TypeError(f"state_dict must be a mapping from state_dict(), got {type(state_dict).__name__}")
     if not state_dict:
         raise RuntimeError(
-            "the source state dict is empty, probably saved from a disabled GradScaler: do not load it, "
+            "state_dict is empty, probably because the GradScaler that saved it was disabled: do not load it, "
             "or load it into a disabled scaler"
         )
     missing, unknown = set(KEYS) - set(state_dict), set(state_dict) - {*KEYS, *_OPTIONAL}
@@ -88,11 +88,15 @@ def _name(entry: object) -> str:
 def _schedule(entry: Mapping[str, Any], like: Schedule) -> tuple[Schedule, dict[str, float]]:
     known = set(_settings(like))
     if not isinstance(entry["settings"], Mapping) or set(entry["settings"]) - known:
-        raise ValueError(f"the settings of {entry['name']} are {', '.join(sorted(known))}, got {entry['settings']!r}")
+        raise ValueError(
+            f"the settings of {entry['name']} must be among {', '.join(sorted(known))}, got {entry['settings']!r}"
+        )
     schedule = dataclasses.replace(like, **entry["settings"])
     first = schedule.trackers()
     if not isinstance(entry["trackers"], Mapping) or set(entry["trackers"]) != set(first):
-        raise ValueError(f"{entry['name']} remembers {', '.join(first) or 'nothing'}, got {entry['trackers']!r}")
+        raise ValueError(
+            f"the trackers of {entry['name']} must be {', '.join(first) or 'empty'}, got {entry['trackers']!r}"
+        )
     trackers: dict[str, float] = {
         name: count(name, value, 0) if isinstance(first[name], int) else at_least(name, value, 0.0)
         for name, value in entry["trackers"].items()

@@ -1,4 +1,4 @@
-"""Around `optimizer.step`: closures, of which every evaluation counts or none, and what fused steps are given."""
+"""Code around `optimizer.step`: closures, whose evaluations all count or none, and attributes for fused steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from castwise.amp.gradients import params_of
 
 
 class NonFiniteEvaluationError(Exception):
-    """Ends a step from inside its closure."""
+    """Raised in a closure to end its step."""
 
 
 def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of `optimizer.step`, its first one, if there is one."""
+    """Return the closure from the arguments of `optimizer.step`, of which it is the first, or None."""
     closure = kwargs.get("closure", args[0] if args else None)
     return closure if callable(closure) else None
 
@@ -26,12 +26,12 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 def with_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `optimizer.step` with another closure instead of theirs."""
+    """Return the arguments of `optimizer.step` with the closure replaced."""
     return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((closure, *args[1:]), dict(kwargs))
 
 
 def is_finite(loss: object) -> bool:
-    """Return False if what a closure returned is inf or NaN."""
+    """Return False if the loss that a closure returned is inf or NaN."""
     if isinstance(loss, torch.Tensor):
         return bool(loss.isfinite().all())
     return not isinstance(loss, float) or math.isfinite(loss)
@@ -39,9 +39,9 @@ def is_finite(loss: object) -> bool:
 
 @contextmanager
 def put_back_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put an optimizer's parameters, state and settings back to what they were if the body raises.
+    """Restore an optimizer's parameters, state and settings if the block raises.
 
-    Takes the memory of a copy of the parameters and the state.
+    This needs memory for a copy of the parameters and the state.
     """
     params = params_of(optimizer)
     values = [param.detach().clone() for param in params]
@@ -62,7 +62,7 @@ def put_back_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Iterator[None]:
-    """Set attributes of an optimizer for its step and remove them after it, or put back what was there if it fails."""
+    """Set attributes of an optimizer for its step and remove them afterwards; if it raises, restore the old values."""
     before = {name: getattr(optimizer, name) for name in facts if hasattr(optimizer, name)}
     for name, value in facts.items():
         setattr(optimizer, name, value)
@@ -74,15 +74,15 @@ def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Ite
         for name, value in before.items():
             setattr(optimizer, name, value)
         raise
-    for name in facts:  # as in torch: a grad_scale of the user's is used up by the step
+    for name in facts:  # as in torch, the step uses up a grad_scale that the user has set
         delattr(optimizer, name)
 
 
 @contextmanager
 def no_momentum_of_a_skipped_step(optimizer: torch.optim.SGD, found_inf: torch.Tensor) -> Iterator[None]:
-    """Work around torch 2.13: a skipped first step of a fused SGD leaves uninitialised momentum, used by the next one.
+    """Work around torch 2.13: if the first step of a fused SGD is skipped, later steps use uninitialised momentum.
 
-    On a CPU the step is skipped for certain.
+    On a CPU, call this only if the step is skipped.
     """
     params = [param for param in params_of(optimizer) if "momentum_buffer" not in optimizer.state.get(param, {})]
     yield

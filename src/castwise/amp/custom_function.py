@@ -1,7 +1,7 @@
-"""What `custom_fwd` needs to know of autograd Functions: how inputs are cast, and where their contexts are.
+"""How `custom_fwd` casts the inputs of autograd Functions, and how it finds their contexts.
 
-A `torch.autograd.Function` may or may not hand its `forward` a context. Nothing is ever written on an argument of the
-user's; a Function that sets up its context separately has the autocast state recorded there.
+A `torch.autograd.Function` may or may not pass a context to its `forward`. If it sets up its context separately, the
+autocast state is recorded there. User arguments are never written to.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import get_autocast_dtype, is_autocast_enabled
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of a device in a value, except fp64, looking into containers.
+    """Cast a device's floating-point tensors except fp64, including those in containers.
 
-    Lists, tuples and named tuples keep their type, mappings become dicts, other iterables become generators;
-    strings, numpy arrays and whatever else cannot hold tensors come back as they are.
+    Lists, tuples and named tuples keep their type, mappings become dicts, and other iterables become generators.
+    Strings, numpy arrays and other objects without tensors are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
@@ -39,21 +39,21 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def _is_numpy_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")  # an array cannot exist before it is imported
+    numpy = sys.modules.get("numpy")  # without the import there are no arrays
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def record_autocast(ctx: Any, device_type: str, cast_inputs: torch.dtype | None) -> None:
-    """Note on a context in what state its forward runs, under torch's own names: its custom_bwd may read them."""
+    """Record the forward's autocast state on a context, under torch's names, which torch's custom_bwd may read."""
     ctx._dtype = get_autocast_dtype(device_type)
     ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
 
 
 class SeparateContexts:
-    """Record the autocast state for Functions whose `forward` never sees the context.
+    """Records the autocast state for Functions whose `forward` does not receive the context.
 
-    A decorator of `forward` cannot know the class it will belong to, so the class is looked up when `forward`
-    first runs. Autograd calls `setup_context` after that, in the same autocast state, with the context.
+    A decorator of `forward` cannot know its class yet, so the class is looked up when `forward` first runs.
+    Autograd then calls `setup_context` with the context, in the same autocast state.
     """
 
     def __init__(self, device_type: str, cast_inputs: torch.dtype | None) -> None:
@@ -67,7 +67,7 @@ class SeparateContexts:
         """Wrap the `setup_context` of every Function that has this `forward`, once."""
         with self.lock:
             functions = len(type.__subclasses__(torch.autograd.Function))
-            # To look at all of them takes as long as an op; without new ones only classes derived from an owner count.
+            # A search of all Functions takes as long as an op. Unless there are new ones, search only known owners.
             roots = list(self.owners) if functions == self.functions else [torch.autograd.Function]
             self.functions = functions
             for cls in _with_subclasses(roots):
@@ -94,12 +94,12 @@ class SeparateContexts:
                 inputs = _cast(inputs, device_type, cast_inputs)
             return setup_context(ctx, inputs, output)
 
-        record_and_set_up.recorder = self  # type: ignore[attr-defined]  # a mark of ours
+        record_and_set_up.recorder = self  # type: ignore[attr-defined]  # our mark
         cls.setup_context = staticmethod(record_and_set_up)
 
 
 def _is_decorated(function: Any, inner: Callable[..., Any]) -> bool:
-    """Return True if a function is `inner`, or came of decorating it."""
+    """Return True if a function is `inner` or a decorated version of it."""
     while function is not None and function is not inner:
         function = getattr(function, "__wrapped__", None)
     return function is inner

@@ -1,4 +1,4 @@
-"""Where mixed precision can run, and what a tensor is on each of several devices."""
+"""Which devices support mixed precision, and copies of a tensor on several devices."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class MultiDeviceReplicator:
-    """Copies of a tensor on other devices, each made when it is first asked for."""
+    """Copies of a tensor on several devices, each created on first use."""
 
     def __init__(self, master_tensor: torch.Tensor) -> None:
         self.master = master_tensor
         self.copies: dict[torch.device, torch.Tensor] = {}
 
     def get(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on `device`; never the master itself, so that it may be written to."""
+        """Return the copy on `device`, never the master tensor itself, so callers may write to it."""
         if device not in self.copies:
             self.copies[device] = self.master.to(device, non_blocking=True, copy=True)
         return self.copies[device]
 
 
 def is_autocast_available(device_type: str) -> bool:
-    """Return True if torch can autocast on a kind of device.
+    """Return True if torch can autocast on a type of device.
 
     Args:
         device_type: A device type as in `torch.device(...).type`, for example `"cuda"` or `"cpu"`.
 
     Raises:
-        RuntimeError: torch does not know such a device type.
+        RuntimeError: torch does not know the device type.
     """
     return is_available_in_torch(device_type)
 
 
 def amp_definitely_not_available() -> bool:
-    """Return True if there is neither CUDA nor XLA, so that mixed precision for `"cuda"` can only be off."""
+    """Return True if there is neither CUDA nor XLA, so that mixed precision for `"cuda"` has to be disabled."""
     return not (torch.cuda.is_available() or _has_torch_xla())
 
 
 @functools.cache
 def _has_torch_xla() -> bool:
-    # A failed search walks sys.path (~0.1 ms), and regions are entered often: ask once.
+    # A failed search walks sys.path (~0.1 ms), and regions are created often, so the result is cached.
     return find_spec("torch_xla") is not None
 
 
-@run_while_tracing  # before torch 2.13 Dynamo cannot trace what it asks
+@run_while_tracing  # before torch 2.13, Dynamo cannot trace the function of torch that this calls
 def has_autocast(device_type: str) -> bool:
-    """Return True if torch can autocast on what may be no type of device at all."""
+    """Return True if torch can autocast on a type of device; False if the string does not name one."""
     try:
         return is_available_in_torch(device_type)
-    except RuntimeError:  # torch cannot even read it as a device
+    except RuntimeError:  # torch cannot parse it as a device
         return False
 
 
@@ -67,7 +67,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
     """Return True if a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
     if device_type == "cuda":
         if amp_definitely_not_available():
-            warn("CUDA is not available (nor torch_xla installed). Disabling autocast.", UserWarning, 3)
+            warn("CUDA is not available and torch_xla is not installed. Disabling autocast.", UserWarning, 3)
             return False
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
@@ -86,17 +86,17 @@ def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:
     supported = getattr(backend, "get_amp_supported_dtype", None)
     if supported is None:
         raise RuntimeError(
-            f"backend {device_type!r} does not say what it can autocast to: register its module with "
-            "torch._register_device_module, with a function get_amp_supported_dtype() -> list of torch.dtype"
+            f"backend {device_type!r} does not list the dtypes that it can autocast to: register a module for it with "
+            "torch._register_device_module that has a function get_amp_supported_dtype() -> list[torch.dtype]"
         )
     dtypes: Iterable[torch.dtype] = supported()
     return dtypes
 
 
 def device_type(device: Any) -> Any:
-    """Return the type of a device, given as such or by name; raise a ValueError if torch knows no such one.
+    """Return the type of a `torch.device` or of a device given by name; raise a ValueError if torch does not know it.
 
-    Anything else is returned as it is, as torch's scaler takes it: it is compared with names, and equals none.
+    Other objects are returned unchanged, because torch's scaler accepts them. They equal no device type.
     """
     if not isinstance(device, (str, torch.device)):
         return device
@@ -104,12 +104,12 @@ def device_type(device: Any) -> Any:
         return torch.device(device).type
     except RuntimeError as error:
         raise ValueError(
-            f"device must be a type of device that torch knows, such as 'cuda' or 'cpu', got {device!r}"
+            f"device must be a device type that torch knows, such as 'cuda' or 'cpu', got {device!r}"
         ) from error
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor's stream is being captured in a CUDA graph, where the host cannot look at anything."""
+    """Return True if a tensor's stream is being captured in a CUDA graph, so that the host cannot read values."""
     if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     return torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Which gradients an optimizer has, in lists that one native op can take."""
+"""An optimizer's gradients, in lists that one native op can process."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _kind_of = operator.attrgetter("dtype", "layout", "device", "__class__")
 
 
 class Group(NamedTuple):
-    """Values of gradients that one native op can take: one device, one real dtype, one class."""
+    """Gradients that one native op can process: of one device, one real dtype and one class."""
 
     device: torch.device
     dtype: torch.dtype
-    """Real, also of complex gradients."""
+    """A real dtype, also for complex gradients."""
     params: list[torch.Tensor]
     tensors: list[torch.Tensor]
-    """They share memory with the gradients: of a sparse one its stored values, of a complex one a view (..., 2)."""
+    """They share memory with the gradients: the stored values of a sparse one, a view (..., 2) of a complex one."""
     is_complex: bool
     shares: list[float] | None
-    """How much of each tensor is this rank's own to count: 1 / n if n ranks hold the same. None: all is."""
+    """What share of each tensor this rank counts: 1 / n if n ranks hold the same. None means all of it."""
     has_half: bool = False
-    """Whether 16-bit tensors are among the fp32 ones that `dtype` says."""
+    """Whether some tensors are 16-bit although `dtype` is fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Gradients:
     params: list[torch.Tensor]
     groups: list[Group]
     repeat: bool
-    """Whether a gradient is there more than once: of a parameter that is listed twice, or of two that share it."""
+    """Whether a gradient occurs more than once: a parameter is listed twice, or two parameters share a gradient."""
     share: float = 1.0
-    """How much of all is this rank's own to count, beside the shares of the groups."""
+    """What share of all gradients this rank counts, multiplied by the shares of the groups."""
 
     def without(self, params: Container[torch.Tensor]) -> Gradients:
-        """Return these gradients without those of some parameters."""
+        """Return these gradients without those of the given parameters."""
         groups = []
         for group in self.groups:
             kept = [index for index, param in enumerate(group.params) if param not in params]
@@ -64,11 +64,11 @@ class Gradients:
         return Gradients([param for param in self.params if param not in params], groups, self.repeat, self.share)
 
     def only(self, params: Container[torch.Tensor]) -> Gradients:
-        """Return these gradients without those of other parameters."""
+        """Return only the gradients of the given parameters."""
         return self.without({param for param in self.params if param not in params})
 
     def measured_in_fp32(self) -> Gradients:
-        """Return these gradients with 16-bit and fp32 ones in common groups: the order in which norms are added up."""
+        """Return these gradients with 16-bit and fp32 ones in one group, so that norms are added in parameter order."""
         place = {id(param): index for index, param in enumerate(self.params)}
         by_kind = defaultdict[tuple[torch.device, torch.dtype, type, bool], list[Any]](list)
         for group in self.groups:
@@ -98,20 +98,20 @@ def collect(
     allow_complex: bool = True,
     agreement: Agreement | None = None,
 ) -> Gradients:
-    """Collect the gradients there are now.
+    """Collect an optimizer's current gradients.
 
-    Gradients that cannot be written in place (expanded, overlapping or lazily negated ones) are replaced by copies, and
-    sparse ones in fp16 coalesced, in `.grad` as well.
+    Gradients that cannot be written in place (expanded, overlapping or lazily negated ones) are replaced with copies,
+    and sparse fp16 gradients are coalesced. Both also change `.grad`.
 
     Args:
-        optimizer: Whose.
-        allow_fp16: Whether there may be fp16 ones.
-        sum_duplicates: Coalesce all sparse gradients: only sums of duplicates have a norm.
-        allow_complex: Whether there may be complex ones.
-        agreement: Of the ranks; DTensors are then replaced by what this rank holds of them.
+        optimizer: The optimizer.
+        allow_fp16: Whether fp16 gradients are allowed.
+        sum_duplicates: Coalesce all sparse gradients, whose norm is that of the summed duplicates.
+        allow_complex: Whether complex gradients are allowed.
+        agreement: The ranks that decide together; DTensors are then replaced with this rank's part.
 
     Raises:
-        TypeError: `optimizer` is not one, or has a gradient of a dtype or layout that cannot be unscaled.
+        TypeError: `optimizer` is not an optimizer, or has a gradient of a dtype or layout that cannot be unscaled.
         ValueError: There are fp16 gradients, and they are not allowed.
     """
     params, grads = params_and_grads(optimizer)
@@ -143,17 +143,17 @@ def collect(
 
 
 def params_and_grads(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters that have a gradient, and those gradients.
+    """Return the parameters that have a gradient, and these gradients.
 
     Raises:
-        TypeError: `optimizer` has no `param_groups`, or something other than a tensor in them.
+        TypeError: `optimizer` has no `param_groups`, or they contain something other than tensors.
     """
     params = params_of(optimizer)
     try:
         tensors = [param.grad for param in params]
     except AttributeError:
         strange = next(param for param in params if not isinstance(param, torch.Tensor))
-        raise TypeError(f"an optimizer's parameters are tensors, got {type(strange).__name__}") from None
+        raise TypeError(f"an optimizer's parameters must be tensors, got {type(strange).__name__}") from None
     grads = [tensor for tensor in tensors if tensor is not None]
     if len(grads) < len(params):
         params = [param for param, tensor in zip(params, tensors, strict=True) if tensor is not None]
@@ -161,7 +161,7 @@ def params_and_grads(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tenso
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """List an optimizer's parameters; raise a TypeError if it has no `param_groups`."""
+    """Return an optimizer's parameters; raise a TypeError if it has no `param_groups`."""
     groups: list[dict[str, Any]] | None = getattr(optimizer, "param_groups", None)
     if groups is None:
         raise TypeError(f"expected an optimizer with param_groups, got {type(optimizer).__name__}")
@@ -169,10 +169,10 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written to."""
+    """Return the version counter of each tensor."""
     try:
         return list(map(counted_version, tensors))
-    except RuntimeError:  # tensors of inference mode keep no count
+    except RuntimeError:  # inference tensors have no counter
         return list(map(version, tensors))
 
 
@@ -180,7 +180,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return False for a tensor of a subclass, for which torch's ops may mean something else."""
+    """Return False for a tensor of a subclass, which may override torch's ops."""
     return type(tensor) in _PLAIN
 
 
@@ -196,25 +196,25 @@ def _check_kind(
     if dtype not in _DTYPES or layout not in _LAYOUTS:
         name = _name(optimizer, params[kinds.index(kind)])
         raise TypeError(
-            f"the gradient of {name} has dtype {dtype} and layout {layout}; what can be unscaled is "
+            f"the gradient of {name} has dtype {dtype} and layout {layout}, which cannot be unscaled: use "
             f"{', '.join(map(str, _DTYPES))} in {', '.join(map(str, _LAYOUTS))}"
         )
     if dtype in _HALF and not allow_fp16:
         half = [_name(optimizer, param) for param, other in zip(params, kinds, strict=True) if other[0] in _HALF]
         raise ValueError(
-            "Attempting to unscale FP16 gradients, which fp16 cannot hold unscaled: keep the parameters in fp32 "
-            "and let autocast choose fp16 op by op, or allow it with GradScaler(..., allow_fp16_gradients=True). "
+            "Attempting to unscale FP16 gradients, which may underflow once unscaled: keep the parameters in fp32 and "
+            "let autocast choose fp16 op by op, or allow them with GradScaler(..., allow_fp16_gradients=True). "
             f"fp16 gradients: {', '.join(half)}"
         )
     if dtype.is_complex and not allow_complex:
         raise TypeError(
-            "complex numbers have no order to clip them in: the gradient of "
+            "complex gradients cannot be clipped by value: the gradient of "
             f"{_name(optimizer, params[kinds.index(kind)])} is {dtype}; use clip_grad_norm_"
         )
 
 
 def _distinct(kinds: list[_Kind]) -> list[_Kind]:
-    """Return each kind once. Most often there is only one, and to count it takes half the time."""
+    """Return each kind once. Usually there is only one, and counting it takes half the time."""
     return kinds[:1] if kinds and kinds.count(kinds[0]) == len(kinds) else list(dict.fromkeys(kinds))
 
 
@@ -244,7 +244,7 @@ def _grouped(
 
 
 def _name(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> str:
-    """Return a parameter's name if the optimizer knows it, otherwise its place."""
+    """Return a parameter's name if the optimizer knows it, otherwise its position."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, candidate in enumerate(group["params"]):
             if candidate is param:
@@ -256,15 +256,15 @@ def _name(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> str:
 
 
 def _make_writable(params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Replace gradients that no op may write to by copies: expanded, overlapping or lazily negated ones."""
+    """Replace gradients that ops must not write to (expanded, overlapping or lazily negated ones) with copies."""
     for index, grad in enumerate(grads):
         if grad.layout is torch.strided and (grad.is_neg() or _overlaps(grad)):
-            # A copy has memory of its own, and the negation is done in it.
+            # The copy has its own memory, with the negation applied.
             grads[index] = params[index].grad = grad.clone(memory_format=torch.contiguous_format)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements may share memory: some step is shorter than what the smaller steps reach."""
+    """Return True if elements may share memory: some stride does not exceed what the smaller strides span."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -1,7 +1,7 @@
-"""An iteration that a rank leaves out: it resets the gradients of a backward, and scales another loss.
+"""Detect an iteration that a rank leaves out: it resets the gradients of a backward and scales another loss.
 
-To the next collective that rank comes as if it had accumulated gradients, and ranks may do so differently. That the
-gradients were reset in between is what tells.
+At the next collective the rank looks as if it had accumulated gradients, which ranks may do differently. Only the reset
+of the gradients shows the difference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from castwise.amp.gradients import params_of
 
 
 class LeftOut:
-    """Watches one parameter, which stands for all: a hook tells that a backward has come to it.
+    """Watches one parameter as a proxy for all: a hook notes when a backward reaches it.
 
-    What puts gradients there in other ways is not seen: FSDP, or code that assigns `.grad`.
+    Gradients that arrive in other ways are not seen: from FSDP, or from code that assigns `.grad`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LeftOut:
         param = next((param for param in params_of(optimizer) if param.requires_grad and param.is_leaf), None)
         if param is None:
             return
-        find = weakref.ref(self)  # the parameter must not keep this alive, nor this the parameter
+        find = weakref.ref(self)  # neither object may keep the other alive
 
         @never_traced
         def arrived(_: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class LeftOut:
         weakref.finalize(self, handle.remove)
 
     def is_reset(self) -> bool:
-        """Return True if the gradient of a backward of this iteration is gone."""
+        """Return True if a backward of this iteration set a gradient that has been reset since."""
         param = None if self._param is None else self._param()
         return self._has_gradient and param is not None and param.grad is None
 

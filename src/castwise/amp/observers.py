@@ -1,7 +1,7 @@
-"""Observers: told what a training run does with its scalers and regions. There are none unless something observes it.
+"""Observers of a training run's scalers and regions. There are none by default.
 
-Observers are called where things happen, with the objects themselves, and see them as they are before the call goes on
-(unless its docstring says otherwise). None may raise. Compiled code calls no observer.
+Observers are called with the objects themselves, before the event takes effect unless the method's docstring says
+otherwise. They must not raise. Compiled code calls no observer.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ class Observer:
     """An observer of scalers and regions; a subclass overrides what it needs."""
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
-        """A scaler was made; `wanted` says whether it was to be enabled."""
+        """A scaler was created; `wanted` is True if it was meant to be enabled."""
 
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """A loss was given to an enabled scaler, and what came of it is about to be returned."""
+        """An enabled scaler has scaled a loss and is about to return the result."""
 
     def asked(self, scaler: Any) -> None:
-        """The scale is asked for as a number: gradients may be unscaled by hand."""
+        """The scale is about to be read as a number, with which gradients may be unscaled by hand."""
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's gradients are about to be unscaled or clipped by the scaler; also from within its step."""
+        """The scaler is about to unscale or clip an optimizer's gradients, also as part of a step."""
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.step(optimizer)` begins, of a disabled scaler as well."""
+        """`scaler.step(optimizer)` begins, also on a disabled scaler."""
 
     def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
-        """The host knows that a step is skipped, and the gradients are there; `is_scaled` says whether still scaled.
+        """The host knows that a step is skipped, and the gradients still exist; `is_scaled` is True if still scaled.
 
-        A fused optimizer's step on an accelerator is skipped on the device: the host does not know.
+        Not called for a fused optimizer on an accelerator, whose step is skipped on the device without the host.
         """
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """`scaler.step(optimizer)` ends, also with an error."""
+        """`scaler.step(optimizer)` has ended, also with an error."""
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """`update` of an enabled scaler begins; `is_set` says whether it was given a new scale."""
+        """`update` of an enabled scaler begins; `is_set` is True if it was given a new scale."""
 
     def saved(self, scaler: Any) -> None:
-        """The scaler's state was asked for, to be saved."""
+        """The scaler's state is about to be saved."""
 
     def loaded(self, scaler: Any) -> None:
-        """The scaler has got a state that was saved."""
+        """The scaler has loaded a saved state."""
 
     def entered(self, region: Any) -> None:
         """An autocast region was entered."""
@@ -58,7 +58,7 @@ class Observer:
         """An autocast region was left."""
 
     def compiled(self, device_type: str, enabled: bool) -> None:
-        """`torch.compile` is tracing a region; when what it compiles runs, no observer is told."""
+        """`torch.compile` is tracing a region; the compiled code will call no observer."""
 
 
 OBSERVERS: list[Observer] = []
@@ -67,7 +67,7 @@ OBSERVERS: list[Observer] = []
 
 @contextmanager
 def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Tell of a step's beginning and end."""
+    """Notify observers of the beginning and end of a step."""
     for observer in OBSERVERS:
         observer.stepping(scaler, optimizer)
     try:
@@ -78,7 +78,7 @@ def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    """Add a hook to those of a user, who may remove it with the handle."""
+    """Add a hook, and return the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

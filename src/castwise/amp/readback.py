@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host; what is made of them is in `outcomes`."""
+"""Asynchronous copies of numbers from a device to the host; `outcomes` interprets them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WITH_EVENTS = ("cuda", "xpu")
 
 
 class Readback:
-    """A tensor of a device: asked for at once, waited for when it is needed.
+    """A copy of a device tensor on the host: started at once, waited for when it is needed.
 
     Args:
-        tensor: Of any shape. On a CPU it is not copied, so it may not be written to.
+        tensor: Of any shape. A CPU tensor is not copied, so it must not be written to.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -29,27 +29,27 @@ class Readback:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it was there from the beginning, so that no wait is needed."""
+        """Whether the tensor was on the host from the start, so that no wait is needed."""
         return self._arrived is None and self._host.device.type == "cpu"
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the tensor is on the host by now."""
+        """Whether the tensor has reached the host."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor on the CPU, as soon as it is there."""
+        """Wait for the copy, and return the tensor on the CPU."""
         if self._arrived is not None:  # pragma: only on a GPU
             self._arrived.synchronize()
         return self._host.cpu()
 
 
 class Flag:
-    """Whether any of some flags is not zero: asked for at once, waited for when it is needed.
+    """Whether any of several flags is not zero: the copy starts at once, and is waited for when it is needed.
 
     Args:
-        flags: Where they come from; kept to tell whether they are still the same.
-        combined: One element, non-zero if any of them is, on any device.
+        flags: The flags, kept to detect later writes.
+        combined: One element, non-zero if any of the flags is, on any device.
     """
 
     def __init__(self, flags: Sequence[torch.Tensor], combined: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class Flag:
         self._known: bool | None = None
 
     def is_of(self, flags: Sequence[torch.Tensor]) -> bool:
-        """Return True if it was made from these flags as they are now."""
+        """Return True if these are the same flags, and none was written to since."""
         return len(flags) == len(self._flags) and all(
             flag is before and version(flag) == writes
             for flag, (before, writes) in zip(flags, self._flags, strict=True)
@@ -66,7 +66,7 @@ class Flag:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether no wait is needed any more."""
+        """Whether the value can be read without a wait."""
         return self._known is not None or self._readback.is_on_host
 
     def __bool__(self) -> bool:

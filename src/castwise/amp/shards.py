@@ -1,4 +1,4 @@
-"""What this rank holds of gradients that are split or repeated over ranks."""
+"""This rank's part of gradients that are sharded or replicated over ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from castwise._torch_private import is_fsdp_flattened
 def local(
     params: list[torch.Tensor], grads: list[torch.Tensor], ranks: int, copies: int
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Replace DTensors by what this rank holds of them, and tell how much of each gradient is its own to count.
+    """Replace DTensors with this rank's part, and return what share of each gradient this rank counts.
 
-    A DTensor that is a partial sum has no finite elements or norm yet: it is summed first, in `.grad` as well. A plain
-    gradient is taken to be the same on all ranks (DDP), or the rank's own if its parameter was flattened by FSDP1.
+    The elements and norm of a DTensor with partial sums are not known yet, so it is summed first, in `.grad` as well. A
+    plain gradient counts as the same on all ranks (DDP), or as this rank's own if FSDP1 flattened its parameter.
 
     Args:
         params: The parameters.
         grads: Their gradients, of any kind.
-        ranks: How many of those that decide together share the parameters.
-        copies: How many of them hold the same part of what FSDP1 has flattened.
+        ranks: The number of ranks that share the parameters, all of which decide together.
+        copies: How many of them hold the same part of a parameter that FSDP1 flattened.
 
     Returns:
-        Tensors of this rank, and for each 1 / n if n of the ranks hold the same elements.
+        This rank's tensors, and a share for each: 1 / n if n of the ranks hold the same elements.
     """
     whole: list[Any] = [_summed(param, grad) for param, grad in zip(params, grads, strict=True)]
     shares = [_share(param, grad, ranks, copies) for param, grad in zip(params, whole, strict=True)]

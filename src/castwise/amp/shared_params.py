@@ -1,10 +1,10 @@
-"""Gradients that are unscaled already, which another unscaling has to leave alone.
+"""Gradients that are already unscaled and must not be unscaled again.
 
-Most are of parameters that two optimizers own: such a gradient is unscaled once, whichever optimizer comes first.
+Most belong to a parameter that two optimizers share: its gradient is unscaled once, by the optimizer that comes first.
 
-Users of one optimizer pay nothing: which optimizers share parameters is found out when the second one is first seen,
-and from then on a hook on each shared parameter tells when a backward adds a scaled gradient. In the iteration in which
-an optimizer is first seen all its parameters have that hook, since the optimizer that shares them may come later.
+Shared parameters are found when the second optimizer is first seen. From then on, a hook on each of them notes when a
+backward adds a scaled gradient. In the iteration in which an optimizer is first seen, all its parameters have that
+hook, because the optimizer that shares them may come later; after that, a single optimizer costs nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class SharedParams:
         self._shared = WeakTensorKeyDictionary()
         self._newcomers: dict[torch.Tensor, RemovableHandle] = {}
         self.unscaled: dict[torch.Tensor, torch.Tensor | None] = {}
-        """By parameter: None, or what was found (fp32, one element) in the step that unscaled it if that is 0."""
+        """By parameter: None, or the found_inf (fp32, one element) of a step that unscaled it only if that is 0."""
         self.watches = False
-        """Whether there are parameters to be noted by `note_unscaled`, or forgotten by `update`."""
+        """Whether there are parameters for `note_unscaled` to note, or for `update` to forget."""
 
     def add(self, params: list[torch.Tensor], of_others: Iterable[list[torch.Tensor]]) -> None:
-        """Look at the parameters of an optimizer that is new, and at those of the known ones."""
+        """Find which parameters of a new optimizer belong to known ones too, and watch all the others for now."""
         known = {param for others in of_others for param in others}
         for param in params:
             if param in self._shared or not (param.requires_grad and param.is_leaf):
@@ -46,13 +46,13 @@ class SharedParams:
         self.forget([param])
 
     def note_unscaled(self, params: list[torch.Tensor], unless: torch.Tensor | None = None) -> None:
-        """Note that gradients are unscaled, or (`unless`, fp32, one element) that they are if it is zero."""
+        """Note that gradients are unscaled, or with `unless` (fp32, one element), that they are if it is zero."""
         for param in params:
             if param in self._newcomers or param in self._shared:
                 self.unscaled[param] = unless
 
     def mark(self, params: list[torch.Tensor]) -> None:
-        """Note that gradients are unscaled although others of the same optimizer are not."""
+        """Note that gradients are unscaled, although others of the same optimizer are not."""
         self.unscaled.update(dict.fromkeys(params))
         self.watches = True
 

@@ -1,4 +1,4 @@
-"""A recorded training, replayed through a schedule: which steps it would have skipped."""
+"""Replay a recorded training run through a schedule, to learn which steps it would have skipped."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from castwise.amp.schedules import Met, Schedule, on_device
 _EXPONENT = re.compile(r"0|-?[1-9][0-9]{0,3}")
 _FP16 = torch.finfo(torch.float16)
 _FP16_LARGEST = _FP16.max
-_FP16_FLUSHED = _FP16.smallest_normal * _FP16.eps / 2.0  # below half of its smallest subnormal number it rounds to zero
+_FP16_FLUSHED = _FP16.smallest_normal * _FP16.eps / 2.0  # it rounds half of its smallest subnormal number to zero
 
 
 @dataclass(frozen=True)
 class GradientRange:
-    """What was recorded of one step's gradients, unscaled.
+    """The recorded magnitudes of one step's unscaled gradients.
 
     Args:
-        largest: The largest magnitude of all that is computed in the low precision.
-        exponents: How many gradients have a magnitude in [2**e, 2**(e + 1)), for each e; zeros are left out.
-        loss_is_finite: Whether the loss was; if not, no scale could have saved the step.
+        largest: The largest magnitude of all gradients computed in the low precision.
+        exponents: For each e, the number of gradients with a magnitude in [2**e, 2**(e + 1)), without zeros.
+        loss_is_finite: Whether the loss was finite; if not, no scale could have saved the step.
 
     Raises:
-        TypeError: `largest` is not a number, or an exponent not an integer.
-        ValueError: `largest` is not a finite number >= 0, or an exponent is not one of fp64, in [-1074, 1023].
+        TypeError: `largest` is not a number, or an exponent is not an integer.
+        ValueError: `largest` is not a finite number >= 0, or an exponent is outside fp64's range, [-1074, 1023].
     """
 
     largest: float
@@ -48,10 +48,10 @@ class GradientRange:
 
 
 def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) -> None:
-    """Write a trace to a file, whole or not at all, one line of JSON a step.
+    """Write a trace to a file atomically, one line of JSON per step.
 
     Args:
-        path: The file; an older one is replaced.
+        path: The file; an existing one is replaced.
         trace: The steps in order.
 
     Raises:
@@ -62,14 +62,14 @@ def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) ->
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:
-    """Read what `write_trace` has written.
+    """Read a trace that `write_trace` has written.
 
     Args:
         path: The file.
 
     Raises:
-        OSError: There is no such file.
-        ValueError: It holds something else.
+        OSError: The file cannot be read.
+        ValueError: The file is not a trace.
     """
     trace = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
@@ -102,17 +102,17 @@ class Simulation:
     """What a schedule would have done."""
 
     scales: tuple[float, ...]
-    """During each step."""
+    """The scale during each step."""
     skipped: tuple[int, ...]
-    """The steps that are skipped, from 0."""
+    """The indices of the skipped steps, from 0."""
     wasted_steps: int
-    """Those of them that a lower scale would have saved: all but the ones whose loss was not finite."""
+    """The number of skipped steps that a lower scale would have saved: those whose loss was finite."""
     flushed: float | None
-    """The share of the taken steps' gradients, zeros left out, that the format rounds to zero; None if not recorded."""
+    """The share of the taken steps' nonzero gradients that the format flushes to zero; None if not recorded."""
 
     @property
     def skips(self) -> int:
-        """How many steps are skipped."""
+        """The number of skipped steps."""
         return len(self.skipped)
 
 
@@ -125,17 +125,17 @@ def simulate(
 ) -> Simulation:
     """Replay recorded ranges of gradients through a schedule.
 
-    A step overflows if scale * largest > largest_number; the gradients that were recorded do not depend on the scale,
-    so a step counts as it was recorded also if the schedule has skipped others before it.
+    A step overflows if scale * largest > largest_number. Each step's gradients are used as recorded, even if the
+    schedule has skipped earlier steps.
 
     Args:
-        trace: The steps in their order.
+        trace: The steps in order.
         schedule: The schedule; its `advance_` runs on the CPU.
-        largest_number: Of the format that gradients are computed in; 65504 for fp16.
-        flushed_below: Magnitudes that it rounds to zero; 2**-25 for fp16.
+        largest_number: The largest number of the format that gradients are computed in; 65504 for fp16.
+        flushed_below: The largest magnitude that the format rounds to zero; 2**-25 for fp16.
 
     Raises:
-        TypeError: `trace` holds something else, or `schedule` is none.
+        TypeError: `trace` contains something else, or `schedule` is not a schedule.
         ValueError: A number is out of its range.
 
     Example:
@@ -155,7 +155,7 @@ def simulate(
     wasted, seen, flushed = 0, 0, 0
     for index, step in enumerate(trace):
         if not isinstance(step, GradientRange):
-            raise TypeError(f"a trace is made of GradientRange, got {step!r} at {index}")
+            raise TypeError(f"trace must contain GradientRange, got {step!r} at index {index}")
         now = scale.item()
         scales.append(now)
         overflows = step.loss_is_finite and now * step.largest > largest_number

@@ -1,4 +1,4 @@
-"""What holds in a thread beyond autocast's switches: a policy puts it there, and a region within suspends it."""
+"""A thread's state beyond autocast's switches: a policy sets it, and a nested region suspends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 class _Thread(threading.local):
     # Set for each instance: torch.compile guards on attributes of a thread-local object, but not on those of its class.
     def __init__(self) -> None:
-        self.token = object()  # of this thread alone: idents are given again to later threads
+        self.token = object()  # unique to this thread, unlike its ident, which later threads may reuse
         self.state: Any = None
 
 
