@@ -41,7 +41,8 @@ def test_a_norm_that_is_finite_of_gradients_that_are_not_once_they_are_unscaled_
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients is ") as caught:
         scaler.clip_grad_norm_(Fused([param]), 1.0, error_if_nonfinite=True)
     assert str(caught.value).endswith(
-        "so they cannot be clipped: let the step be skipped (error_if_nonfinite=False), or find out where it comes from"
+        "so they cannot be clipped: skip the step with error_if_nonfinite=False, or find the cause with "
+        "castwise.diagnose()"
     )
     assert param.grad.item() == torch.tensor(3e38).item()
 
@@ -87,8 +88,8 @@ def test_a_message_is_whole() -> None:
     scaler = scaled(param := weight(1.0))
     param.grad.fill_(torch.nan)
     text = (
-        "the norm of order 2.0 of the gradients is nan, so they cannot be clipped: let the step be skipped "
-        "(error_if_nonfinite=False), or find out where it comes from"
+        "the norm of order 2.0 of the gradients is nan, so they cannot be clipped: skip the step with "
+        "error_if_nonfinite=False, or find the cause with castwise.diagnose()"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.clip_grad_norm_(torch.optim.SGD([param]), 1.0, error_if_nonfinite=True)

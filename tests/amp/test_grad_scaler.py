@@ -69,7 +69,7 @@ def test_the_scale_is_made_with_the_first_loss_on_its_device() -> None:
     scaler.scale(torch.ones(2, device="meta"))
     assert scaler._scale is not None
     assert scaler._scale.device.type == "meta"
-    with pytest.raises(RuntimeError, match="the growth tracker exists already"):
+    with pytest.raises(RuntimeError, match="the growth tracker is set but the scale is not"):
         scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
 
@@ -85,15 +85,15 @@ def test_copies_for_devices_are_made_once_and_never_the_master() -> None:
 # -- order of calls ---------------------------------------------------------------------------------------------------
 
 WRONG_ORDERS: list[tuple[str, list[str], str]] = [
-    ("unscale_ before scale", ["unscale_"], "unscale_() needs a scale, which the first scale() makes"),
-    ("step before scale", ["step"], "step() needs a scale, which the first scale() makes"),
-    ("update before scale", ["update"], "update() needs a scale, which the first scale() makes"),
+    ("unscale_ before scale", ["unscale_"], "unscale_() needs a scale, which the first scale() creates"),
+    ("step before scale", ["step"], "step() needs a scale, which the first scale() creates"),
+    ("update before scale", ["update"], "update() needs a scale, which the first scale() creates"),
     ("update without a step", ["scale", "update"], "No inf checks were recorded prior to update(): call scaler.step("),
     ("unscale_ twice", ["scale", "unscale_", "unscale_"], "call it once per step, and scaler.update() after the step"),
     ("unscale_ after step", ["scale", "step", "unscale_"], "unscale_() is being called after step() of the same"),
     ("step twice", ["scale", "step", "step"], "call scaler.update() once per iteration, after the last step()"),
     ("update twice", ["scale", "step", "update", "update"], "No inf checks were recorded prior to update()"),
-    ("pickle in an iteration", ["scale", "step", "pickle"], "call scaler.update() before"),
+    ("pickle in an iteration", ["scale", "step", "pickle"], "call scaler.update() first"),
 ]
 
 
@@ -442,7 +442,9 @@ def test_a_missing_entry_is_named(name: str) -> None:
 
 
 def test_an_empty_state_dict_or_none_at_all_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="probably saved from a disabled GradScaler"):
+    with pytest.raises(
+        RuntimeError, match="state_dict is empty, probably because the GradScaler that saved it was disabled"
+    ):
         GradScaler("cpu").load_state_dict({})
     with pytest.raises(TypeError, match=r"state_dict must be a mapping from state_dict\(\), got list"):
         GradScaler("cpu").load_state_dict([])  # type: ignore[arg-type]
@@ -813,12 +815,12 @@ def test_the_words_of_calls_at_the_wrong_time() -> None:
     scaler, optimizer, _ = ready()
     text = (
         "No inf checks were recorded prior to update(): call scaler.step(optimizer) or scaler.unscale_(optimizer) "
-        "since the last one"
+        "before each update()"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.update()
     scaler.step(optimizer)
-    text = "a GradScaler can be pickled or copied only at the beginning of an iteration: call scaler.update() before"
+    text = "a GradScaler can be pickled or copied only at the beginning of an iteration: call scaler.update() first"
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         copy.deepcopy(scaler)
 
@@ -831,7 +833,7 @@ def test_a_copy_of_a_scaler_that_is_off_has_its_scale_and_none_has_tensors() -> 
 
 
 def test_numbers_beside_a_schedule_are_all_named() -> None:
-    text = "a schedule carries all its own numbers: give init_scale=8.0, growth_interval=3 to Static, or leave it out"
+    text = "a schedule has its own numbers: pass init_scale=8.0, growth_interval=3 to Static, or leave it out"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         GradScaler("cpu", init_scale=8.0, growth_interval=3, schedule=Static(4.0))
 

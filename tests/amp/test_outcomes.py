@@ -739,7 +739,7 @@ def test_a_schedule_and_a_number_beside_it_are_refused(scaler: Callable[..., Any
     (name, value), *_ = number.items()
     # A number that equals the default, but was given.
     given = {name: type(value)(str(value))}
-    with pytest.raises(ValueError, match=f"a schedule carries all its own numbers: give {name}={value!r} to Static"):
+    with pytest.raises(ValueError, match=f"a schedule has its own numbers: pass {name}={value!r} to Static"):
         scaler("cpu", schedule=Static(), **given)
     assert scaler("cpu", schedule=Static(), enabled=False, **given).get_scale() == 1.0  # nobody looks at it
 
@@ -757,7 +757,7 @@ def test_what_is_no_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match="schedule must be one of castwise"):
         GradScaler("cpu", schedule=Schedule())
     scaler = GradScaler("cpu", schedule=Static(4.0))
-    with pytest.raises(RuntimeError, match=r"Static\(init_scale=4.0.* has no growth_factor: it would have no effect"):
+    with pytest.raises(RuntimeError, match=r"Static\(init_scale=4.0.* has no growth_factor, so it cannot be set"):
         scaler.set_growth_factor(3.0)
 
 

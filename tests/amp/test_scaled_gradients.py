@@ -75,8 +75,8 @@ def test_gradients_that_change_after_ranks_have_clipped_them_have_to_be_clipped_
     else:
         scaler.scale(param.sum()).backward()
     text = (
-        "the gradients are not those that clip_grad_norm_() has measured on all ranks: call it again, on all of them, "
-        "when all gradients of the step are there"
+        "the gradients have changed since clip_grad_norm_() measured them on all ranks: call it again on all ranks, "
+        "when all gradients of the step are accumulated"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.step(optimizer)
@@ -99,8 +99,8 @@ def test_the_words_for_a_call_that_comes_too_late() -> None:
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaled(param, scaler=scaler)
     text = (
-        "step() is being called after a backward has added to gradients that were clipped before it: "
-        "clip once all gradients of a step are accumulated"
+        "step() is being called after a backward has added to gradients that were already clipped: "
+        "clip only when all gradients of a step are accumulated"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.step(optimizer)

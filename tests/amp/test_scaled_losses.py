@@ -29,14 +29,14 @@ def test_the_scale_is_fp32_and_with_its_tracker_where_the_loss_is_whatever_the_d
 def test_a_tracker_without_a_scale_is_refused() -> None:
     scaler = GradScaler("cpu")
     scaler._growth_tracker = torch.zeros((), dtype=torch.int32)
-    text = "the growth tracker exists already and the scale does not: set both or neither"
+    text = "the growth tracker is set but the scale is not: set both or neither"
     with pytest.raises(RuntimeError, match=f"^{text}$"):
         scaler.scale(torch.ones(()))
 
 
 def test_the_words_before_there_is_a_scale() -> None:
     text = (
-        "update() needs a scale, which the first scale() makes: call scaler.scale(loss).backward() earlier in the "
+        "update() needs a scale, which the first scale() creates: call scaler.scale(loss).backward() earlier in the "
         "iteration"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
@@ -82,6 +82,6 @@ def test_the_schedule_has_the_numbers_that_were_set() -> None:
 )
 def test_what_a_schedule_does_not_have_cannot_be_set(setter: str, name: str) -> None:
     scaler = GradScaler("cpu", schedule=Static(4.0))
-    text = f"{Static(4.0)} has no {name}: it would have no effect"
+    text = f"{Static(4.0)} has no {name}, so it cannot be set"
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         getattr(scaler, setter)(2)

@@ -1,15 +1,15 @@
 """`GradScaler`: scale losses, unscale gradients, skip steps that are not finite, move the scale.
 
-The class is the state machine and nothing else. `gradients` finds the gradients, `measure` does the arithmetic on them,
-`shared_params` remembers which are unscaled already, `schedules` moves the scale, `agreement` lets ranks agree,
-`closures` runs steps that call back, `outcomes` brings what became of a step to the host, with the cause of a skip, and
-`after_step` makes the calls that wait for it; `checkpoint` checks what is loaded.
+The class is only the state machine. `gradients` collects the gradients, `measure` does the arithmetic on them,
+`shared_params` tracks which are already unscaled, `schedules` moves the scale, `agreement` makes ranks decide alike,
+`closures` runs steps with closures, `outcomes` reports each step and the cause of a skip to the host, `after_step`
+makes the calls that wait for such a report, and `checkpoint` checks loaded states.
 
-What is true of one iteration is in an `Iteration`, which `update` replaces as a whole. Clipping before a fused step
-leaves a `divisor` on the optimizer's record, by which the step divides, and in `clipped` the gradients it is for.
+The state of one iteration is an `Iteration`, which `update` replaces as a whole. Clipping before a fused step sets a
+`divisor` on the optimizer's record, by which the step divides, and `clipped`, the gradients that it is for.
 
-Attributes with a leading underscore that torch's class has as well keep their names and meaning: subclasses and
-frameworks use them, down to replacing `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
+Private attributes that torch's class also has keep their names and meaning, because subclasses and frameworks use them
+and even replace `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from castwise.amp.schedules import Dynamic, Met, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
 
-# Numbers of torch's signature, told by identity from equal ones that a caller gives.
+# The defaults of torch's signature, distinguished by identity from equal numbers that a caller passes.
 INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
@@ -51,40 +51,40 @@ def _refresh_per_optimizer_state() -> dict[str, Any]:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scale losses so that small gradients survive in fp16, and skip a step whose gradients are not finite.
+    """Scale losses so that small gradients survive in fp16, and skip steps whose gradients are not finite.
 
-    A training step is `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`; gradients are
-    unscaled in `step`; to inspect or clip them before, call `unscale_(optimizer)`. The scale is an fp32 tensor on the
-    device of the first loss and follows `schedules.Dynamic`.
+    A training step is `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`. `step` unscales
+    the gradients; to inspect or clip them first, call `unscale_(optimizer)`. The scale is an fp32 tensor on the device
+    of the first loss and follows `schedules.Dynamic` by default.
 
-    With its default arguments it does what `torch.amp.GradScaler` does, bit for bit, and is an instance of it.
-    It differs where torch's is wrong: arguments that cannot work are refused, the scale never
-    becomes 0 or infinite, a gradient that unscaling would make infinite skips the step, a parameter of two optimizers
-    is unscaled once, and an optimizer without gradients steps as it would without a scaler.
+    With default arguments, results are bit for bit those of `torch.amp.GradScaler`, the base class. The exceptions are
+    cases where torch is wrong: this class rejects arguments that cannot work, keeps the scale finite and nonzero,
+    skips a step if unscaling would make a gradient infinite, unscales a parameter of two optimizers only once, and
+    steps an optimizer without gradients as it would without a scaler.
 
     Args:
-        device: The type of device the losses live on. `"cuda"` on a machine without CUDA warns and disables.
+        device: The type of device that the losses are on. `"cuda"` without CUDA warns and disables the scaler.
         init_scale: The first scale, usually a power of two, in [2**-126, 3.4e38]; 2**16 by default.
-        growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a row; > 1, 2 by default.
-        backoff_factor: What the scale is multiplied by after a skipped step; in (0, 1), 0.5 by default.
-        growth_interval: Steps; >= 1, 2000 by default.
-        enabled: False makes every method pass through; the arguments are then not checked, as in torch.
-        schedule: How the scale moves, instead of the four numbers above. By default
-            `schedules.Dynamic` with these.
-        allow_fp16_gradients: Take gradients of fp16 parameters, which are refused otherwise. They are unscaled in
-            fp32 arithmetic and rounded to fp16, where small ones may vanish.
+        growth_factor: Multiplies the scale after `growth_interval` finite steps in a row; > 1, 2 by default.
+        backoff_factor: Multiplies the scale after a skipped step; in (0, 1), 0.5 by default.
+        growth_interval: Finite steps in a row before the scale grows; >= 1, 2000 by default.
+        enabled: False turns every method into a pass-through. Arguments are then not checked, as in torch.
+        schedule: How the scale moves, instead of the four numbers above. By default, `schedules.Dynamic` with these
+            numbers.
+        allow_fp16_gradients: Accept fp16 gradients, which are rejected otherwise. They are unscaled in fp32 arithmetic
+            and rounded to fp16, where small ones may flush to zero.
         process_group: A `torch.distributed` group or device mesh whose ranks take and skip the same steps and clip
-            to one norm over all of them, with one collective per step.
-        pipeline_stages: How many stages of a pipeline the ranks of the group hold, each on as many of them. A gradient
-            that is neither a DTensor nor flattened by FSDP1 counts as a copy that all ranks of its stage hold.
+            by one norm over all ranks, with one collective per step.
+        pipeline_stages: Number of pipeline stages on the ranks of the group, each on the same number of ranks. A
+            gradient that is neither a DTensor nor flattened by FSDP1 counts as replicated on all ranks of its stage.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or torch knows no such device; or both a schedule and one of
-            its numbers are given.
+        ValueError: An argument is out of its range, torch does not know the device, or a schedule is given together
+            with one of the four numbers.
 
     Warns:
-        UserWarning: CUDA is asked for and missing.
+        UserWarning: CUDA is requested but not available.
 
     Example:
         >>> scaler = GradScaler("cpu", init_scale=1024.0)
@@ -125,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
         if schedule is not None:
             _check_schedule(schedule)
             if enabled:
-                _refuse_numbers_beside(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
+                _refuse_numbers_with(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
             self._adopt(schedule)
         elif enabled:
             self._adopt(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
@@ -149,7 +149,7 @@ class GradScaler(torch.amp.GradScaler):
         self._outcomes = Outcomes()
         self._after_steps = AfterSteps()
         self._last_step: LastStep | None = None
-        self._has_warned_of_strangers = False
+        self._has_warned_of_unstepped = False
         self._gradients_hooks: OrderedDict[int, Callable[[torch.optim.Optimizer, torch.Tensor], object]] = OrderedDict()
 
     def _agree_with(self, agreement: Agreement) -> None:
@@ -179,13 +179,13 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply losses by the scale, on their own devices and without a sync.
 
         Args:
-            outputs: A tensor of any shape, or an iterable of such (nested as you like).
+            outputs: A tensor of any shape, or an iterable of tensors or of nested iterables.
 
         Returns:
-            The products: lists, tuples and named tuples come back as what they were, other iterables as a generator.
+            The scaled losses. Lists, tuples and named tuples keep their type, other iterables become generators.
 
         Raises:
-            ValueError: There is something in `outputs` that is not a tensor.
+            ValueError: `outputs` contains something other than tensors.
         """
         if not self._enabled:
             return outputs
@@ -214,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_all(self, outputs: Any) -> Any:
         if isinstance(outputs, torch.Tensor):
             return self.scale(outputs)
-        _check_is_loss(outputs)  # an iterator's outputs come to light only now
+        _check_is_loss(outputs)  # the items of an iterator are seen only now
         scaled = (self._scale_all(output) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
             return outputs._make(scaled)
@@ -222,39 +222,39 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
-            raise RuntimeError("the growth tracker exists already and the scale does not: set both or neither")
+            raise RuntimeError("the growth tracker is set but the scale is not: set both or neither")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._trackers = on_device(self._init_trackers, dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None and self._agreement is not None:
-            # Of the stages of a pipeline only the last has a loss to scale.
+            # Only the last stage of a pipeline has a loss to scale.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
             raise RuntimeError(
-                f"{funcname}() needs a scale, which the first scale() makes: "
+                f"{funcname}() needs a scale, which the first scale() creates: "
                 "call scaler.scale(loss).backward() earlier in the iteration"
             )
         return self._scale, self._growth_tracker
 
     def _made_scale(self) -> torch.Tensor:
-        """Return the scale where a public method has made sure that there is one."""
+        """Return the scale, after a public method has checked that it exists."""
         assert self._scale is not None
         return self._scale
 
-    # -- what every call on an optimizer begins with ------------------------------------------------------------------
+    # -- the start of every call on an optimizer ----------------------------------------------------------------------
 
     def _open(
         self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, shows: bool = True
     ) -> OptimizerRecord:
-        """Check that a call is in order, tell observers, and return the optimizer's record.
+        """Check that a call is allowed now, run the gradients hooks, and return the optimizer's record.
 
         Args:
-            optimizer: Whose gradients the call is about.
+            optimizer: The optimizer of the call.
             call: The name of the public method.
-            *arguments: Its other arguments, which all ranks must give alike.
-            shows: Whether the hooks of `register_gradients_hook` are to see the gradients now, before they are changed.
+            *arguments: Its other arguments, which must be the same on all ranks.
+            shows: Whether to run the hooks of `register_gradients_hook` now, before the gradients change.
         """
         record = self._iteration.records.get(optimizer)
         if record is None:
@@ -271,7 +271,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _new_record(self, optimizer: torch.optim.Optimizer, *, was_shown: bool = False) -> OptimizerRecord:
         info = self._optimizers.info(optimizer)
-        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # asked anew: it may change its mind
+        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # read every time, as it may change
         takes_scaler = supports and info.wants_scaler
         record = OptimizerRecord(
             optimizer,
@@ -286,14 +286,14 @@ class GradScaler(torch.amp.GradScaler):
         return record
 
     def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
-        """Begin anew with an optimizer of which gradients were clipped and then others put in their place."""
+        """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
         assert record.clipped is not None
         params, grads = params_and_grads(record.optimizer)
         written, later = record.clipped.changed(grads)
         if written:
             raise RuntimeError(
-                f"{call}() is being called after a backward has added to gradients that were clipped before it: "
-                "clip once all gradients of a step are accumulated"
+                f"{call}() is being called after a backward has added to gradients that were already clipped: "
+                "clip only when all gradients of a step are accumulated"
             )
         record.has_later_loss = False
         if not later:
@@ -312,15 +312,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, in place, and note if any is not finite.
+        """Unscale an optimizer's gradients in place, and record whether they are finite.
 
-        Call it to inspect or change gradients between the backward and `step`: once per `step`, after all its
+        Call it to inspect or change gradients between the backward and `step`: once per `step`, when all its
         gradients are accumulated. Does not sync, except for CPU gradients.
 
         Raises:
-            RuntimeError: Called twice, or after `step`, before an `update()`; or before the first `scale()`.
-            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
-            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
+            RuntimeError: Called twice or after `step` without an `update()` in between, or before the first `scale()`.
+            TypeError: `optimizer` is not an optimizer, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed. Nothing is changed.
         """
         if not self._enabled:
             return
@@ -339,10 +339,10 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
-        """Unscale the gradients in place, and clip them too if clipping has left that to a fused step."""
+        """Unscale the gradients in place, and clip them if that was left to a fused step."""
         scale = self._made_scale()
         found_by_clipping = [] if record.divisor is None else list(record.found_inf_per_device.values())
-        # Ranks have agreed on what clipping found: what this one finds later must not replace it.
+        # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
         was_measured = self._agreement is not None and record.divisor is not None and self._is_measured(record)
         if self._replaces_unscaling():
             if self._rule.needs_largest:
@@ -357,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
             found = {}
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)
-                # Where the host reads the flags in `step` anyway, `_look_again` finds these.
+                # Otherwise `_find_late_infs` does this in `step`, where the host reads the flags anyway.
                 if scale.is_cpu or self._agreement is not None or record.takes_grad_scale:
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
@@ -375,13 +375,13 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply an optimizer's gradients with a factor, whatever was done before.
+        """Multiply an optimizer's gradients by a factor, even if they are already unscaled.
 
-        For tools that call or replace it: `unscale_` and `step` go through it only if a subclass or a script has
-        replaced it.
+        For tools that call or replace it: `unscale_` and `step` call it only if a subclass or a script has replaced
+        it.
 
         Returns:
-            Per device of gradients its found_inf, fp32 like the one given, 1 if a gradient is not finite.
+            found_inf by device, fp32 like the argument: 1 if a gradient on the device is not finite.
         """
         grads = collect(optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
         found = {group.device: found_inf.to(group.device, copy=True) for group in grads.groups}
@@ -394,11 +394,11 @@ class GradScaler(torch.amp.GradScaler):
         return "_unscale_grads_" in vars(self) or not type(self)._unscale_grads_.__module__.startswith("castwise.")
 
     def _has_unscaled(self, params: list[torch.Tensor]) -> bool:
-        """Return True if a gradient is unscaled already: by another optimizer, or earlier by this one."""
+        """Return True if a gradient is already unscaled, by another optimizer or earlier by this one."""
         return any(param in self._optimizers.shared.unscaled for param in params)
 
     def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
-        """Return gradients in groups, each with what unscales (and clips) it: less where it was unscaled before."""
+        """Return gradients in groups with the factor that unscales (and clips) each; unscaled ones are only clipped."""
         scale, unscaled = self._made_scale(), self._optimizers.shared.unscaled
         if record.stage is not OptState.READY:
             return [(torch.ones_like(scale), grads.groups)]
@@ -413,7 +413,7 @@ class GradScaler(torch.amp.GradScaler):
         return parts
 
     def _note_largest(self, record: OptimizerRecord, grads: Gradients) -> None:
-        """Put the largest magnitude of the unscaled gradients on record, for schedules that want to know it."""
+        """Record the largest magnitude of the unscaled gradients, for schedules that need it."""
         if record.largest is not None:
             return
         scale = self._made_scale()
@@ -424,8 +424,8 @@ class GradScaler(torch.amp.GradScaler):
         record.largest = torch.stack(found).amax()
 
     def _note(self, record: OptimizerRecord, found: measure.FoundInfs) -> None:
-        """Put what was found on record, for `step` and `update`."""
-        if self._agreement is not None or not found:  # no gradient, no inf: the step counts as finite
+        """Record found_inf for `step` and `update`."""
+        if self._agreement is not None or not found:  # a step without gradients counts as finite
             scale = self._made_scale()
             found = {scale.device: measure.combine(found.values(), scale)}
         record.found_inf_per_device, record.is_reduced = found, self._agreement is None
@@ -438,13 +438,13 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> defaultdict[int, Any]:
-        """What torch's class has under this name, for tools that read or write its entries."""
+        """The per-optimizer states of torch's class, for tools that read or write them."""
         states = {id(record.optimizer): record for record in self._iteration.records.values() if record.has_begun()}
         return defaultdict(_refresh_per_optimizer_state, states)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, _: object) -> None:
-        self._iteration = Iteration()  # an `update` in a subclass of torch's ends an iteration like this
+        self._iteration = Iteration()  # an `update` written for torch's class ends an iteration with this assignment
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
@@ -456,29 +456,29 @@ class GradScaler(torch.amp.GradScaler):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Clip an optimizer's gradients to a norm over all of them, instead of `unscale_` and torch's clipping.
+        """Clip an optimizer's gradients by their total norm, instead of `unscale_` and torch's clipping.
 
         The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
-        step, so its `.grad` are still scaled until then; those of any other, or after `unscale_`, are unscaled and
-        clipped by one multiplication here. If they are not finite, nothing is clipped and `step` will skip; the same
-        holds if the scale is so large that fp32 cannot hold scale * norm / max_norm. May be called before `unscale_`,
-        after it, and again. A disabled scaler clips as well. Does not sync, except for CPU gradients.
+        step, so its `.grad` stay scaled until then. Otherwise, or after `unscale_`, one multiplication here unscales
+        and clips. If gradients are not finite, or the scale is so large that fp32 cannot hold scale * norm / max_norm,
+        nothing is clipped and `step` skips. May be called before or after `unscale_`, and repeatedly. A disabled
+        scaler clips too. Does not sync, except for CPU gradients.
 
         Args:
-            optimizer: All gradients of its parameters count as one vector.
-            max_norm: The largest norm they may have, >= 0; inf only measures.
+            optimizer: The optimizer; all gradients of its parameters count as one vector.
+            max_norm: The largest allowed norm, >= 0; inf only computes the norm.
             norm_type: p of the p-norm, > 0, or inf.
-            error_if_nonfinite: Raise instead of skipping the step, which syncs.
+            error_if_nonfinite: Raise instead of skipping the step. This syncs.
 
         Returns:
-            The p-norm of the unscaled gradients before clipping, shape (), on the device of the first: fp32, or fp64
-            if a gradient is; as accurate as torch's. It is 0 without gradients.
+            The p-norm of the unscaled gradients before clipping, shape (), on the first gradient's device: fp32, or
+            fp64 if a gradient is. It is as accurate as torch's, and 0 without gradients.
 
         Raises:
-            RuntimeError: Called after `step`, or before the first `scale()`; or a backward has added to gradients that
-                were clipped; or they are not finite and `error_if_nonfinite` is set. Nothing is clipped then.
-            TypeError: `optimizer` is not one, an argument has the wrong type, or a gradient a dtype or layout that
-                cannot be unscaled.
+            RuntimeError: Called after `step` or before the first `scale()`, a backward has added to clipped gradients,
+                or the gradients are not finite and `error_if_nonfinite` is set. Nothing is clipped.
+            TypeError: `optimizer` is not an optimizer, an argument has the wrong type, or a gradient has a dtype or
+                layout that cannot be unscaled.
             ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
 
         Example:
@@ -520,7 +520,7 @@ class GradScaler(torch.amp.GradScaler):
             scaled_by = scale
         groups = grads.measured_in_fp32().groups if record.info.steps_in_fp32 and is_left_to_step else grads.groups
         scaled_norm, norms = measure.norm_of(groups, norm_type, scaled_by, max_norm)
-        found_before = list(record.found_inf_per_device.values())  # stays: it still skips the step
+        found_before = list(record.found_inf_per_device.values())  # kept, as it still skips the step
         if self._agreement is not None:
             if not record.is_reduced:
                 found_here = measure.combine(found_before, scale)
@@ -534,15 +534,15 @@ class GradScaler(torch.amp.GradScaler):
             found_inf = measure.combine([found_inf, *found_before], scale)
         if error_if_nonfinite and (found_inf or not norm.isfinite()):
             raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped: let "
-                "the step be skipped (error_if_nonfinite=False), or find out where it comes from"
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped: skip "
+                "the step with error_if_nonfinite=False, or find the cause with castwise.diagnose()"
             )
         if is_left_to_step:
             record.divisor = clip.divisor
             if record.info.steps_in_fp32:
                 record.factor = clip.factor(found_inf, scaled_by)
         elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
-            # Unscaling may make an fp16 gradient infinite, whatever its norm says.
+            # Unscaling may make an fp16 gradient infinite even if the norm is finite.
             self._unscale(record, allow_fp16=True)
             record.may_unscale = True
             found_inf = measure.combine([found_inf, *record.found_inf_per_device.values()], scale)
@@ -561,17 +561,17 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
-        """Unscale the gradients of an optimizer, if they are not yet, and clip each element to [-v, v].
+        """Unscale an optimizer's gradients, unless they already are, and clip each element to [-v, v].
 
         May be called wherever `clip_grad_norm_` may, also on a disabled scaler.
 
         Args:
-            optimizer: Any; there is no way for a fused one to clip elements by itself.
-            clip_value: v >= 0.
+            optimizer: The optimizer. A fused one cannot clip elements in its step, so they are always clipped here.
+            clip_value: v, >= 0.
 
         Raises:
-            RuntimeError: Called after `step`, or before the first `scale()`.
-            TypeError: `optimizer` is not one, `clip_value` is not a number, or there are complex gradients.
+            RuntimeError: Called after `step` or before the first `scale()`.
+            TypeError: `optimizer` is not an optimizer, `clip_value` is not a number, or there are complex gradients.
             ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
         """
         clip_value = measure.check_bound("clip_value", clip_value)
@@ -589,12 +589,12 @@ class GradScaler(torch.amp.GradScaler):
         self._unscale_now(record, allow_fp16=allow_fp16)
         with torch.no_grad():
             for group in collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement).groups:
-                if clip_value <= torch.finfo(group.dtype).max:  # else it is none of their numbers
+                if clip_value <= torch.finfo(group.dtype).max:  # else the dtype cannot hold it
                     torch._foreach_clamp_min_(group.tensors, -clip_value)
                     torch._foreach_clamp_max_(group.tensors, clip_value)
 
     def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
-        """Unscale gradients, unless they are unscaled already, without taking from the user the right to ask for it."""
+        """Unscale gradients unless they already are, and still allow the user to call `unscale_`."""
         if record.stage is OptState.READY:
             self._unscale(record, allow_fp16=allow_fp16)
             record.may_unscale = True
@@ -605,26 +605,26 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients and step the optimizer; skip the step if they are not finite.
 
-        Syncs with the host to learn whether to skip, except for fused optimizers, which decide on the device.
-        After a step `.grad` are unscaled, and clipped if `clip_grad_norm_` was called. After a skipped one they are
-        not finite: a fused optimizer leaves them as they were, for any other they are unscaled.
+        Syncs with the host to decide whether to skip, except for fused optimizers, which decide on the device.
+        After a step, `.grad` are unscaled, and clipped if `clip_grad_norm_` was called. After a skipped step they are
+        not finite: a fused optimizer leaves them unchanged, any other leaves them unscaled.
 
-        A closure is called as often as the optimizer likes. It calls `scaler.scale(loss).backward()`, may call
-        `clip_grad_norm_`, and returns the loss, unscaled. If one evaluation is not finite, the parameters and the
-        optimizer's state are put back to what they were and the step is skipped; that takes a copy of them.
+        The optimizer may call a closure several times. The closure calls `scaler.scale(loss).backward()`, may call
+        `clip_grad_norm_`, and returns the unscaled loss. If an evaluation is not finite, the step is skipped, and the
+        parameters and the optimizer's state are restored from a copy.
 
         Args:
             optimizer: The optimizer whose gradients come from scaled losses.
-            *args: Passed to `optimizer.step`, of which a closure is the first.
+            *args: Passed to `optimizer.step`; the first one may be a closure.
             **kwargs: Passed to `optimizer.step`.
 
         Returns:
-            What `optimizer.step` returned; None when the step was skipped.
+            The result of `optimizer.step`; None if the step was skipped.
 
         Raises:
-            RuntimeError: Called twice, or after `skip`, before an `update()`; or before the first `scale()`.
-            TypeError: `optimizer` is not one, or has gradients of a dtype or layout that cannot be unscaled.
-            ValueError: There are fp16 gradients and they are not allowed; nothing has been changed then.
+            RuntimeError: Called twice or after `skip` without an `update()` in between, or before the first `scale()`.
+            TypeError: `optimizer` is not an optimizer, or has gradients of a dtype or layout that cannot be unscaled.
+            ValueError: There are fp16 gradients and they are not allowed. Nothing is changed.
         """
         if not OBSERVERS:
             return self._step(optimizer, *args, **kwargs)
@@ -659,7 +659,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._agreement is not None:
                 self._agree("step")
             elif self._scale is not None and not self._scale.is_cpu:
-                self._look_again(record)
+                self._find_late_infs(record)
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record.stage = OptState.STEPPED
         record.clipped = None  # it keeps gradients alive
@@ -674,9 +674,9 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def _decide_skip(self, record: OptimizerRecord) -> bool:
-        """Read found_inf, which waits for the device; note on the record whether the step is skipped, and return it.
+        """Read found_inf, which waits for the device; record and return whether the step is skipped.
 
-        If so, note which gradients are not finite: they may be gone before `update`.
+        If it is, also record which gradients are not finite, because they may be gone before `update`.
         """
         record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
         if not record.is_finite:
@@ -687,8 +687,8 @@ class GradScaler(torch.amp.GradScaler):
                 observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
         return not record.is_finite
 
-    def _look_again(self, record: OptimizerRecord) -> None:
-        """Find gradients on an accelerator that only unscaling made infinite, now that the host waits for it anyway."""
+    def _find_late_infs(self, record: OptimizerRecord) -> None:
+        """Find gradients on an accelerator that unscaling made infinite, when the host has to wait for it anyway."""
         scale = self._made_scale()
         if scale.item() < 1.0 and not self._replaces_unscaling():
             found = dict(record.found_inf_per_device)
@@ -700,10 +700,10 @@ class GradScaler(torch.amp.GradScaler):
             record.found_inf_per_device = found
 
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
-        """Let an optimizer that can do so unscale, clip and skip by itself."""
+        """Step an optimizer that unscales, clips and skips in its own step."""
         scale, optimizer, shared = self._made_scale(), record.optimizer, self._optimizers.shared
         if record.stage is OptState.READY and shared.unscaled and self._has_unscaled(params_of(optimizer)):
-            # One grad_scale speaks for all of its gradients, and some are unscaled already.
+            # One grad_scale applies to all its gradients, but some are already unscaled.
             self._unscale(record, allow_fp16=True)
         if record.stage is OptState.READY and (record.divisor is None or not self._is_measured(record)):
             self._check_inf_per_device(optimizer)
@@ -721,24 +721,24 @@ class GradScaler(torch.amp.GradScaler):
                     returned = optimizer.step(*args, **kwargs)
             else:
                 returned = optimizer.step(*args, **kwargs)
-        # torch's fused kernels write the gradients back unscaled, unless they skip; of others nothing is known.
+        # torch's fused kernels write the gradients back unscaled, unless they skip; other kernels may not.
         if unscales and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
             shared.note_unscaled(params_of(optimizer), unless=found_inf)
         return returned
 
     def _is_measured(self, record: OptimizerRecord) -> bool:
-        """Return True if the gradients that clipping has left to a fused step are those that are there now."""
+        """Return True if the gradients are still those that clipping has left to a fused step."""
         assert record.clipped is not None
         is_measured = record.clipped.matches(params_and_grads(record.optimizer)[1])
         if self._agreement is not None and not is_measured:
-            raise _changed_since_clipping()  # ranks have decided on what was there, and only this one may look again
+            raise _changed_since_clipping()  # ranks decided on the earlier gradients, and one rank cannot check alone
         return is_measured
 
     @never_traced
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
-        """Note whether an optimizer could step on its gradients divided by the scale.
+        """Record whether an optimizer's gradients would be finite once divided by the scale.
 
-        They stay scaled, unless one is there twice: then they are unscaled here.
+        They stay scaled, unless a gradient occurs twice: then they are unscaled here.
         """
         if self._scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
@@ -748,7 +748,7 @@ class GradScaler(torch.amp.GradScaler):
             self._note(record, found)
             return record.found_inf_per_device
         grads = collect(record.optimizer, allow_fp16=True, agreement=self._agreement)
-        if grads.repeat:  # an optimizer that writes gradients back would unscale one as often as it is there
+        if grads.repeat:  # an optimizer that writes gradients back would unscale one once per occurrence
             self._unscale(record, allow_fp16=True)
             return record.found_inf_per_device
         if self._rule.needs_largest:
@@ -756,23 +756,23 @@ class GradScaler(torch.amp.GradScaler):
         divisor = self._grad_scale(record)
         found, norms = measure.check(grads.groups, scale if divisor is None else divisor)
         record.norms = norms
-        if record.divisor is not None:  # what clipping has found stands, as it does for other optimizers
+        if record.divisor is not None:  # the result of clipping still counts, as it does for other optimizers
             flags = [*record.found_inf_per_device.values(), *found.values()]
             found = {scale.device: measure.combine(flags, scale)}
         self._note(record, found)
         return record.found_inf_per_device
 
     def _grad_scale(self, record: OptimizerRecord) -> torch.Tensor | None:
-        """Return what gradients have yet to be divided by; a `grad_scale` of the user's takes part."""
-        of_user = getattr(record.optimizer, "grad_scale", None)
+        """Return the divisor that gradients still need, including a `grad_scale` that the user has set."""
+        user_scale = getattr(record.optimizer, "grad_scale", None)
         scale = self._get_scale_async()
         assert scale is not None
-        if isinstance(of_user, (int, float)):
-            of_user = torch.full_like(scale, of_user)
+        if isinstance(user_scale, (int, float)):
+            user_scale = torch.full_like(scale, user_scale)
         if record.stage is not OptState.READY:
-            return of_user
+            return user_scale
         divisor = scale if record.divisor is None else record.divisor
-        return divisor if of_user is None else divisor * of_user
+        return divisor if user_scale is None else divisor * user_scale
 
     def _step_with_closure(
         self,
@@ -781,25 +781,25 @@ class GradScaler(torch.amp.GradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Unscale and check after every evaluation; a fused optimizer is no exception, its step comes later."""
+        """Unscale and check gradients after every evaluation, also for a fused optimizer, which steps later."""
         optimizer, was_shown = record.optimizer, record.was_shown
         allow_fp16 = self._allow_fp16_gradients or record.takes_grad_scale
-        losses_of_others = list(self._iteration.losses)
+        losses_before = list(self._iteration.losses)
 
         def evaluate() -> Any:
             of_evaluation = self._new_record(optimizer, was_shown=was_shown)
-            self._iteration.losses[:] = losses_of_others
+            self._iteration.losses[:] = losses_before
             before = Snapshot(params_and_grads(optimizer)[1])
             loss = closure()
             params, grads = params_and_grads(optimizer)
-            written, new = before.changed(grads)  # scaled ones, however the closure makes them
+            written, new = before.changed(grads)  # these are scaled, however the closure computes them
             self._optimizers.shared.forget([params[index] for index in (*written, *new)])
             of_evaluation = self._iteration.records.get(optimizer, of_evaluation)
             scale, _ = self._check_scale_growth_tracker("step")
             if self._gradients_hooks:
                 self._show_gradients(of_evaluation)
             self._unscale_now(of_evaluation, allow_fp16=allow_fp16)
-            self._optimizers.shared.mark(params)  # as they are if the closure does not compute gradients the next time
+            self._optimizers.shared.mark(params)  # in case the next evaluation computes no gradients
             is_finite = closures.is_finite(loss)
             if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
                 found = of_evaluation.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
@@ -815,7 +815,7 @@ class GradScaler(torch.amp.GradScaler):
         if record.stage is OptState.UNSCALED:
             self._optimizers.shared.mark(params_of(optimizer))
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
-        # `MasterWeights` calls a closure before it changes anything, and writes to its weights must go through it.
+        # `MasterWeights` calls the closure before it changes anything, and its weights may be written only by itself.
         undo = contextlib.nullcontext() if record.info.steps_in_fp32 else closures.put_back_on_error(optimizer)
         try:
             with undo:
@@ -823,19 +823,19 @@ class GradScaler(torch.amp.GradScaler):
         except closures.NonFiniteEvaluationError:
             return None
         except BaseException:
-            self._iteration.records.pop(optimizer, None)  # nothing was stepped, and the gradients are the closure's
+            self._iteration.records.pop(optimizer, None)  # nothing was stepped, and the closure owns the gradients
             raise
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave an optimizer out in this iteration, deliberately, so that `update()` is in order.
+        """Leave an optimizer out of this iteration on purpose, so that `update()` accepts the missing step.
 
-        Its gradients stay as clipping has left them (the manual's page on clipping says how), so zero them before the
-        next backward. If they were found not to be finite (by `unscale_` or clipping), the scale still backs off; if
-        nothing was looked at and no other optimizer is stepped, the scale stays.
+        Its gradients stay as clipping left them (see the manual's page on clipping), so zero them before the next
+        backward. If `unscale_` or clipping found that they are not finite, the scale still backs off. If nothing was
+        checked and no other optimizer steps, the scale does not change.
 
         Raises:
-            RuntimeError: Called after `step` or `skip` of the same optimizer, before an `update()`.
-            TypeError: `optimizer` is not one.
+            RuntimeError: Called after `step` or `skip` of the same optimizer without an `update()` in between.
+            TypeError: `optimizer` is not an optimizer.
         """
         if not self._enabled:
             return
@@ -846,14 +846,14 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End an iteration: move the scale by the results of its steps, once for all optimizers.
+        """End an iteration: move the scale according to the results of its steps, once for all optimizers.
 
         Args:
-            new_scale: Set the scale to this instead: a number, or a tensor of one element (that is read on the
-                host) on the scaler's type of device, without `requires_grad`. The growth tracker stays.
+            new_scale: Set the scale to this instead: a number, or a one-element tensor without `requires_grad` on the
+                scaler's type of device, which is read on the host. The growth tracker does not change.
 
         Raises:
-            RuntimeError: Before the first `scale()`, or without `new_scale` when nothing was stepped or unscaled.
+            RuntimeError: Called before the first `scale()`, or without `new_scale` if nothing was stepped or unscaled.
             TypeError: `new_scale` is neither a number nor such a tensor.
             ValueError: `new_scale` is below 2**-126 or not finite in fp32.
         """
@@ -888,7 +888,7 @@ class GradScaler(torch.amp.GradScaler):
             outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
 
     def _clip_without_step(self, record: OptimizerRecord) -> None:
-        """Unscale and clip gradients that wait for a fused step, which may come after this iteration."""
+        """Unscale and clip gradients that were left to a fused step, which may come after this iteration."""
         if record.clipped is not None and record.clipped.matches(params_and_grads(record.optimizer)[1]):
             self._unscale(record, allow_fp16=True)
 
@@ -914,11 +914,11 @@ class GradScaler(torch.amp.GradScaler):
         else:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
-                "scaler.unscale_(optimizer) since the last one"
+                "scaler.unscale_(optimizer) before each update()"
             )
 
     def _met(self, found_inf: torch.Tensor) -> Met:
-        """Return what the iteration met, with as much as the schedule wants to know; the same on all ranks."""
+        """Return the results of the iteration that the schedule needs, the same on all ranks."""
         found = [record.largest for record in self._iteration.records.values() if record.largest is not None]
         largest = measure.combine(found, found_inf) if found else torch.zeros_like(found_inf)
         loss_is_nonfinite = self._iteration.loss_is_nonfinite(found_inf)
@@ -929,7 +929,7 @@ class GradScaler(torch.amp.GradScaler):
         return Met(found_inf, loss_is_nonfinite.float(), largest.float())
 
     def _agree(self, call: str) -> None:
-        """Let ranks agree on what each of them has found since they last did, in one collective for all optimizers."""
+        """Reduce over the ranks all found_inf that are not yet reduced, in one collective for all optimizers."""
         assert self._agreement is not None
         records = [record for record in self._iteration.records.values() if not record.is_reduced]
         if records:
@@ -938,7 +938,7 @@ class GradScaler(torch.amp.GradScaler):
         for record in records:
             record.is_reduced = True
 
-    # -- what became of the steps -------------------------------------------------------------------------------------
+    # -- the outcome of steps -----------------------------------------------------------------------------------------
 
     @property
     def step_skipped(self) -> torch.Tensor:
@@ -955,23 +955,23 @@ class GradScaler(torch.amp.GradScaler):
     def step_scheduler(
         self, scheduler: Any, *args: Any, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        """Advance a learning-rate schedule, or call a function, if the optimizer's last `step` was really taken.
+        """Advance a learning-rate scheduler, or call a function, if the optimizer's last `step` was taken.
 
-        Call it once an iteration, after `step`, before or after `update`. It is advanced as often as the optimizer
-        was stepped: a skipped step, or a call without a new step, advances nothing. A function is called
-        whenever the step was in the iteration under way, or, until something is scaled again, in the one before: two
-        functions cannot be told apart. On an accelerator where the host does not know yet (a fused optimizer's step)
-        it is advanced up to two updates later; `synchronize()`,
-        `state_dict()` and pickling advance what is left.
+        Call it once per iteration, after `step` and before or after `update`. A scheduler advances once for each step
+        taken: a skipped step, or a call without a new step, advances nothing. Functions cannot be told apart, so a
+        function is called if the step was in the current iteration, or in the previous one and nothing was scaled
+        since. If the host does not know the outcome yet (a fused optimizer on an accelerator), this happens up to two
+        updates later; `synchronize()`, `state_dict()` and pickling make all pending calls.
 
         Args:
-            scheduler: Something with a `step()`, or a function.
-            *args: Passed on.
-            optimizer: Whose step counts: by default `scheduler.optimizer`, if it has one, else that of the last `step`.
-            **kwargs: Passed on.
+            scheduler: An object with a `step()` method, or a function.
+            *args: Passed to it.
+            optimizer: The optimizer whose step counts; by default `scheduler.optimizer`, if it has one, else the
+                optimizer of the last `step`.
+            **kwargs: Passed to it.
 
         Raises:
-            TypeError: `scheduler` has no `step` and is no function, or it is a module.
+            TypeError: `scheduler` has no `step` and is not a function, or it is a module.
         """
         call = advance_of(scheduler, args, kwargs)
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
@@ -979,11 +979,11 @@ class GradScaler(torch.amp.GradScaler):
         is_function = not hasattr(scheduler, "step")
         if last is not None and (self._is_recent(last) if is_function else last.follow(scheduler)):
             self._after_steps.add(last, call)
-        elif last is None and self._last_step is not None and not self._has_warned_of_strangers:
-            self._has_warned_of_strangers = True
+        elif last is None and self._last_step is not None and not self._has_warned_of_unstepped:
+            self._has_warned_of_unstepped = True
             warn(
                 f"step_scheduler() advances nothing yet: the optimizer of this {type(scheduler).__name__} was never "
-                "stepped with this scaler, others were; if it is wrapped, say whose step counts with optimizer=...",
+                "stepped with this scaler, but others were. If it is wrapped, pass the one that steps as optimizer=...",
                 UserWarning,
                 2,
             )
@@ -995,38 +995,38 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def synchronize(self) -> None:
-        """Wait for the device, advance the schedulers that are due, and call the hooks of all steps.
+        """Wait for the device, make all pending calls of `step_scheduler`, and run the step hooks for all steps.
 
         Raises:
-            ScaleExhausted: The schedule asks for it.
+            ScaleExhausted: Too many steps were skipped, and the schedule's `on_exhausted` is "raise".
         """
         self._after_steps.run()
         self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None, all_=True)
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
-        """Call a function with the facts of each step, from `update`: on an accelerator two updates later.
+        """Call a function with the facts of each step, in `update`; on an accelerator, two updates later.
 
-        A disabled scaler calls none. What the hook returns is ignored, except at the step that ends in a
-        `ScaleExhausted`: there it becomes the error's `diagnosis`.
+        A disabled scaler calls none. The last value other than None that hooks have returned since a step was taken
+        becomes the `diagnosis` of a `ScaleExhausted`, or ends the warning that is shown instead.
 
         Args:
             hook: Called with the `StepFacts`, plain numbers on the host.
 
         Returns:
-            A handle, whose `remove()` ends it.
+            A handle whose `remove()` unregisters the hook.
         """
         return registered(self._outcomes.hooks, hook)
 
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
-        """Call a function with an optimizer and the scale, before its gradients are read or changed: once an iteration.
+        """Call a function once per iteration and optimizer, before the gradients are read or changed.
 
         The gradients are as the backward left them, still scaled. A disabled scaler calls none.
 
         Args:
-            hook: Called with the optimizer, and the scale: fp32, shape (), on its device.
+            hook: Called with the optimizer and the scale (fp32, shape (), on its device).
 
         Returns:
-            A handle, whose `remove()` ends it.
+            A handle whose `remove()` unregisters the hook.
         """
         return registered(self._gradients_hooks, hook)
 
@@ -1040,7 +1040,7 @@ class GradScaler(torch.amp.GradScaler):
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
-        """Return the schedule, with the numbers that subclasses and frameworks may have set on the scaler."""
+        """Return the schedule with the numbers that subclasses and frameworks may have set on the scaler."""
         rule = self._rule
         if isinstance(rule, Dynamic):
             now = (self._growth_factor, self._backoff_factor, self._growth_interval)
@@ -1053,17 +1053,17 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def schedule(self) -> Schedule:
-        """How the scale moves: what was given, or `schedules.Dynamic`."""
+        """The schedule that moves the scale: the given one, or `schedules.Dynamic`."""
         return self._schedule()
 
     @property
     def agrees(self) -> bool:
-        """Whether all ranks take and skip the same steps; False for a process group that leaves some of them out."""
+        """Whether all ranks take and skip the same steps; False for a process group that leaves out some ranks."""
         return self._agreement is not None and self._agreement.is_of_all_ranks()
 
     @property
     def iteration(self) -> int:
-        """The number of the iteration under way: from 1, one more after each `update`, and anew in each process."""
+        """The number of the current iteration: starts at 1 in each process and grows by 1 with each `update`."""
         return self._outcomes.updates + 1
 
     def _get_scale_async(self) -> torch.Tensor | None:
@@ -1071,7 +1071,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def get_scale(self) -> float:
-        """Return the scale as a Python number, which syncs with the device; 1.0 when disabled."""
+        """Return the scale as a Python number, 1.0 when disabled. Syncs with the device."""
         if not self._enabled:
             return 1.0
         for observer in OBSERVERS:
@@ -1080,36 +1080,36 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_scale if scale is None else float(scale.item())
 
     def get_growth_factor(self) -> float:
-        """Return what the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows.
+        """Set the factor by which the scale grows.
 
         Args:
             new_factor: Finite, > 1.
 
         Raises:
-            TypeError: It is not a number.
-            ValueError: It is out of its range.
+            TypeError: `new_factor` is not a number.
+            ValueError: `new_factor` is out of its range.
             RuntimeError: The schedule has no such factor.
         """
         self._refuse_without("growth_factor")
         self._growth_factor = Dynamic(growth_factor=new_factor).growth_factor
 
     def get_backoff_factor(self) -> float:
-        """Return what the scale is multiplied by after a skipped step."""
+        """Return the factor that multiplies the scale after a skipped step."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after a skipped step.
+        """Set the factor that multiplies the scale after a skipped step.
 
         Args:
             new_factor: In (0, 1).
 
         Raises:
-            TypeError: It is not a number.
-            ValueError: It is out of its range.
+            TypeError: `new_factor` is not a number.
+            ValueError: `new_factor` is out of its range.
             RuntimeError: The schedule has no such factor.
         """
         self._refuse_without("backoff_factor")
@@ -1126,8 +1126,8 @@ class GradScaler(torch.amp.GradScaler):
             new_interval: Steps, >= 1.
 
         Raises:
-            TypeError: It is not a whole number.
-            ValueError: It is out of its range.
+            TypeError: `new_interval` is not an integer.
+            ValueError: `new_interval` is out of its range.
             RuntimeError: The schedule has no such interval.
         """
         self._refuse_without("growth_interval")
@@ -1135,7 +1135,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _refuse_without(self, name: str) -> None:
         if not hasattr(self._rule, name):
-            raise RuntimeError(f"{self._rule} has no {name}: it would have no effect")
+            raise RuntimeError(f"{self._rule} has no {name}, so it cannot be set")
 
     @never_traced
     def _get_growth_tracker(self) -> int:
@@ -1147,7 +1147,7 @@ class GradScaler(torch.amp.GradScaler):
         return {name: tracker.item() for name, tracker in self._trackers.items()} or dict(self._init_trackers)
 
     def is_enabled(self) -> bool:
-        """Return True if this scaler scales; False also if it was made for CUDA where there is none."""
+        """Return True if this scaler is enabled; False also if it has disabled itself for lack of CUDA."""
         return self._enabled
 
     def __repr__(self) -> str:
@@ -1158,7 +1158,7 @@ class GradScaler(torch.amp.GradScaler):
             return f"{name}, enabled=False)"
         try:
             rule = self._schedule()
-        except (TypeError, ValueError):  # a subclass or a framework has set numbers that no schedule takes
+        except (TypeError, ValueError):  # a subclass or a framework has set numbers that no schedule accepts
             rule = self._rule
         fp16 = ", allow_fp16_gradients=True" if self._allow_fp16_gradients else ""
         group = ", process_group=..." if self._agreement is not None else ""
@@ -1168,12 +1168,12 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, in the format of torch's scaler; empty when disabled. Syncs with the device.
+        """Return the state as plain numbers, in torch's format; empty when disabled. Syncs with the device.
 
         Returns:
             `scale`, `growth_factor`, `backoff_factor` (floats), `growth_interval` and `_growth_tracker` (ints), as in
-            torch; `steps_taken`, `steps_skipped` and `skips_in_a_row` (ints), which torch's scaler does not read;
-            and `schedule` unless that is as torch's: its name, its settings and what it remembers.
+            torch; `steps_taken`, `steps_skipped` and `skips_in_a_row` (ints), which torch's scaler ignores; and
+            `schedule` (its name, settings and trackers), unless it is the same as torch's.
 
         Raises:
             ScaleExhausted: See `synchronize()`.
@@ -1200,17 +1200,17 @@ class GradScaler(torch.amp.GradScaler):
 
     @never_traced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict()`, ours or torch's; a disabled scaler ignores it.
+        """Load a state from `state_dict()` of this class or of torch's; a disabled scaler ignores it.
 
-        Pending results of earlier steps are dropped: they advance no schedule, and no hook is called with them.
+        Pending results of earlier steps are dropped: they advance no scheduler and call no hook.
 
         Args:
             state_dict: Plain numbers by name.
 
         Raises:
-            RuntimeError: It is empty, as a disabled scaler's is.
-            TypeError: It is not a mapping, or an entry has the wrong type. Nothing has been changed then.
-            ValueError: An entry is missing, unknown or out of its range. Nothing has been changed then.
+            RuntimeError: `state_dict` is empty, as from a disabled scaler.
+            TypeError: `state_dict` is not a mapping, or an entry has the wrong type. Nothing is changed.
+            ValueError: An entry is missing, unknown or out of its range. Nothing is changed.
         """
         if not self._enabled:
             return
@@ -1229,7 +1229,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(saved.growth_tracker)
         if self._scale is not None and self._trackers.keys() != saved.trackers.keys():
-            # Other options, so it remembers more or less.
+            # The loaded schedule has other options and so other trackers.
             self._trackers = on_device(saved.trackers, self._scale.device)
         for name, tracker in self._trackers.items():
             tracker.fill_(saved.trackers[name])
@@ -1240,9 +1240,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._iteration.has_begun():
             raise RuntimeError(
                 "a GradScaler can be pickled or copied only at the beginning of an iteration: "
-                "call scaler.update() before"
+                "call scaler.update() first"
             )
-        # What belongs to this process stays; numbers travel, and are put on a device lazily.
+        # Leave out what belongs to this process. Numbers are kept, and move to a device on first use.
         fresh = object.__new__(type(self))
         fresh._forget_device_state()
         state = {name: value for name, value in self.__dict__.items() if name not in vars(fresh)}
@@ -1270,8 +1270,8 @@ def _text(schedule: Schedule) -> str:
 
 def _changed_since_clipping() -> RuntimeError:
     return RuntimeError(
-        "the gradients are not those that clip_grad_norm_() has measured on all ranks: call it again, on all of them, "
-        "when all gradients of the step are there"
+        "the gradients have changed since clip_grad_norm_() measured them on all ranks: call it again on all ranks, "
+        "when all gradients of the step are accumulated"
     )
 
 
@@ -1292,14 +1292,14 @@ def _check_schedule(schedule: object) -> None:
         )
 
 
-def _refuse_numbers_beside(schedule: Schedule, *numbers: float) -> None:
+def _refuse_numbers_with(schedule: Schedule, *numbers: float) -> None:
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     defaults = (INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL)
-    beside = [
+    conflicting = [
         f"{name}={given!r}"
         for name, given, default in zip(names, numbers, defaults, strict=True)
         if given is not default
     ]
-    if beside:
+    if conflicting:
         name = type(schedule).__name__
-        raise ValueError(f"a schedule carries all its own numbers: give {', '.join(beside)} to {name}, or leave it out")
+        raise ValueError(f"a schedule has its own numbers: pass {', '.join(conflicting)} to {name}, or leave it out")
