@@ -72,7 +72,7 @@ def test_a_rank_alone_has_no_collectives(world: Callable[[int], World]) -> None:
 def test_a_sum_of_squares_of_any_digest_is_exact(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(agreement.zlib, "crc32", lambda *_: 2**32 - 1)
     monkeypatch.setattr(Agreement, "size", lambda _: size)
-    _, digest, _ = agreed()._say("step")
+    _, digest, _ = agreed()._describe("step")
     assert size * digest**2 < 2**53
     assert digest > 2**10
 
@@ -190,13 +190,13 @@ def test_all_ranks_are_told_who_does_what(world: Callable[[int], World], name: s
     what, *views = str(errors[0]).split("; ")
     first, second = (f"step{' for 3' if norm_type is None else ''}, {each} updates" for each in (usual, other))
     start = (
-        "the ranks no longer do the same with their scalers, so none of them has stepped: make, load, step and update "
-        f"them alike on all ranks. ranks [0, 2] say: {first} (history "
+        "the ranks no longer use their scalers in the same way, so none of them has stepped: create, load, step and "
+        f"update scalers alike on all ranks. ranks [0, 2] report: {first} (history "
     )
     assert what.startswith(start)
     assert len(what) == len(start) + 8 + 1
     (view,) = views
-    assert view.startswith(f"ranks [1] say: {second} (history ")
+    assert view.startswith(f"ranks [1] report: {second} (history ")
     assert view[-9:] != what[-9:]
 
 
@@ -206,8 +206,8 @@ def test_ranks_are_found_out_that_make_another_call_now(world: Callable[[int], W
         lambda rank: tell(rank, lambda ranks: None, call=("step", "unscale_")[rank], norm_type=norm_type)
     )
     for error in errors:
-        assert "ranks [0] say: step" in str(error)
-        assert "ranks [1] say: unscale_" in str(error)
+        assert "ranks [0] report: step" in str(error)
+        assert "ranks [1] report: unscale_" in str(error)
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 3), (6, 5)])
@@ -215,7 +215,7 @@ def test_ranks_are_found_out_that_have_more_optimizers(world: Callable[[int], Wo
     errors = world(2).run(lambda rank: agreed().any_(flags(of=counts[rank]), "step"))
     for error in errors:
         for rank, count in enumerate(counts):
-            assert f"ranks [{rank}] say: step for {min(count, 6)}, call 0 after 0 updates" in str(error)
+            assert f"ranks [{rank}] report: step for {min(count, 6)}, call 0 after 0 updates" in str(error)
 
 
 @pytest.mark.parametrize("many", range(1, 5))
@@ -231,7 +231,7 @@ def test_histories_are_of_what_was_done_and_in_which_order(world: Callable[[int]
     assert world(2).run(lambda rank: meet(rank, calls)) == [None, None]
     if many > 1:
         assert all(
-            "the ranks no longer do the same" in str(each)
+            "the ranks no longer use their scalers" in str(each)
             for each in world(2).run(lambda rank: meet(rank, calls[::-1]))
         )
 
@@ -246,7 +246,9 @@ def test_an_update_that_sets_the_scale_is_part_of_the_history(
         return ranks.any_(flags(of=1), "step")
 
     assert world(2).run(lambda rank: meet(rank, True)) == [None, None]
-    assert all("the ranks no longer do the same" in str(each) for each in world(2).run(lambda rank: meet(rank, False)))
+    assert all(
+        "the ranks no longer use their scalers" in str(each) for each in world(2).run(lambda rank: meet(rank, False))
+    )
 
 
 def test_a_start_is_part_of_the_history(world: Callable[[int], World]) -> None:
@@ -255,7 +257,7 @@ def test_a_start_is_part_of_the_history(world: Callable[[int], World]) -> None:
         ranks.start(4.0, 2.0 + rank)
         return ranks.any_(flags(of=1), "step")
 
-    assert all("the ranks no longer do the same" in str(each) for each in world(2).run(meet))
+    assert all("the ranks no longer use their scalers" in str(each) for each in world(2).run(meet))
 
 
 def test_a_new_start_ends_what_ranks_did_apart(world: Callable[[int], World]) -> None:
@@ -297,7 +299,7 @@ def test_the_next_to_look_raises(world: Callable[[int], World], differs: bool) -
     for told in world(2).run(meet):
         assert (told is not None) is differs
         if told is not None:
-            assert "ranks [0, 1] say: what was said (history" in told[0]
+            assert "ranks [0, 1] report: what was said (history" in told[0]
 
 
 class OnADevice(torch.Tensor):
@@ -353,9 +355,9 @@ def test_a_group_that_cannot_be_reached_is_named(world: Callable[[int], World]) 
     errors = of.run(lambda rank: None if rank == 1 else agreed(group).any_(flags(of=1), "step"))
     for rank, error in ((0, errors[0]), (2, errors[2])):
         assert str(error) == (
-            f"rank {rank} could not agree with the others of the process group 'pair' (ranks [0, 2]) on whether to "
-            "take this step, so it has not stepped: has one of them ended, left out a call or disabled its scaler? "
-            "Connection closed by peer"
+            f"rank {rank} could not agree with the other ranks of process group 'pair' (ranks [0, 2]) on whether to "
+            "take this step, so it has not stepped: check whether a rank has ended, left out a call or disabled its "
+            "scaler. Connection closed by peer"
         )
         assert error.__cause__ is of.fault
 
@@ -408,8 +410,8 @@ def test_ranks_of_a_mesh_that_differ_are_all_named(world: Callable[[int], World]
         return ranks.any_(flags(of=1), "unscale_" if rank == 2 else "step")
 
     for error in of.run(meet)[:4]:
-        assert "ranks [0, 1, 3] say: step for 1" in str(error)
-        assert "ranks [2] say: unscale_ for 1" in str(error)
+        assert "ranks [0, 1, 3] report: step for 1" in str(error)
+        assert "ranks [2] report: unscale_ for 1" in str(error)
 
 
 def test_a_mesh_of_all_ranks_is_reduced_at_once(world: Callable[[int], World]) -> None:
@@ -473,7 +475,8 @@ def test_a_rank_outside_of_its_group_is_told_so(world: Callable[[int], World]) -
     of, outside = world(2), torch.distributed.GroupMember.NON_GROUP_MEMBER
     assert of.run(lambda rank: agreed(outside).is_of_all_ranks()) == [False, False]
     for rank, error in enumerate(of.run(lambda rank: agreed(outside).any_(flags(of=1), "step"))):
-        assert str(error) == f"rank {rank} is not in the process group of its scaler"
+        text = f"rank {rank} is not in the process group of its scaler: use the scaler only on ranks of the group"
+        assert str(error) == text
 
 
 def test_ranks_are_needed_when_they_are_to_agree() -> None:

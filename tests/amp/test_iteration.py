@@ -88,8 +88,8 @@ def test_an_optimizer_that_nothing_was_done_with_is_as_torchs_entry() -> None:
         (
             "skip",
             False,
-            "skip() is being called after step() of the same optimizer: call it before, or scaler.update() first if a "
-            "new iteration begins",
+            "skip() is being called after step() of the same optimizer: call it before step(), or call "
+            "scaler.update() first to begin a new iteration",
         ),
     ],
 )

@@ -512,7 +512,7 @@ def test_after_so_many_skips_in_a_row_there_is_one_warning_with_the_cause(implem
         assert len(caught) == 1
         assert before == 1
     assert str(caught[0].message).startswith(
-        "the last 3 steps were skipped, the last one at scale 7.92282e+28. Cause: overflow: the loss was finite and "
+        "the last 3 steps were skipped, the last one at scale 7.92282e+28. Cause: overflow: the loss was finite but "
         "the gradients were not"
     )
     assert caught[0].filename == __file__
@@ -773,9 +773,9 @@ def test_the_words_for_one_step_and_for_several() -> None:
     with pytest.warns(UserWarning, match="Cause") as caught:
         world.scaler.update()
     assert str(caught[0].message) == (
-        "the last 2 steps were skipped, the last one at scale 6.33825e+29. Cause: overflow: the loss was finite and "
-        "the gradients were not, so the scale is too high or the backward makes an inf or NaN by itself "
-        "(2 gradients were not finite). castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+        "the last 2 steps were skipped, the last one at scale 6.33825e+29. Cause: overflow: the loss was finite but "
+        "the gradients were not, so the scale is too high or the backward itself produces an inf or NaN "
+        "(2 gradients were not finite). castwise.diagnose(model, loss_fn, batch, scaler) finds the origin"
     )
     assert [each.filename for each in caught] == [__file__]
 
@@ -803,13 +803,13 @@ def test_the_words_for_one_step_and_for_several() -> None:
     none.scaler.step(none.optimizer)
     with pytest.warns(UserWarning, match="Cause: ") as caught:
         none.scaler.update()
-    assert " makes an inf or NaN by itself. castwise.diagnose(" in str(caught[0].message), "and no parameters"
+    assert " produces an inf or NaN. castwise.diagnose(" in str(caught[0].message), "and no parameters"
 
 
 def test_an_error_says_what_was_found_out_or_how_to_find_out() -> None:
     facts = StepFacts(1, None, 1.0, skipped=True)
     error = ScaleExhausted("the end", facts)
-    assert str(error) == "the end. castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+    assert str(error) == "the end. castwise.diagnose(model, loss_fn, batch, scaler) finds the origin"
     error.diagnosis = "it was the head"
     assert str(error) == "the end. it was the head"
 

@@ -1,4 +1,4 @@
-"""What a `GradScaler` knows between two calls of `update()`, and what it keeps about each optimizer for good."""
+"""A `GradScaler`'s state between two calls of `update()`, and its permanent record of each optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.amp.shared_params import SharedParams
 
 
 class OptState(Enum):
-    """How far an optimizer has come since the last `update()`."""
+    """The stage that an optimizer has reached since the last `update()`."""
 
     READY = 0
     UNSCALED = 1
@@ -26,24 +26,24 @@ class OptState(Enum):
 
 
 class OptimizerInfo:
-    """What is found out once about an optimizer.
+    """Facts about an optimizer that are determined once.
 
     Args:
-        optimizer: Which it is about; not kept.
-        number: How many came before it. Ranks have no other name for an optimizer.
+        optimizer: The optimizer; no reference to it is kept.
+        number: How many optimizers came before it. Ranks identify an optimizer by this number.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         self.number = number
         self.last_step: LastStep | None = None
-        # Before `grad_scale`, optimizers asked for the scaler itself, as an argument of `step`.
+        # Before there was `grad_scale`, optimizers took the scaler itself as an argument of `step`.
         self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        # `MasterWeights` converts 16-bit gradients to fp32 before it unscales them, by multiplying if asked to.
+        # `MasterWeights` converts 16-bit gradients to fp32 before it unscales them, and can multiply instead of divide.
         self.steps_in_fp32 = bool(getattr(optimizer, "_steps_in_fp32", False))
 
 
 class KnownOptimizers:
-    """The optimizers that a scaler has met."""
+    """The optimizers that a scaler has seen."""
 
     def __init__(self) -> None:
         self._infos: WeakKeyDictionary[torch.optim.Optimizer, OptimizerInfo] = WeakKeyDictionary()
@@ -51,7 +51,7 @@ class KnownOptimizers:
         self.shared = SharedParams()
 
     def info(self, optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-        """Return what is known about an optimizer; look at one that is new."""
+        """Return the facts about an optimizer; determine them if it is new."""
         info = self._infos.get(optimizer)
         if info is None:
             self.shared.add(params_of(optimizer), map(params_of, self._infos))
@@ -60,25 +60,25 @@ class KnownOptimizers:
         return info
 
     def forget_last_steps(self) -> None:
-        """Forget which steps were the last ones."""
+        """Forget the last step of every optimizer."""
         for info in self._infos.values():
             info.last_step = None
 
 
 class Snapshot:
-    """Some gradients at one moment. They are kept alive, so no other tensor can take their place in memory."""
+    """Gradients at one moment, with their versions. They are kept alive, so that no other tensor can get their ids."""
 
     def __init__(self, grads: list[torch.Tensor]) -> None:
         self._grads, self._versions = grads, versions_of(grads)
 
     def matches(self, grads: list[torch.Tensor]) -> bool:
-        """Return True if the gradients are these, neither replaced nor written to since."""
+        """Return True if the gradients are the same, neither replaced nor written to since."""
         if len(grads) != len(self._grads) or any(a is not b for a, b in zip(grads, self._grads, strict=True)):
             return False
         return versions_of(grads) == self._versions
 
     def changed(self, grads: list[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Return the positions of gradients that are among these and were written to, and of those that are new."""
+        """Return the positions of gradients that were written to since, and of those that are new."""
         then = {id(grad): version for grad, version in zip(self._grads, self._versions, strict=True)}
         now = list(enumerate(zip(grads, versions_of(grads), strict=True)))
         written = [index for index, (grad, version) in now if then.get(id(grad), version) != version]
@@ -87,41 +87,41 @@ class Snapshot:
 
 @dataclass(slots=True, eq=False)
 class OptimizerRecord:
-    """One optimizer in one iteration. As `record["stage"]` and `record["found_inf_per_device"]` it is torch's entry."""
+    """An optimizer in one iteration; `record["stage"]` and `record["found_inf_per_device"]` work as in torch."""
 
     optimizer: torch.optim.Optimizer
     info: OptimizerInfo
     takes_scaler: bool = False
     """Whether the optimizer wants the scaler as an argument of its step (deprecated)."""
     takes_grad_scale: bool = False
-    """Whether it unscales and skips by itself, as a fused one does."""
+    """Whether the optimizer unscales and skips in its own step, as a fused one does."""
     stage: OptState = OptState.READY
     found_inf_per_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
     is_reduced: bool = True
-    """Whether all ranks know of `found_inf_per_device`."""
+    """Whether `found_inf_per_device` is already reduced over all ranks."""
     was_skipped: bool = False
-    """By `GradScaler.skip`, which is not a step."""
+    """Whether `GradScaler.skip` was called, which does not count as a step."""
     is_finite: bool | None = None
-    """Whether the step was taken, where the host knows."""
+    """Whether the step was taken; None if the host does not know."""
     was_shown: bool = False
     """Whether the gradients hooks were called."""
     divisor: torch.Tensor | None = None
-    """By what a fused step divides to unscale and clip at once, if clipping left that to it: fp32, shape ()."""
+    """The divisor that unscales and clips in a fused step, if clipping was left to it: fp32, shape ()."""
     factor: torch.Tensor | None = None
-    """Beside `divisor`, what an optimizer multiplies by that is not fused inside: fp32, shape ()."""
+    """With `divisor`, the factor for an optimizer that multiplies instead (`MasterWeights`): fp32, shape ()."""
     clipped: Snapshot | None = None
-    """The gradients that clipping left behind, or those before a later backward."""
+    """The gradients after clipping, or before a later backward."""
     has_later_loss: bool = False
     """Whether a loss was scaled after clipping."""
     may_unscale: bool = False
-    """Whether `unscale_` may still be called although clipping has unscaled."""
+    """Whether `unscale_` may still be called although clipping has already unscaled."""
     norm: torch.Tensor | None = None
-    """That clipping found."""
+    """The norm that clipping found."""
     largest: torch.Tensor | None = None
-    """Of the unscaled gradients, if the schedule asks for it: fp32, shape ()."""
+    """The largest magnitude of the unscaled gradients, if the schedule needs it: fp32, shape ()."""
     norms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
-    """Parameters, and as many norms (or 0 and NaN): tells later, on the host, which gradients were not finite."""
+    """Parameters and a norm (or 0 or NaN) for each: shows the host later which gradients were not finite."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in ("stage", "found_inf_per_device"):
@@ -133,15 +133,15 @@ class OptimizerRecord:
         setattr(self, name, value)
 
     def has_begun(self) -> bool:
-        """Return True if something was done with the optimizer."""
+        """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
         return self.stage is not OptState.READY or bool(self.found_inf_per_device)
 
     def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
-        """Note by parameter whether its gradient is finite."""
+        """Record for each parameter whether its gradient is finite."""
         self.norms = [(params, list(torch.where(are_finite, 0.0, math.nan).unbind())) for params, are_finite in flags]
 
     def refuse(self, call: str) -> NoReturn:
-        """Raise a RuntimeError: the optimizer was stepped or skipped, and a call comes too late."""
+        """Raise a RuntimeError for a call that comes after the optimizer was stepped or skipped."""
         if self.was_skipped:
             raise RuntimeError(
                 f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
@@ -152,32 +152,32 @@ class OptimizerRecord:
                 "call scaler.update() once per iteration, after the last step()"
             )
         raise RuntimeError(
-            f"{call}() is being called after step() of the same optimizer: call it before, "
-            "or scaler.update() first if a new iteration begins"
+            f"{call}() is being called after step() of the same optimizer: call it before step(), "
+            "or call scaler.update() first to begin a new iteration"
         )
 
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """What happened since the last `update()`, which replaces it as a whole."""
+    """The state since the last `update()`, which replaces it as a whole."""
 
     records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Those that were scaled, unscaled and detached; fp32, shape ()."""
+    """The losses that were given to `scale`, detached; fp32, shape ()."""
     compiled_loss: torch.Tensor | None = None
-    """The sum of those that compiled code has scaled: Dynamo would compile anew for each length of a list."""
+    """The sum of the losses from compiled code: Dynamo would recompile for each length of a list."""
 
     def has_begun(self) -> bool:
-        """Return True if something was done with an optimizer."""
+        """Return True if an optimizer was unscaled, clipped, stepped or skipped."""
         return any(record.has_begun() for record in self.records.values())
 
     def has_only_skips(self) -> bool:
-        """Return True if something was done with optimizers, and that was `GradScaler.skip`."""
+        """Return True if optimizers were used, but only in `GradScaler.skip`."""
         begun = [record for record in self.records.values() if record.has_begun()]
         return bool(begun) and all(record.was_skipped for record in begun)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Add to the losses, so that a skipped step has a cause. Traced by Dynamo."""
+        """Record a loss, to find the cause of a skipped step. Traced by Dynamo."""
         if not loss.is_floating_point() or type(loss) not in (torch.Tensor, torch.nn.Parameter):
             return
         loss = loss.detach()
@@ -191,25 +191,25 @@ class Iteration:
             self.compiled_loss = self.compiled_loss + loss.to(self.compiled_loss.device, non_blocking=True)
 
     def seen_losses(self) -> list[torch.Tensor]:
-        """Return the losses; those of compiled code as one."""
+        """Return the losses, with the sum of those from compiled code."""
         return self.losses if self.compiled_loss is None else [*self.losses, self.compiled_loss]
 
     def loss(self, device: torch.device) -> torch.Tensor | None:
-        """Return the sum of the losses on a device, shape (); None if none was seen."""
+        """Return the sum of the losses on a device, shape (); None if there are none."""
         losses = [loss.to(device, non_blocking=True) for loss in self.seen_losses()]
         if len(losses) <= 1:
             return losses[0] if losses else None
         return torch.stack(losses).sum()
 
     def loss_is_nonfinite(self, like: torch.Tensor) -> torch.Tensor:
-        """Return 1 if a loss was seen and it was not finite, else 0: fp32, shape (), on `like`'s device."""
+        """Return 1 if the sum of the losses is not finite, else 0: fp32, shape (), on `like`'s device."""
         loss = self.loss(like.device)
         if loss is None:
             return torch.zeros_like(like, dtype=torch.float32)
         return loss.isfinite().logical_not().float()
 
     def expect_later_backward(self) -> None:
-        """Note the clipped gradients as they are, now that another loss is scaled: its backward may add to them."""
+        """Take a snapshot of the clipped gradients, now that the backward of another scaled loss may add to them."""
         for record in self.records.values():
             if record.clipped is not None:
                 record.clipped = Snapshot(params_and_grads(record.optimizer)[1])

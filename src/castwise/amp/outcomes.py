@@ -1,7 +1,7 @@
-"""What became of each step: taken, or skipped and why; told to the host without making it wait for the device.
+"""The outcome of each step (taken, or skipped and why), reported without making the host wait for the device.
 
-What an accelerator has found out reaches the host while later steps run, and is looked at exactly `DELAY` updates
-later: at a fixed time, so that all ranks do alike what follows from it. On a CPU it is looked at at once.
+Results from an accelerator reach the host while later steps run, and are read exactly `DELAY` updates later, so that
+all ranks react to them at the same time. Results from a CPU are read at once.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ if TYPE_CHECKING:
     from castwise.amp.iteration import Iteration, OptimizerRecord
 
 DELAY = 2
-"""Updates after which the facts of a step that were sent by an accelerator are looked at."""
+"""Updates after which the results of a step on an accelerator are read."""
 
-_TOGETHER = 16  # steps whose facts are sent at once if no hook waits for them: to send them takes several ops
+_TOGETHER = 16  # steps whose results are sent together if no hook waits for them, as each transfer takes several ops
 
 
 class Cause(str, Enum):
     """Why a step was skipped."""
 
     OVERFLOW = "overflow"
-    """The loss was finite and gradients were not: the scale was too high, or the backward makes an inf by itself."""
+    """The loss was finite but gradients were not: the scale was too high, or the backward itself produces an inf."""
     NONFINITE_LOSS = "non-finite loss"
     """The fault is in the forward or in the data; the scale is not the cause."""
     NONFINITE_WEIGHTS = "non-finite weights"
-    """Weights hold an inf or NaN: no step mends that."""
+    """Weights contain an inf or NaN, which no step can repair."""
     ANOTHER_RANK = "another rank"
-    """This rank's loss and gradients were finite."""
+    """This rank's loss and gradients were finite, but another rank's were not."""
     UNKNOWN = "unknown"
-    """No loss was given to `scale`: another rank's stage of a pipeline has it, or a CUDA graph. Or one of several
-    losses was not finite, and of several optimizers only some were skipped."""
+    """No loss was seen in `scale`, because it is in another rank's pipeline stage or in a CUDA graph. Or one of several
+    losses was not finite, and only some of several optimizers were skipped."""
 
     __str__ = str.__str__
 
 
 _MEANING = {
-    Cause.OVERFLOW: "the loss was finite and the gradients were not, so the scale is too high or the backward makes "
-    "an inf or NaN by itself",
+    Cause.OVERFLOW: "the loss was finite but the gradients were not, so the scale is too high or the backward itself "
+    "produces an inf or NaN",
     Cause.NONFINITE_LOSS: "the loss was not finite, so the forward or the data is at fault; the scale is not the cause",
-    Cause.NONFINITE_WEIGHTS: "weights hold an inf or NaN, which no step can mend: go back to a checkpoint",
-    Cause.ANOTHER_RANK: "loss and gradients of this rank were finite, those of another one were not",
-    Cause.UNKNOWN: "gradients were not finite, and it is not known whether their loss was",
+    Cause.NONFINITE_WEIGHTS: "weights contain an inf or NaN, which no step can repair: go back to a checkpoint",
+    Cause.ANOTHER_RANK: "this rank's loss and gradients were finite, but another rank's were not",
+    Cause.UNKNOWN: "gradients were not finite, and it is not known whether the loss was",
 }
 
 
-_WHERE = "castwise.diagnose(model, loss_fn, batch, scaler) says where it comes from"
+_WHERE = "castwise.diagnose(model, loss_fn, batch, scaler) finds the origin"
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One optimizer's step: what was found, as plain numbers on the host."""
+    """The outcome of one optimizer's step, as plain numbers on the host."""
 
     number: int
-    """From 1; counts the calls of `step` with this scaler."""
+    """The number of the step, from 1; counts the calls of `step` with this scaler."""
     optimizer: torch.optim.Optimizer | None
-    """None if it is no longer alive."""
+    """The optimizer; None if it no longer exists."""
     scale: float
-    """During the step."""
+    """The scale during the step."""
     skipped: bool
-    """Whether a gradient was not finite, or would not have been once it was unscaled."""
+    """Whether a gradient was not finite, or would not have been once unscaled."""
     cause: Cause | None = None
-    """None unless it was skipped."""
+    """None unless the step was skipped."""
     parameters: tuple[torch.Tensor, ...] = ()
-    """Of a skipped step: those whose gradients were not finite."""
+    """The parameters whose gradients were not finite, if the step was skipped."""
     loss: float | None = None
-    """The sum of the losses given to `scale` since the last update, unscaled; None if none was seen, or if another
-    optimizer's was not finite."""
+    """The sum of the losses given to `scale` since the last update, unscaled; None if there were none, or if another
+    optimizer's loss was not finite."""
     grad_norm: float | None = None
-    """That `clip_grad_norm_` has found; None if it was not called."""
+    """The norm from `clip_grad_norm_`; None if it was not called."""
     iteration: int = 0
-    """What `GradScaler.iteration` was: from 1, counts the calls of `update`."""
+    """`GradScaler.iteration` at the step: from 1, counts the calls of `update`."""
 
 
 class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as StopIteration does a loop
-    """The schedule's `patience` is at its end, or the scale has fallen below 1.
+    """The schedule's `patience` is exhausted, or the scale has fallen below 1.
 
     Args:
         message: What happened.
@@ -101,7 +101,7 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as S
         RuntimeError.__init__(self, message, step)
         self.step = step
         self.diagnosis: object = None
-        """What a Monitor with `on_skip="diagnose"` has found out of it."""
+        """The diagnosis from a step hook, such as that of a Monitor with `on_skip="diagnose"`."""
 
     def __str__(self) -> str:
         return f"{self.args[0]}. {_WHERE if self.diagnosis is None else self.diagnosis}"
@@ -109,16 +109,16 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as S
 
 @dataclass(slots=True)
 class _Pending:
-    """A step of which the host has yet to hear."""
+    """A step whose outcome the host does not know yet."""
 
     number: int
     update: int
     optimizer: Callable[[], Any]
     found_inf: torch.Tensor
     least: torch.Tensor
-    """The least found_inf of the iteration's steps."""
+    """The smallest found_inf of the iteration's steps."""
     scale: torch.Tensor
-    """During the step."""
+    """The scale during the step."""
     loss: torch.Tensor | None
     has_several_losses: bool
     norm: torch.Tensor | None
@@ -126,7 +126,7 @@ class _Pending:
     norms: list[torch.Tensor]
     """One for each of `params`: not finite if its gradient is not."""
     numbers: Readback | None = None
-    """All of these and the scale after the step, once they are on the way to the host."""
+    """All of these and the scale after the step, once the transfer to the host has begun."""
     sent_at: int = 0
 
 
@@ -141,25 +141,25 @@ class Outcomes:
         self._first_streak = 0
         self._has_warned = False
         self._diagnosis: object = None
-        """The last that a hook has returned since a step was taken."""
+        """The last value that a hook has returned since a step was taken."""
         self.pending: deque[_Pending] = deque()
-        """Steps of which the host has yet to hear."""
+        """Steps whose outcome the host does not know yet."""
         self._scale: torch.Tensor | None = None
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many steps there were, how many skipped ones are known of, and how many of an optimizer in a row."""
+        """The number of steps, of known skipped steps, and the most in a row of one optimizer that were skipped."""
         return self.steps, self.skips, max(self._streaks.values(), default=self._first_streak)
 
     @counts.setter
     def counts(self, counts: tuple[int, int, int]) -> None:
-        """Count on from these numbers, and forget pending results."""
+        """Continue from these counts, and forget pending results."""
         self.steps, self.skips, self._first_streak = counts
         self._streaks.clear()
         self.pending.clear()
 
     def _streak(self, optimizer: Any, is_skipped: bool) -> int:
-        """Return how many steps of an optimizer in a row were skipped, now that it is known of one more."""
+        """Count one more step of an optimizer, and return how many of its last steps in a row were skipped."""
         try:
             before = self._streaks.get(optimizer, self._first_streak)
             self._streaks[optimizer] = before + 1 if is_skipped else 0
@@ -168,7 +168,7 @@ class Outcomes:
             return 0
 
     def wants(self, step: OptimizerRecord) -> bool:
-        """Return True if there is more to know of a step: it was skipped, that is not known yet, or a hook listens."""
+        """Return True if a step has to be reported: it was or may have been skipped, or there are hooks."""
         if step.is_finite and not self.hooks:
             return False
         return not any(map(is_capturing, step.found_inf_per_device.values()))
@@ -180,13 +180,14 @@ class Outcomes:
         scale: torch.Tensor | None,
         iteration: Iteration,
     ) -> None:
-        """Take note of the steps of one iteration.
+        """Record the steps of one iteration.
 
         Args:
             steps: In the order in which they began.
-            scale_before: During the steps, a tensor that is never written to; None if no more is to be known of any.
-            scale: Now.
-            iteration: Has the losses.
+            scale_before: The scale during the steps, in a tensor that is never written to; None if no step has to be
+                reported.
+            scale: The scale now.
+            iteration: The iteration, for its losses.
         """
         self.updates += 1
         loss = None if scale_before is None else iteration.loss(scale_before.device)
@@ -214,16 +215,16 @@ class Outcomes:
                 self._streak(step.optimizer, is_skipped=False)
 
     def settle(self, schedule: Schedule, stacklevel: int, *, ranks_agree: bool, all_: bool = False) -> None:
-        """Look at the facts that are due, tell the hooks, and the user if steps are skipped again and again.
+        """Read the results that are due, call the hooks, and warn or raise if too many steps in a row are skipped.
 
         Args:
-            schedule: Says when that is, and how.
-            stacklevel: Of the warning, counted from the caller.
-            ranks_agree: Whether steps are skipped because of other ranks, too.
-            all_: Look at all there are, which waits for the device.
+            schedule: Its `patience` and `on_exhausted` apply.
+            stacklevel: The stack level of the warning, counted from the caller.
+            ranks_agree: Whether steps are also skipped because of other ranks.
+            all_: Read all results, which waits for the device.
 
         Raises:
-            ScaleExhausted: If the schedule wants it so.
+            ScaleExhausted: The schedule's `on_exhausted` is "raise".
         """
         exhausted: ScaleExhausted | None = None
         self._send(all_=all_)
@@ -235,8 +236,8 @@ class Outcomes:
                 exhausted = exhausted or ScaleExhausted(message, facts)
             self._diagnosis = self._diagnosis if facts.skipped else None
             for hook in tuple(self.hooks.values()):
-                told = hook(facts)
-                self._diagnosis = self._diagnosis if told is None else told
+                diagnosis = hook(facts)
+                self._diagnosis = self._diagnosis if diagnosis is None else diagnosis
             if exhausted is not None and exhausted.step is facts:
                 exhausted.diagnosis = self._diagnosis
             elif message and exhausted is None and not self._has_warned:
@@ -248,7 +249,7 @@ class Outcomes:
             raise exhausted
 
     def _send(self, *, all_: bool) -> None:
-        """Send what is known of steps to the host: at once on a CPU or if a hook listens, else of several together."""
+        """Send results to the host: at once on a CPU or if there are hooks, else for several steps together."""
         waiting = [pending for pending in self.pending if pending.numbers is None]
         if not waiting or self._scale is None:
             return
@@ -271,7 +272,7 @@ class Outcomes:
 
 
 def _exhaustion(facts: StepFacts, after: float, streak: int, schedule: Schedule) -> str:
-    """Return what to tell the user after so many skips in a row, if anything."""
+    """Return the message after so many skips in a row; empty if there is nothing to report."""
     if facts.cause is None:
         return ""
     if streak >= schedule.patience:
@@ -295,7 +296,7 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
     loss = numbers.pop(0) if pending.loss is not None else math.nan
     norm = numbers.pop(0) if pending.norm is not None else None
     skipped = found_inf != 0.0
-    # Of several losses and optimizers, some of which had finite gradients, it may be another one's.
+    # With several losses and optimizers, and finite gradients in some, the loss may be another optimizer's.
     is_its_loss = pending.loss is not None and (least != 0.0 or not pending.has_several_losses)
     optimizer = pending.optimizer()
     bad = [param for param, norm_of in zip(pending.params, numbers, strict=True) if not math.isfinite(norm_of)]
@@ -306,7 +307,7 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
         skipped=skipped,
         cause=_cause(optimizer, loss, bool(bad), is_its_loss, ranks_agree) if skipped else None,
         parameters=tuple(bad) if skipped else (),
-        # One that is not finite is not that of a step whose gradients are: another optimizer's has its part in it.
+        # If the sum is not finite although this step's gradients are, it includes another optimizer's loss.
         loss=loss if pending.loss is not None and (skipped or is_its_loss or math.isfinite(loss)) else None,
         grad_norm=norm,
         iteration=pending.update,
@@ -315,7 +316,7 @@ def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float
 
 
 def _cause(optimizer: Any, loss: float, gradients_are_bad: bool, is_its_loss: bool, ranks_agree: bool) -> Cause:
-    """Return why a step was skipped; a loss of NaN may be one that is not known."""
+    """Return why a step was skipped; a loss of NaN may stand for an unknown one."""
     if not math.isfinite(loss) and optimizer is not None and not _are_finite(optimizer):
         return Cause.NONFINITE_WEIGHTS
     if not math.isfinite(loss):
@@ -324,6 +325,6 @@ def _cause(optimizer: Any, loss: float, gradients_are_bad: bool, is_its_loss: bo
 
 
 def _are_finite(optimizer: Any) -> bool:
-    """Read the weights that an optimizer trains, of DTensors this rank's part; waits for the device."""
+    """Return True if the weights that an optimizer trains are finite on this rank; waits for the device."""
     weights = [param for param in params_of(optimizer) if param.requires_grad]
     return all(bool(flags.all()) for _, flags in measure.local_flags(weights, weights))

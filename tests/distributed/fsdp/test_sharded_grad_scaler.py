@@ -119,7 +119,7 @@ def test_stages_of_a_pipeline_train_as_in_one_process(world_size: int, tmp_path:
 def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
     told, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
     assert dead is None
-    assert "rank 0 could not agree with the others of the process group" in told["error"]
+    assert "rank 0 could not agree with the other ranks of process group" in told["error"]
     assert "(ranks [0, 1]) on whether to take this step, so it has not stepped" in told["error"]
     assert not told["stepped"]
 
