@@ -168,7 +168,7 @@ def test_a_decorated_function_that_calls_itself() -> None:
 
 
 def test_what_cannot_be_called_cannot_be_decorated() -> None:
-    with pytest.raises(TypeError, match=r"decorates a function, got int; .*`with autocast\(...\):`"):
+    with pytest.raises(TypeError, match=r"can decorate a function, got int; .*`with autocast\(...\):`"):
         autocast("cpu")(3)  # type: ignore[type-var]
 
 
@@ -233,7 +233,7 @@ def test_a_generator_closed_by_another_thread_leaves_that_threads_state_alone() 
 
 def test_a_region_cannot_be_left_before_it_was_entered() -> None:
     before = state()
-    with pytest.raises(RuntimeError, match=r"^this autocast region was left without being entered$"):
+    with pytest.raises(RuntimeError, match=r"^this autocast region was exited without being entered$"):
         autocast("cpu").__exit__(None, None, None)
     assert state() == before
 
@@ -519,18 +519,19 @@ def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:
         (
             lambda: castwise.autocast("cpu", BF16, policy=bound()),
             ValueError,
-            "a policy says the dtype (bfloat16): leave out dtype=torch.bfloat16",
+            "a policy sets the dtype (bfloat16): leave out dtype=torch.bfloat16",
         ),
         (
             lambda: castwise.autocast("cpu")(3),
             TypeError,
-            "autocast(...) decorates a function, got int; as a context manager it is written `with autocast(...):`",
+            "autocast(...) can decorate a function, got int; to use it as a context manager, write "
+            "`with autocast(...):`",
         ),
         (
             lambda: castwise.autocast("cpu", policy=bound())._cache_enabled,
             RuntimeError,
-            "a compiled function enters a region with a policy that was made outside of it: "
-            "make the region inside the function, or enter it outside",
+            "a compiled function enters a region with a policy that was created outside the function: "
+            "create the region inside the function, or enter it outside",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_scale_from_another_schedule_is_taken_over_within_the_bounds(kind: typ
 
 def test_a_schedule_without_a_rule_says_which_there_are() -> None:
     scale = torch.tensor(1.0)
-    with pytest.raises(TypeError, match="Schedule says nothing about how a scale moves: use Dynamic, Headroom, Static"):
+    with pytest.raises(TypeError, match="Schedule does not define how the scale moves: override"):
         Schedule().advance_(scale, {}, Met(scale))
     assert Schedule().adopt(3.0) == 3.0
 

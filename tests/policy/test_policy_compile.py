@@ -358,7 +358,7 @@ def test_a_compiled_function_refuses_a_region_with_a_policy_made_outside() -> No
         with region:
             return model(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(Exception, match="make the region inside the function, or enter it outside"):
+    with pytest.raises(Exception, match="create the region inside the function, or enter it outside"):
         torch.compile(forward, backend="eager")(torch.ones(2, 4))
 
 

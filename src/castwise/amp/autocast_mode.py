@@ -1,14 +1,14 @@
-"""`autocast`: a region of code in which ops run in a lower precision, and the casting of custom autograd Functions.
+"""`autocast`: a region of code in which ops run in a lower precision, and decorators for custom autograd Functions.
 
-Which op runs in which dtype is decided by torch's native dispatch; a region sets the thread's four autocast
-switches (enabled, dtype, cache, nesting) on entry and puts them back on exit. Two requirements shaped the code:
+torch's native dispatch decides which op runs in which dtype. A region sets the thread's four autocast switches
+(enabled, dtype, cache, nesting) on entry and restores them on exit. Two requirements shaped the code:
 
-* One object may be entered again while it is active, and from several threads at once (a decorated function is
-  just that), so what has to be put back is kept per thread and per entry, never as a plain attribute.
-* `torch.compile` traces a region made inside the compiled function line by line, and takes one that was made
-  outside by its attributes `device`, `fast_dtype`, `_enabled` and `_cache_enabled`: these names are its interface.
+* An object may be entered again while it is active, and by several threads at once (decorated functions are), so the
+  state to restore is kept per thread and per entry, never in a plain attribute.
+* `torch.compile` traces a region created inside the compiled function line by line. Of a region created outside, it
+  reads only `device`, `fast_dtype`, `_enabled` and `_cache_enabled`, so these names are an interface.
 
-Policies and weight caches are extensions of a region: it enters and leaves them, and knows no more of them.
+Policies and weight caches are extensions of a region, which only enters and leaves them.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Extension(Protocol):
-    """What a region can do beyond torch's: a bound policy, a weight cache."""
+    """A feature of a region that torch's does not have: a bound policy or a weight cache."""
 
     def enter(self, region: autocast) -> Any:
-        """Begin, in the thread that enters the region, where its switches are set; return what `leave` takes."""
+        """Begin in the thread that enters the region, once its switches are set; return the token for `leave`."""
 
     def leave(self, token: Any) -> None:
-        """End, before the switches are put back. This never raises."""
+        """End, before the switches are restored. Must not raise."""
 
 
 class _Entry:
-    """What one entry of a region has to put back in its thread."""
+    """The state that one entry of a region restores in its thread."""
 
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool
-    before: _Entry | None = None  # of the same region, still active
-    policy_state: Any = None  # of the region around
-    extensions: tuple[tuple[Extension, Any], ...] = ()  # with what each has returned
+    before: _Entry | None = None  # an entry of the same region that is still active
+    policy_state: Any = None  # of the enclosing region
+    extensions: tuple[tuple[Extension, Any], ...] = ()  # each with its token
 
 
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
@@ -95,33 +95,33 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
 
 
 class autocast(torch.autocast):  # noqa: N801  # torch's name
-    """Run ops of a region in a lower precision, chosen op by op: context manager and decorator.
+    """Run the ops of a region in a lower precision, chosen op by op; a context manager and a decorator.
 
-    Matrix products and convolutions run in `dtype`, ops that need range or precision in fp32, the rest in the
-    dtype of their inputs: the lists are torch's own. The region should hold the forward and the loss; the
-    backward runs outside, in the dtypes that the forward chose. Entering and leaving does not sync with the device.
+    Matrix products and convolutions run in `dtype`, ops that need range or precision in fp32, and all others in the
+    dtype of their inputs, according to torch's own lists. Put the forward and the loss in the region; the backward
+    runs outside, in the dtypes that the forward chose. Entering and leaving does not sync with the device.
 
-    The state is thread-local: a new thread starts outside of any region. Regions nest, in any mixture of devices,
-    dtypes, `enabled=False`, and with themselves.
+    The state is thread-local: a new thread starts outside any region. Regions nest in any combination of devices,
+    dtypes and `enabled=False`, and a region may be nested in itself.
 
     Args:
         device_type: `"cuda"`, `"cpu"`, `"xpu"`, ...: the `type` of the tensors' device.
-        dtype: The low precision, `torch.float16` or `torch.bfloat16`; None takes torch's default for the device
+        dtype: The low precision, `torch.float16` or `torch.bfloat16`; None uses torch's default for the device
             (`torch.get_autocast_dtype`).
-        enabled: False makes the region run everything as it would outside.
-        cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None takes the thread's setting.
+        enabled: False disables autocast in the region.
+        cache_enabled: Keep each fp32 weight's cast until the outermost region ends; None uses the thread's setting.
         weight_cache: Keep casts of a model's weights beyond the region, until the weights change; see `WeightCache`.
-        policy: Says the dtypes of modules and ops, and takes the place of `dtype`; see `Policy`. A region within
-            suspends it; one of torch's own does if it changes the dtype or whether autocast is enabled.
+        policy: Sets the dtypes of modules and ops, instead of `dtype`; see `Policy`. A nested region suspends it; a
+            nested `torch.autocast` does so if it changes the dtype or whether autocast is enabled.
 
     Raises:
         ValueError: `device_type` is not a string, or `dtype` is given with a policy.
-        TypeError: `dtype` is not a `torch.dtype`, a flag not a bool, or the policy not bound to a model.
-        RuntimeError: torch has no autocast for the device, or the GPU has no bfloat16.
+        TypeError: `dtype` is not a `torch.dtype`, a flag is not a bool, or the policy is not bound to a model.
+        RuntimeError: torch has no autocast for the device, or the GPU does not support bfloat16.
 
     Warns:
-        UserWarning: The device is missing or does not autocast to `dtype`; the region is then disabled. Or, once a
-            process and dtype, the CPU has no units for it, and emulates it slowly.
+        UserWarning: The device is missing or does not support autocast to `dtype`, so the region is disabled. Or, once
+            per process and dtype, the CPU has no units for `dtype` and emulates it slowly.
 
     Example:
         >>> linear = torch.nn.Linear(4, 4)
@@ -154,7 +154,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if not isinstance(self.fast_dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
-        # Flags are looked at here: torch's setters would refuse them when the region has been half entered.
+        # Flags are checked here, because torch's setters would reject them in a region that is half entered.
         if enabled is not True and enabled is not False:
             raise TypeError(f"enabled must be a bool, got {enabled!r}")
         if cache_enabled is None:
@@ -170,7 +170,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             self._enabled = self._policy is not None and policy.dtype is not None
         if device_type == "cpu":
             for low in low_precisions:
-                # Dynamo would guard on what has been warned of, and compile again after the warning.
+                # Dynamo would guard on the set of past warnings, and recompile after each warning.
                 if is_dynamo_compiling() or low not in emulation.SETTLED:
                     emulation.warn_if_emulated(low)
         if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
@@ -183,14 +183,15 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # torch's is an attribute
-        """What Dynamo asks for when it enters a region that was made outside of the function it compiles.
+        """The setting, for Dynamo when it enters a region created outside the compiled function, and for extensions.
 
-        It would go by this and three more attributes, and leave out the policy. Extensions ask during the region.
+        Dynamo reads only this and three more attributes, so it would ignore the policy. Extensions read it while the
+        region is active.
         """
         if self._policy is not None and not self._entries:
             raise RuntimeError(
-                "a compiled function enters a region with a policy that was made outside of it: "
-                "make the region inside the function, or enter it outside"
+                "a compiled function enters a region with a policy that was created outside the function: "
+                "create the region inside the function, or enter it outside"
             )
         return self._caches
 
@@ -214,7 +215,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             record_enter_autocast((device, self.fast_dtype, self._enabled, self._caches))
         for observer in OBSERVERS:
             observer.entered(self)
-        if THREAD.state is not None:  # a region suspends the policy of the one around
+        if THREAD.state is not None:  # a region suspends the policy of the enclosing one
             entry.policy_state, THREAD.state = THREAD.state, None
         if self._extensions:
             try:
@@ -232,9 +233,9 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         device, thread = self.device, get_ident()
         entry = self._entries.pop(thread, None)
         if entry is None:
-            # A generator that another thread has closed: there is nothing to put back in this one.
+            # This thread has closed a generator of another thread, so there is nothing to restore in this one.
             if not self._entries:
-                raise RuntimeError("this autocast region was left without being entered")
+                raise RuntimeError("this autocast region was exited without being entered")
             return False
         for extension, token in reversed(entry.extensions):
             extension.leave(token)
@@ -255,7 +256,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 
     @only_inlined
     def _enter_compiled(self) -> Self:
-        """Enter where Dynamo traces: the switches are nodes of the graph, and a weight cache is left out."""
+        """Enter while Dynamo traces: the switches become nodes of the graph, and a weight cache is ignored."""
         device = self.device
         entry = _Entry()
         entry.enabled = is_autocast_enabled(device)
@@ -286,16 +287,16 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         return False
 
     def __call__(self, func: _F) -> _F:
-        """Decorate a function: each of its calls runs inside this region."""
+        """Decorate a function, so that each of its calls runs inside this region."""
         if not callable(func):
             raise TypeError(
-                f"autocast(...) decorates a function, got {type(func).__name__}; "
-                "as a context manager it is written `with autocast(...):`"
+                f"autocast(...) can decorate a function, got {type(func).__name__}; "
+                "to use it as a context manager, write `with autocast(...):`"
             )
         return autocast_decorator(self, func)
 
     def __repr__(self) -> str:
-        if "_entries" not in vars(self):  # `__init__` has not ended
+        if "_entries" not in vars(self):  # `__init__` has not finished
             return object.__repr__(self)
         casts_to = f"dtype={self.fast_dtype}" if self._policy is None else f"policy={self._policy}"
         cache = ", weight_cache=..." if any(each is not self._policy for each in self._extensions) else ""
@@ -303,16 +304,16 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         return f"{name}, enabled={self._enabled}, cache_enabled={self._caches}{cache})"
 
 
-_TRACING = 0  # no thread's number: while Dynamo traces, threads do not matter
+_TRACING = 0  # not the ident of a thread: while Dynamo traces, threads do not matter
 
 
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that a policy's region casts to; None if autocast is off in it except for rules."""
+    """Return the dtype that a policy's region casts to; None if only the policy's rules cast."""
     if not hasattr(policy, "low_precisions"):
         hint = ": write policy=policy.bind(model)" if hasattr(policy, "bind") else ""
         raise TypeError(f"policy must be a bound castwise.Policy or None, got {type(policy).__name__}{hint}")
     if dtype is not None:
-        raise ValueError(f"a policy says the dtype ({policy.policy.compute}): leave out dtype={dtype}")
+        raise ValueError(f"a policy sets the dtype ({policy.policy.compute}): leave out dtype={dtype}")
     policy.check_is_bound()
     return policy.dtype
 
@@ -330,16 +331,16 @@ def custom_fwd(
 ) -> Any:
     """Decorate the `forward` of a `torch.autograd.Function` for use inside autocast regions.
 
-    Works for both kinds of Function: `forward(ctx, ...)`, and `forward(...)` with a separate `setup_context`
-    (the kind that `torch.func` needs). In the second kind `setup_context` receives the inputs as `forward` did,
+    It supports both kinds of Function: `forward(ctx, ...)`, and `forward(...)` with a separate `setup_context`
+    (the kind that `torch.func` needs). With the second kind, `setup_context` receives the same inputs as `forward`,
     cast if `cast_inputs` is given.
 
     Args:
-        fwd: The static method; left out when the decorator is called with arguments only.
+        fwd: The static method; omitted when the decorator is called with keyword arguments only.
         device_type: The device type whose autocast state matters.
-        cast_inputs: With a dtype, floating-point tensors among the arguments (fp64 excepted, containers looked
-            into) are cast to it and `forward` runs with autocast disabled. None lets `forward` run in the region's
-            state. Outside of an enabled region nothing is cast.
+        cast_inputs: If it is a dtype, floating-point tensors among the arguments and in their containers (except fp64)
+            are cast to it, and `forward` runs with autocast disabled. If None, `forward` runs in the region's state.
+            Outside an enabled region nothing is cast.
 
     Raises:
         ValueError: `device_type` is not a string.
@@ -386,15 +387,15 @@ def custom_fwd(
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """Decorate the `backward` of a `torch.autograd.Function`: it runs in the autocast state of its `forward`.
+    """Decorate the `backward` of a `torch.autograd.Function`, so that it runs in the autocast state of its `forward`.
 
     Args:
-        bwd: The static method; left out when the decorator is called with arguments only.
+        bwd: The static method; omitted when the decorator is called with keyword arguments only.
         device_type: The device type given to `custom_fwd`.
 
     Raises:
         ValueError: `device_type` is not a string.
-        RuntimeError: In the backward, when `forward` was not decorated by `custom_fwd`.
+        RuntimeError: In the backward, if `forward` is not decorated with `custom_fwd`.
     """
     if not isinstance(device_type, str):
         raise _no_device_type(device_type)

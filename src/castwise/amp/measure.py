@@ -1,7 +1,7 @@
-"""Are gradients finite, how long are they; unscale them, clip them: tensors in, tensors out.
+"""Arithmetic on gradients: find infs, compute norms, unscale and clip; tensors in, tensors out.
 
-On a CPU the host may look at a result, so what is cheap and nearly always right comes first, and the exact way is taken
-where that leaves a doubt. On an accelerator the host must not look, so the one way there has to be exact.
+On a CPU the host may read results, so a cheap way that is nearly always right comes first, and an exact way follows if
+there is doubt. On an accelerator the host must not read results, so the only way has to be exact.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from castwise.amp.gradients import Group, is_plain
 
 # By device: fp32, one element, not 0 if a gradient there is not finite.
 FoundInfs: TypeAlias = dict[torch.device, torch.Tensor]
-# Parameters, and as many norms of their gradients, shape ().
+# Parameters and the norm of each one's gradient, shape ().
 Norms: TypeAlias = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
-# Sets its second argument to 1 where the first ones are not finite, and multiplies them by the third, in fp32 or wider.
+# Sets its second argument to 1 if the first ones are not finite, and multiplies them by the third, in fp32 or wider.
 native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
-# Gradients of so many elements stay in a CPU's cache: to multiply them by 1 takes half the time of their norms.
+# Gradients with fewer elements stay in a CPU's cache, where multiplying them by 1 takes half the time of their norms.
 _SMALL = 1 << 22
-# From so many elements on a tensor is worth its own call.
+# Tensors with this many elements or more are worth a separate call.
 _LARGE = 1 << 15
 
-# Scaled norms in fp32 below this may have lost squares.
+# In scaled fp32 norms below this, squares may have underflowed.
 _LOST_SQUARES = 1e-15
 
-# What torch adds to a norm before it divides by it, as fp32 holds it.
+# torch adds this to a norm before it divides by it; rounded to fp32.
 _EPSILON = ctypes.c_float(1e-6).value
 
 
@@ -50,14 +50,14 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def found_inf_on(found: FoundInfs, device: torch.device, like: torch.Tensor) -> torch.Tensor:
-    """Return the found_inf of a device; a new one is 0, and like `like`, which is on that device."""
+    """Return a device's found_inf; if there is none yet, add zeros like `like`, which is on that device."""
     if device not in found:
         found[device] = torch.zeros_like(like)
     return found[device]
 
 
 def combine(found_infs: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the largest, shape (), on `like`'s device; a single one that is there is returned itself, not copied."""
+    """Return the largest flag, shape (), on `like`'s device; a single flag that is already there is not copied."""
     flags = list(found_infs)
     if len(flags) == 1 and flags[0].device == like.device and not flags[0].dim():
         return flags[0]
@@ -73,9 +73,9 @@ def multiply_(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -
     """Multiply gradients in place, in fp32 or wider; set `found` where one was not finite *before*.
 
     Args:
-        groups: Of gradients.
+        groups: The gradients.
         factor: fp32, one element, on any device.
-        found: Is added to.
+        found: Updated in place.
     """
     for group in groups:
         here = factor if factor.device == group.device else factor.to(group.device, non_blocking=True)
@@ -83,16 +83,16 @@ def multiply_(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -
             found_inf = found_inf_on(found, group.device, here)
             native_check_(group.tensors, found_inf, here)
         else:
-            # What the native op found of a DTensor would be this rank's part alone.
+            # Of a DTensor, the native op would check only this rank's part.
             found_inf = nonfinite(_norms(group, math.inf))
             found[group.device] = torch.maximum(found_inf_on(found, group.device, here), found_inf)
             native_check_(group.tensors, torch.zeros_like(found_inf), here)
 
 
 def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInfs) -> None:
-    """Set `found` where multiplying by `factor` has made a gradient infinite, which only one above 1 can.
+    """Set `found` where multiplying by `factor` has made a gradient infinite, which only a factor above 1 can do.
 
-    torch looks for inf before it multiplies, and then steps on -inf. On an accelerator this reads gradients.
+    torch checks only before it multiplies, and then steps on -inf. On an accelerator this reads the gradients.
     """
     if factor.is_cpu and factor.item() <= 1.0:
         return
@@ -105,23 +105,23 @@ def find_new_infs(groups: Iterable[Group], factor: torch.Tensor, found: FoundInf
 
 
 def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, Norms]:
-    """Find out whether a fused optimizer, which computes in fp32 or wider, can divide its gradients.
+    """Check whether gradients stay finite when a fused optimizer, which computes in fp32 or wider, divides them.
 
-    The gradients keep their values: they are read once, small ones on a CPU are multiplied by 1, as torch does it.
+    The gradients keep their values. They are read once; small ones on a CPU are multiplied by 1, as in torch.
 
     Args:
-        groups: Of gradients.
+        groups: The gradients.
         divisor: fp32, one element.
 
     Returns:
-        By device the found_inf; and norms that are not finite where the quotient is not, as far as they are known.
+        found_inf by device, and the norms that were computed, which are not finite where a quotient is not.
     """
     found: FoundInfs = {}
     norms: Norms = []
     for group in groups:
         here = divisor if divisor.device == group.device else divisor.to(group.device, non_blocking=True)
         found_inf = found_inf_on(found, group.device, here)
-        if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are looked at if there is a skip
+        if group.device.type == "cpu" and is_plain(group.tensors[0]):  # parameters are checked only after a skip
             may_grow = here.item() < 1.0
             if not may_grow and sum(map(torch.Tensor.numel, group.tensors)) < _SMALL:
                 native_check_(group.tensors, found_inf, torch.ones_like(here))
@@ -139,7 +139,7 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
 
 
 def _proofs(group: Group) -> list[torch.Tensor]:
-    """Return numbers that, if they are finite, prove that gradients on a CPU are: norms, or sums of squares."""
+    """Return norms or sums of squares of gradients on a CPU; if they are finite, so are the gradients."""
     if group.dtype is not torch.float32:
         return list(torch._foreach_norm(group.tensors))
     # A CPU's dot product takes half the time of a norm.
@@ -150,7 +150,7 @@ def _proofs(group: Group) -> list[torch.Tensor]:
 
 
 def are_finite(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return for each tensor whether it is finite once it is divided in fp32 or wider: bool, shape (len(tensors),)."""
+    """Return for each tensor whether it is finite once divided in fp32 or wider: bool, shape (len(tensors),)."""
     if divisor is not None:
         tensors = [tensor.float() / divisor if tensor.dtype.itemsize < 4 else tensor / divisor for tensor in tensors]
     return torch.stack([tensor.isfinite().all() for tensor in tensors])
@@ -159,15 +159,15 @@ def are_finite(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = N
 def local_flags(
     params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None
 ) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Find out which tensors hold no inf or NaN, of DTensors in this rank's part: no collective, any rank may ask.
+    """Return which tensors are finite (of DTensors, this rank's part). No collective, so one rank alone may call it.
 
     Args:
-        params: What the tensors belong to.
+        params: The parameters that the tensors belong to.
         tensors: Gradients or weights; those that are not dense or COO-sparse numbers are left out.
-        divisor: fp32, one element: what they will be divided by.
+        divisor: fp32, one element: the divisor that is still to be applied.
 
     Returns:
-        By device: parameters, and for each a bool.
+        For each device, the parameters and a bool for each.
     """
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
@@ -207,16 +207,16 @@ def check_norm_type(value: object) -> float:
 def norm_of(
     groups: Sequence[Group], norm_type: float, scale: torch.Tensor, max_norm: float
 ) -> tuple[torch.Tensor, Norms]:
-    """Return the p-norm of all gradients together, as they are, shape (), on `scale`'s device; and those of each.
+    """Return the p-norm of all gradients together, still scaled, shape (), on `scale`'s device; and the norm of each.
 
-    On a CPU it is torch's own, in the dtype of the gradients; if fp32 cannot hold the squares, that in fp64. On an
-    accelerator sums are taken in fp64.
+    On a CPU it is computed as in torch, in the dtype of the gradients, or in fp64 if fp32 cannot hold the squares. On
+    an accelerator, sums are computed in fp64.
 
     Args:
-        groups: Of gradients.
+        groups: The gradients.
         norm_type: p > 0, or inf.
-        scale: What the gradients are multiplied with.
-        max_norm: What the norm will be compared with.
+        scale: The factor that the gradients contain.
+        max_norm: The bound that the norm will be compared with.
     """
     norms = [_norms(group, norm_type) for group in groups]
     total = _total(groups, norms, norm_type, scale)
@@ -230,11 +230,11 @@ def norm_of(
 
 
 def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return the norm of each tensor; of DTensors the same on all ranks of their mesh."""
+    """Return the norm of each tensor; norms of DTensors are the same on all ranks of their mesh."""
     tensors = group.tensors
     on_accelerator = group.device.type != "cpu"
     if dtype is None and (on_accelerator or group.dtype is torch.float16):
-        # The largest value fits into fp32 as it is; sums may need more.
+        # The largest value fits into fp32; sums may need more.
         dtype = _at_least_fp32(group.dtype) if norm_type == math.inf or not on_accelerator else wide(group.device)
     elif dtype is None and group.has_half:
         dtype = torch.float32
@@ -246,7 +246,7 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
     if is_plain(group.tensors[0]):
         return norms
     stacked = torch.stack(norms)
-    full_tensor = getattr(stacked, "full_tensor", None)  # of DTensors, which are reduced over their mesh by it
+    full_tensor = getattr(stacked, "full_tensor", None)  # DTensors have it; it reduces over their mesh
     return list((stacked.as_subclass(torch.Tensor) if full_tensor is None else full_tensor()).unbind())
 
 
@@ -270,37 +270,37 @@ def _total(
 
 
 class Clip(NamedTuple):
-    """What clipping does to gradients; each a tensor of shape ()."""
+    """The numbers that clip gradients; each a tensor of shape ()."""
 
     norm: torch.Tensor
-    """Of the unscaled gradients, fp32 or fp64."""
+    """The norm of the unscaled gradients, fp32 or fp64."""
     coefficient: torch.Tensor
-    """What unscaled gradients are multiplied by to clip them: within [0, 1], fp32."""
+    """The factor that clips unscaled gradients: within [0, 1], fp32."""
     divisor: torch.Tensor
     """scale / coefficient, which a fused optimizer divides by to unscale and clip at once: fp32."""
     found_inf: torch.Tensor
-    """1 if the norm is not finite, or the divisor is not (then the scale is too large), else 0: fp32."""
+    """1 if the norm is not finite, or the divisor is not because the scale is too large; else 0: fp32."""
 
     def factor(self, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return what unscales and clips gradients; if some are not finite, what unscales them: fp32, shape ()."""
+        """Return the factor that unscales and clips, or only unscales if `found_inf` is set: fp32, shape ()."""
         if scale.is_cpu:
             return reciprocal(scale) if found_inf.item() else self.coefficient / scale
         return torch.where(found_inf != 0, 1.0, self.coefficient) / scale
 
 
 def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype: torch.dtype = torch.float32) -> Clip:
-    """Find what clipping does, with the coefficient of `torch.nn.utils.clip_grad_norm_`, rounded as there::
+    """Compute the numbers that clip, with the coefficient of `torch.nn.utils.clip_grad_norm_`, rounded as there::
 
         coefficient = min(1, max_norm / (norm + 1e-6))    with norm = scaled_norm / scale
 
     Args:
-        scaled_norm: Of the scaled gradients, fp32 or fp64, shape ().
+        scaled_norm: The norm of the scaled gradients, fp32 or fp64, shape ().
         scale: fp32, shape ().
         max_norm: >= 0.
-        dtype: Of the norm: fp64 if a gradient is, so that it is as torch's.
+        dtype: The dtype of the norm: fp64 if a gradient is, as in torch.
     """
     norm = (scaled_norm / scale).to(dtype)
-    if scale.is_cpu:  # on the host, in torch's roundings: it divides by multiplying
+    if scale.is_cpu:  # on the host, rounded as in torch, which multiplies by the reciprocal
         fp32, known = ctypes.c_float, norm.item()
         if dtype is torch.float32:
             inverse = fp32(1.0 / fp32(known + _EPSILON).value).value
@@ -317,7 +317,7 @@ def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype:
 
 
 def nonfinite(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return 1 if one is not finite in fp32, else 0: fp32, shape ()."""
+    """Return 1 if any norm is not finite in fp32, else 0: fp32, shape ()."""
     if len(norms) == 1:
         return (norms[0].float() * 0.0).nan_to_num_(nan=1.0)
     return (torch.stack([norm.float() for norm in norms]) * 0.0).sum().nan_to_num_(nan=1.0)

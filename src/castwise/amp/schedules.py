@@ -1,8 +1,8 @@
-"""How a scale moves: frozen numbers, and one step on device tensors.
+"""Schedules of the scale: frozen settings, and one step on device tensors.
 
-A schedule never reads a tensor on the host, so a whole training step can stay asynchronous and be captured in a CUDA
-graph. What it has to remember between steps it names in `trackers`; the scaler keeps that beside the scale, in tensors
-that it saves in checkpoints.
+A schedule never reads a tensor of an accelerator on the host, so a whole training step can stay asynchronous and be
+captured in a CUDA graph. `trackers` names its state between steps. The scaler keeps this state in tensors next to the
+scale and saves it in checkpoints.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Met(NamedTuple):
     """The results of the steps of one iteration; tensors of one element on the scale's device."""
 
     found_inf: torch.Tensor
-    """fp32, non-zero if a gradient was not finite."""
+    """fp32, nonzero if a gradient was not finite."""
     loss_is_nonfinite: torch.Tensor | None = None
-    """fp32, non-zero if a loss was not finite; for schedules that need it, if a loss was seen."""
+    """fp32, nonzero if a loss was not finite; for schedules that need it."""
     largest: torch.Tensor | None = None
     """fp32, the largest magnitude among the unscaled gradients; for schedules that need it."""
 
@@ -37,11 +37,11 @@ _SMALLEST = 2.0**-149  # of fp32
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all schedules have in common.
+    """The base class of schedules.
 
     Args:
         init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
-        patience: Number of skipped steps in a row after which the user is warned, >= 1; a scale below 1 warns, too.
+        patience: Number of skipped steps in a row after which the user is warned, >= 1; a scale below 1 also warns.
         on_exhausted: "warn" once, or "raise" `ScaleExhausted` in `update`.
 
     Raises:
@@ -58,17 +58,17 @@ class Schedule:
         one_of("on_exhausted", self.on_exhausted, ("warn", "raise"))
 
     def _set(self, **plain: float) -> None:
-        # Plain numbers, whatever was given: they end in checkpoints that torch.load(weights_only=True) reads.
+        # Always plain numbers, because checkpoints that contain them must load with torch.load(weights_only=True).
         for name, number in plain.items():
             object.__setattr__(self, name, number)
 
     needs_loss: ClassVar[bool] = False
-    """Whether it needs to know if the loss was finite."""
+    """Whether the schedule needs to know if the loss was finite."""
     needs_largest: ClassVar[bool] = False
-    """Whether it needs the largest gradient, which takes one more read of all gradients."""
+    """Whether the schedule needs the largest gradient, which costs one more read of all gradients."""
 
     def trackers(self) -> dict[str, float]:
-        """Return the first values of its state between steps: ints are kept as int32, floats as fp32."""
+        """Return the initial state that is kept between steps: ints as int32, floats as fp32."""
         return {}
 
     def adopt(self, scale: float) -> float:
@@ -84,7 +84,8 @@ class Schedule:
             met: The results of the steps.
         """
         raise TypeError(
-            f"{type(self).__name__} says nothing about how a scale moves: use Dynamic, Headroom, Static, ..."
+            f"{type(self).__name__} does not define how the scale moves: override advance_(), or use Dynamic, "
+            "Headroom, Static or Guard"
         )
 
 
@@ -98,9 +99,9 @@ class Dynamic(Schedule):
         finite, t + 1 = interval: scale = scale * growth_factor,   t = 0
         finite otherwise:                                          t = t + 1
 
-    kept within [min_scale, max_scale]. So far it is what `torch.amp.GradScaler` does. With `hysteresis`, of which h are
-    left, and `cooldown`, of which c are left (both of the large-model trainers: Megatron-LM backs off from the
-    second non-finite step on, hysteresis 2)::
+    kept within [min_scale, max_scale]. Apart from the bounds, this is the rule of `torch.amp.GradScaler`. Large-model
+    trainers add `hysteresis`, of which h are left, and `cooldown`, of which c are left (Megatron-LM backs off from the
+    second non-finite step on, which is hysteresis 2)::
 
         non-finite, c > 0:        t = 0,  c = c - 1
         non-finite, c = 0:        t = 0,  h = max(h - 1, 0);  if h = 0: scale = scale * backoff_factor,  c = cooldown
@@ -109,17 +110,16 @@ class Dynamic(Schedule):
     Args:
         init_scale: The first scale, in [2**-126, 3.4e38], the largest fp32 number.
         growth_factor: Finite, > 1.
-        backoff_factor: In [2**-149, 1), which fp32 holds.
+        backoff_factor: In [2**-149, 1), nonzero in fp32.
         growth_interval: Finite steps before the scale grows, >= 1.
-        hysteresis: How many non-finite steps there must have been since the scale last grew before it backs off, the
-            one at hand included; >= 1.
-        cooldown: Steps after a back-off in which it does not back off again, >= 0: a burst of non-finite steps then
-            costs one factor, and not one each.
+        hysteresis: The scale backs off from this non-finite step on, counted since it last grew; >= 1.
+        cooldown: Steps after a back-off without another one, >= 0, so that a burst of non-finite steps costs one
+            factor and not one each.
         min_scale: In [2**-126, max_scale].
         max_scale: In [min_scale, 3.4e38].
-        on_nonfinite_loss: A step whose loss was not finite says nothing about the scale. With "hold" it is skipped and
-            nothing moves; with "backoff" it counts like any non-finite step, as in torch. With ranks that agree,
-            "hold" takes one more collective of 64 bytes in `update`.
+        on_nonfinite_loss: The effect of a step whose loss was not finite, which is not the fault of the scale. With
+            "hold" it is skipped and nothing moves; with "backoff" it counts as any non-finite step, as in torch. With
+            a process group, "hold" needs one more collective of 64 bytes in `update`.
         patience: As for `Schedule`.
         on_exhausted: As for `Schedule`.
 
@@ -143,12 +143,12 @@ class Dynamic(Schedule):
         if not 1.0 < growth_factor < math.inf:
             raise ValueError(f"growth_factor must be a finite number > 1, got {self.growth_factor!r}")
         backoff_factor = real_number("backoff_factor", self.backoff_factor)
-        if not _SMALLEST <= backoff_factor < 1.0:  # smaller ones are 0 in fp32, and so would the scale be
+        if not _SMALLEST <= backoff_factor < 1.0:  # smaller ones are 0 in fp32, and the scale would be too
             raise ValueError(f"backoff_factor must be in [2**-149, 1), got {self.backoff_factor!r}")
         self._set(
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            growth_interval=count("growth_interval", self.growth_interval, 1, bits=63),  # a native op takes it
+            growth_interval=count("growth_interval", self.growth_interval, 1, bits=63),  # for a native op
             hysteresis=count("hysteresis", self.hysteresis, 1),
             cooldown=count("cooldown", self.cooldown, 0),
             min_scale=check_scale("min_scale", self.min_scale),
@@ -158,12 +158,12 @@ class Dynamic(Schedule):
         one_of("on_nonfinite_loss", self.on_nonfinite_loss, ("backoff", "hold"))
 
     @property
-    def needs_loss(self) -> bool:  # type: ignore[override]  # of this schedule an option decides
-        """Whether it needs to know if the loss was finite."""
+    def needs_loss(self) -> bool:  # type: ignore[override]  # depends on an option here
+        """Whether the schedule needs to know if the loss was finite."""
         return self.on_nonfinite_loss == "hold"
 
     def trackers(self) -> dict[str, float]:
-        """Return h and c of the docstring's rule at their first values, if there is more to it than torch's."""
+        """Return the initial h and c of the class's rule; empty if the rule is torch's."""
         return {} if self._is_torchs else {"hysteresis_left": self.hysteresis, "cooldown_left": 0}
 
     @cached_property
@@ -181,7 +181,7 @@ class Dynamic(Schedule):
             torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         else:
             self._advance_with_options_(scale, trackers, met)
-        # The native op lets a scale reach 0, after which every gradient is 0/0. On a CPU a look is cheaper.
+        # The native op lets a scale reach 0, after which every gradient is 0/0. On a CPU, a check is cheaper.
         if not scale.is_cpu or not self.min_scale <= scale.item() <= self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
 
@@ -204,7 +204,7 @@ class Dynamic(Schedule):
 
 @dataclass(frozen=True)
 class Static(Schedule):
-    """Keep the scale; steps that are not finite are skipped::
+    """Keep the scale constant, and skip steps that are not finite::
 
         scale = init_scale
 
@@ -221,20 +221,20 @@ class Static(Schedule):
     """
 
     def adopt(self, scale: float) -> float:
-        """Return the scale that it has anyway."""
+        """Return `init_scale`, whatever the scale of the other schedule."""
         return self.init_scale
 
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
-        """Leave the scale where it is."""
+        """Do nothing, because the scale is constant."""
 
 
 @dataclass(frozen=True)
 class Guard(Static):
-    """Scale nothing, and skip (and explain) steps that are not finite: for bf16 and fp32::
+    """Keep the scale at 1, and skip (and explain) steps that are not finite; for bf16 and fp32::
 
         scale = 1
 
-    bf16 has fp32's range, so there is nothing to scale; but one NaN still ends a training run (DeepSpeed#8415).
+    bf16 has fp32's range, so nothing needs scaling, but one NaN still ends a training run (DeepSpeed#8415).
 
     Args:
         patience: As for `Schedule`.
@@ -250,10 +250,10 @@ class Guard(Static):
 
 @dataclass(frozen=True)
 class Headroom(Schedule):
-    """Choose the scale from the largest gradient that was seen, so that some bits stay free: move before it overflows.
+    """Choose the scale from the largest recent gradient with some bits to spare, so that it moves before an overflow.
 
-    With g the largest magnitude of this step's unscaled gradients, over all parameters and ranks, and p a maximum of
-    them that halves every `half_life` steps::
+    With g the largest magnitude of this step's unscaled gradients, over all parameters and ranks, and p a running
+    maximum of g that halves every `half_life` steps::
 
         finite:      p = max(g, p * 2**(-1 / half_life)),  t = t + 1
                      target = largest_number * 2**-(headroom_bits + margin) / p
@@ -262,20 +262,20 @@ class Headroom(Schedule):
         non-finite:  scale = 2**(floor(log2(scale)) - ceil(max(headroom_bits, 1)))
                      margin = max(log2(largest_number / (scale * p)) - headroom_bits, 0),  t = 0
 
-    kept within [min_scale, max_scale]. What overflows first are often gradients of activations, which are not measured:
-    a step that did teaches the margin by how many bits they are larger. A step whose loss was not finite moves
-    nothing. The rule is castwise's own; that gradients' largest magnitude tells the scale is from Micikevicius et al.
-    2018, section 3.2 ("choose a value so that its product with the maximum absolute gradient value is below 65,504").
+    kept within [min_scale, max_scale]. Gradients of activations often overflow first, but are not measured: a step in
+    which they overflow sets the margin to the number of bits by which they are larger. A step whose loss was not finite
+    moves nothing. The rule is castwise's own; the idea to derive the scale from the largest gradient is from
+    Micikevicius et al. 2018, section 3.2 ("choose a value so that its product with the maximum absolute gradient value
+    is below 65,504").
 
-    The gradients are read once more for it, and with ranks that agree it takes one more collective of 64 bytes in
-    `update`.
+    It costs one more read of the gradients and, with a process group, one more collective of 64 bytes in `update`.
 
     Args:
-        init_scale: The first scale; it is left as soon as a gradient was seen.
-        headroom_bits: Powers of two that the largest gradient may grow by from one step to the next, >= 0.
+        init_scale: The first scale, used until there is a gradient.
+        headroom_bits: Powers of two by which the largest gradient may grow from one step to the next, >= 0.
         half_life: Steps after which a large gradient counts half as much, > 0.
-        relax_interval: Finite steps after which the margin is one bit smaller, >= 1.
-        largest_number: Of the format that gradients are computed in: 65504 for fp16.
+        relax_interval: Finite steps after which the margin shrinks by one bit, >= 1.
+        largest_number: The largest number of the format that gradients are computed in: 65504 for fp16.
         min_scale: In [2**-126, max_scale].
         max_scale: In [min_scale, 3.4e38].
         patience: As for `Schedule`.
@@ -312,7 +312,7 @@ class Headroom(Schedule):
     needs_largest = True
 
     def trackers(self) -> dict[str, float]:
-        """Return p and the margin of the docstring's rule at their first values."""
+        """Return the initial p and margin of the class's rule."""
         return {"peak": 0.0, "margin": 0.0}
 
     def adopt(self, scale: float) -> float:
@@ -328,10 +328,10 @@ class Headroom(Schedule):
             nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
         decayed = peak * 2.0 ** (-1.0 / self.half_life)
         torch.where(finite, torch.maximum(met.largest.reshape(()).to(peak.dtype), decayed), peak, out=peak)
-        # In powers of two, where nothing overflows; without a gradient that is not 0 any scale would do.
+        # Computed with exponents, which do not overflow. If all gradients are 0, any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()
-        # log2 is off a little in fp32, and a target made from a scale must give that scale.
+        # log2 is slightly inexact in fp32, and a target computed from a scale must give that scale.
         raised = torch.where(seen, torch.minimum((free - margin + _SLACK).floor(), exponent + 1), exponent)
         lowered = exponent - math.ceil(max(self.headroom_bits, 1.0))
         torch.where(nonfinite & seen, (free - lowered).clamp(min=0.0), margin, out=margin)
@@ -344,7 +344,7 @@ class Headroom(Schedule):
 
 
 def on_device(trackers: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return tensors of shape () that hold what a schedule remembers: int32 of integers, else fp32."""
+    """Return a schedule's trackers as tensors of shape (): int32 for integers, else fp32."""
     return {
         name: torch.full((), value, dtype=torch.int32 if isinstance(value, int) else torch.float32, device=device)
         for name, value in trackers.items()

@@ -1,4 +1,4 @@
-"""The counterpart of `torch.cpu`, for the sake of `castwise.cpu.amp`."""
+"""The counterpart of `torch.cpu`, which contains only `amp`."""
 
 from castwise.cpu import amp
 

@@ -1,4 +1,4 @@
-"""The counterpart of `torch.cuda`, for the sake of `castwise.cuda.amp`."""
+"""The counterpart of `torch.cuda`, which contains only `amp`."""
 
 from castwise.cuda import amp
 

@@ -1,4 +1,4 @@
-"""Mixed precision over several processes, at torch's own relative paths."""
+"""Mixed precision over several processes, at the same relative paths as in torch."""
 
 from castwise._lazy_modules import submodules_of
 

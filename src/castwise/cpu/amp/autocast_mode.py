@@ -1,4 +1,4 @@
-"""`autocast`, where `torch.cpu.amp.autocast_mode` has it."""
+"""`autocast`, at the path of `torch.cpu.amp.autocast_mode`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
     """Deprecated: `castwise.autocast("cpu", ...)`.
 
     Args:
-        enabled: As there.
-        dtype: As there.
-        cache_enabled: As there.
+        enabled: As for `castwise.autocast`.
+        dtype: As for `castwise.autocast`.
+        cache_enabled: As for `castwise.autocast`.
 
     Warns:
         FutureWarning: Always.

@@ -1,4 +1,4 @@
-"""`GradScaler`, where `torch.cpu.amp.grad_scaler` has it."""
+"""`GradScaler`, at the path of `torch.cpu.amp.grad_scaler`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class GradScaler(amp.GradScaler):
     """Deprecated: `castwise.GradScaler("cpu", ...)`, with the same arguments after the device.
 
     Args:
-        init_scale: As there.
-        growth_factor: As there.
-        backoff_factor: As there.
-        growth_interval: As there.
-        enabled: As there.
+        init_scale: As for `castwise.GradScaler`.
+        growth_factor: As for `castwise.GradScaler`.
+        backoff_factor: As for `castwise.GradScaler`.
+        growth_interval: As for `castwise.GradScaler`.
+        enabled: As for `castwise.GradScaler`.
 
     Warns:
         FutureWarning: Always.

@@ -1,4 +1,4 @@
-"""The deprecated spellings of `torch.cuda.amp`: each warns and does what `castwise.amp` does for `"cuda"`."""
+"""The deprecated names of `torch.cuda.amp`: each warns, then works as in `castwise.amp` with `"cuda"`."""
 
 from castwise.cuda.amp.autocast_mode import autocast, custom_bwd, custom_fwd
 from castwise.cuda.amp.common import amp_definitely_not_available

@@ -1,4 +1,4 @@
-"""`autocast`, `custom_fwd`, `custom_bwd` and `_cast`, where `torch.cuda.amp.autocast_mode` has them."""
+"""`autocast`, `custom_fwd`, `custom_bwd` and `_cast`, at the path of `torch.cuda.amp.autocast_mode`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
     """Deprecated: `castwise.autocast("cuda", ...)`.
 
     Args:
-        enabled: As there.
-        dtype: As there.
-        cache_enabled: As there.
+        enabled: As for `castwise.autocast`.
+        dtype: As for `castwise.autocast`.
+        cache_enabled: As for `castwise.autocast`.
 
     Warns:
         FutureWarning: Always.
@@ -42,8 +42,8 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     """Deprecated: `castwise.custom_fwd(..., device_type="cuda")`.
 
     Args:
-        fwd: As there.
-        cast_inputs: As there.
+        fwd: As for `castwise.custom_fwd`.
+        cast_inputs: As for `castwise.custom_fwd`.
 
     Warns:
         FutureWarning: Always.
@@ -56,7 +56,7 @@ def custom_bwd(bwd: Any) -> Any:
     """Deprecated: `castwise.custom_bwd(..., device_type="cuda")`.
 
     Args:
-        bwd: As there.
+        bwd: As for `castwise.custom_bwd`.
 
     Warns:
         FutureWarning: Always.

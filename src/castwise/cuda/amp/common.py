@@ -1,4 +1,4 @@
-"""`amp_definitely_not_available`, where `torch.cuda.amp.common` has it."""
+"""`amp_definitely_not_available`, at the path of `torch.cuda.amp.common`."""
 
 from castwise.amp.devices import amp_definitely_not_available
 

@@ -1,4 +1,4 @@
-"""`GradScaler` and `OptState`, where `torch.cuda.amp.grad_scaler` has them."""
+"""`GradScaler` and `OptState`, at the path of `torch.cuda.amp.grad_scaler`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class GradScaler(amp.GradScaler):
     """Deprecated: `castwise.GradScaler("cuda", ...)`, with the same arguments after the device.
 
     Args:
-        init_scale: As there.
-        growth_factor: As there.
-        backoff_factor: As there.
-        growth_interval: As there.
-        enabled: As there.
+        init_scale: As for `castwise.GradScaler`.
+        growth_factor: As for `castwise.GradScaler`.
+        backoff_factor: As for `castwise.GradScaler`.
+        growth_interval: As for `castwise.GradScaler`.
+        enabled: As for `castwise.GradScaler`.
 
     Warns:
         FutureWarning: Always.

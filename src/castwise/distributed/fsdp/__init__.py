@@ -1,4 +1,4 @@
-"""Gradient scaling for models that are split over ranks."""
+"""Gradient scaling for models that are sharded over ranks."""
 
 from castwise._lazy_modules import submodules_of
 

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`: a `GradScaler` with a process group, in torch's place and with torch's order of arguments."""
+"""`ShardedGradScaler`: a `GradScaler` with a process group, at torch's path and with torch's order of arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 if not torch.distributed.is_available():
     raise ImportError("ShardedGradScaler needs a build of torch that has torch.distributed")
 
-# Loads all of FSDP, so it is imported when this module is, and this module only when it is asked for.
+# This import loads all of FSDP, so this module is imported only on demand.
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
 from castwise._torch_private import privateuse1_backend_name
@@ -37,33 +37,33 @@ class _GeneralMultiDeviceReplicator(MultiDeviceReplicator):
     def __init__(self, master_tensor: torch.Tensor) -> None:
         if not _is_supported_device(master_tensor):
             raise ValueError(
-                f"a tensor can be copied from {', '.join(_TYPES)} or a backend of your own, got {master_tensor.device}"
+                f"a tensor can be copied from {', '.join(_TYPES)} or a custom backend, got {master_tensor.device}"
             )
         super().__init__(master_tensor)
 
 
 class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
-    """A `GradScaler` for models that are split or repeated over ranks, which all take and skip the same steps.
+    """A `GradScaler` for models that are sharded or replicated over ranks, which all take and skip the same steps.
 
-    It is `GradScaler(..., allow_fp16_gradients=True, process_group=...)`, but scaled losses keep their dtype, as FSDP
-    needs it for losses in fp16 or bf16.
+    It works as `GradScaler(..., allow_fp16_gradients=True, process_group=...)`, except that scaled losses keep their
+    dtype, which FSDP needs for losses in fp16 or bf16.
 
     Args:
         device: As for `GradScaler`.
         init_scale: As for `GradScaler`.
-        backoff_factor: As for `GradScaler`, but it comes first here, as in torch.
+        backoff_factor: As for `GradScaler`, but before `growth_factor`, as in torch.
         growth_factor: As for `GradScaler`.
         growth_interval: As for `GradScaler`.
         enabled: As for `GradScaler`.
         schedule: As for `GradScaler`.
-        process_group: A group or a `DeviceMesh`; None stands for all ranks there are when a step is taken.
+        process_group: A group or a `DeviceMesh`; None means all ranks that exist when a step is taken.
         pipeline_stages: As for `GradScaler`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or torch knows no such device.
-        RuntimeError: In a step or clipping, on all ranks, when they do not do the same with their scalers, or one of
-            them cannot be reached. None has stepped then.
+        ValueError: An argument is out of its range, or torch does not know the device.
+        RuntimeError: In a step or clipping, on all ranks, if they no longer use their scalers in the same way, or one
+            of them cannot be reached. No rank has stepped then.
     """
 
     _keeps_loss_dtype = True  # FSDP needs it for losses in half precision
@@ -96,7 +96,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
 
     @property
     def process_group(self) -> Ranks | None:  # type: ignore[override]  # torch's is a variable and takes no mesh
-        """The group or mesh that decides together: all ranks if none was given."""
+        """The group or mesh whose ranks decide together; all ranks if none was given."""
         assert self._agreement is not None
         return self._agreement.ranks or torch.distributed.group.WORLD
 
