@@ -368,11 +368,11 @@ def test_shapes_that_a_recipe_does_not_take_are_refused() -> None:
         Policy(compute="bfloat16", modules={"head": ROWWISE}).bind(Model())
     assert str(raised.value) == (
         "modules['head'] = 'float8_rowwise' gives 'head' a recipe that it cannot take: its weight has the shape "
-        "(10, 32), and float8_rowwise takes multiples of 16. Write 'float8_rowwise?' to leave such modules in the "
+        "(10, 32), but float8_rowwise needs multiples of 16. Write 'float8_rowwise?' to leave such modules in the "
         "dtype around them, or give 'head' a rule of its own"
     )
     with pytest.raises(
-        ValueError, match=r"'blocks\.0\.mlp\.0' .* \(64, 32\), and float8_blockwise takes multiples of 128"
+        ValueError, match=r"'blocks\.0\.mlp\.0' .* \(64, 32\), but float8_blockwise needs multiples of 128"
     ):
         Policy(compute="bfloat16", modules={"blocks": "float8_blockwise"}).bind(Model())
 
@@ -388,9 +388,9 @@ class OwnForward(nn.Linear):
         (
             lambda: nn.Sequential(nn.Conv2d(3, 16, 3)),
             {"0": ROWWISE},
-            "'0' a recipe .*: its type is Conv2d, and recipes are for nn.Linear",
+            "'0' a recipe .*: its type is Conv2d, but recipes are for nn.Linear",
         ),
-        (lambda: nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has a forward of its own"),
+        (lambda: nn.Sequential(OwnForward(16, 16)), {"0": ROWWISE}, "this OwnForward has its own forward"),
         (lambda: nn.Sequential(nn.LazyLinear(16)), {"0": ROWWISE}, "its weight has no shape before the first batch"),
         (lambda: nn.Sequential(nn.Linear(16, 16).double()), {"0": ROWWISE}, r"its weight is torch\.float64"),
         (lambda: nn.Sequential(nn.GELU()), {"0": ROWWISE}, "gives no module a recipe: recipes are for nn.Linear"),
@@ -442,8 +442,8 @@ def test_explain_names_recipes_what_computes_them_and_who_does_not_take_them(
     assert ["blocks.0.mlp.0", "Linear", "2,112", "mxfp8", "(emulated)", "blocks.0", "(of", "blocks.0)"] in lines
     head = next(" ".join(line) for line in lines if line[0] == "head")
     assert head == (
-        "head Linear 330 bfloat16 compute; not float8_rowwise: its weight has the shape (10, 32), and float8_rowwise "
-        "takes multiples of 16"
+        "head Linear 330 bfloat16 compute; not float8_rowwise: its weight has the shape (10, 32), but float8_rowwise "
+        "needs multiples of 16"
     )
 
 
@@ -454,7 +454,7 @@ def test_explain_lists_layers_without_their_recipe_but_not_the_containers_of_lay
         if each.without_recipe is not None
     }
     assert "head" in without
-    assert without["blocks.0.norm"] == "not mxfp8: its type is LayerNorm, and recipes are for nn.Linear"
+    assert without["blocks.0.norm"] == "not mxfp8: its type is LayerNorm, but recipes are for nn.Linear"
     assert not {"", "blocks", "blocks.0", "blocks.0.mlp"} & without.keys()
 
 
@@ -478,6 +478,6 @@ def test_that_a_recipe_is_emulated_is_said_once() -> None:
         Policy(compute="bfloat16", modules={"blocks": "mxfp8"}, backend="emulated").bind(Model())
     (only,) = warned
     assert str(only.message).startswith(
-        "float8_tensorwise is emulated on this cpu: the numbers are those of the recipe"
+        "float8_tensorwise is emulated on this cpu: the results are those of the recipe"
     )
     assert only.filename == __file__

@@ -639,7 +639,7 @@ def test_weights_that_cannot_be_watched_are_left_to_autocast_and_named() -> None
         model = nn.ModuleList([nn.Linear(4, 4, bias=False)])
     cache = WeightCache(model)
     same(output(model[0], cache), output(model[0], None))
-    assert cache.report().refused == {"0.weight": "made in inference mode, where no writes are counted"}
+    assert cache.report().refused == {"0.weight": "created in inference mode, where writes are not counted"}
 
 
 # -- what is held, and for how long ------------------------------------------------------------------------------------

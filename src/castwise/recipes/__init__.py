@@ -1,1 +1,1 @@
-"""Recipes of 8 and 4 bits: how the three products of an `nn.Linear` are quantized, and what computes them."""
+"""8-bit and 4-bit recipes: how the three products of an `nn.Linear` are quantized, and what computes them."""

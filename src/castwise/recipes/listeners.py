@@ -1,6 +1,6 @@
-"""What is told of layers that compute by a recipe: to a trace, and to a monitor's samples.
+"""Notifications from layers that compute with a recipe, for traces and for a monitor's samples.
 
-Nothing is told of compiled code, nor of what torchao computes.
+Compiled code and torchao send none.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from castwise.recipes.recipe import Recipe
 from castwise.recipes.scalings import Quantized, Scaling
 
 Operand = Literal["input", "weight", "grad_output", "weight_t", "grad_output_t", "input_t"]
-"""Of the output, of the gradient of the input, and of that of the weight: as they are, or transposed."""
+"""An operand of one of the three products; with `_t` it is transposed."""
 
 Phase = Literal["forward", "backward"]
 
 
 class Listener(Protocol):
-    """Who is told, while it is in `LISTENERS`."""
+    """An object that is notified while it is in `LISTENERS`."""
 
     def products(
         self, telling: Telling, phase: Phase, operands: tuple[torch.Tensor, ...]
     ) -> AbstractContextManager[Any]:
-        """Return what surrounds the products of a forward or backward, given the tensors that it begins with."""
+        """Return a context manager around the products of a forward or backward, given its input tensors."""
 
     def quantized(self, telling: Telling, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
-        """Look at an operand that was quantized, or at the copy of one that was kept."""
+        """Receive an operand with its quantized values, which may come from a cache."""
 
 
 LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
-"""Those who are told; a monitor, and with it its model, is not kept alive by that."""
+"""The objects to notify. The references are weak, so they keep no monitor or model alive."""
 
 
 class Telling(NamedTuple):
-    """Tells listeners of one call of a layer, and of its backward.
+    """Notifies listeners of one call of a layer and of its backward.
 
     Args:
         layer: The layer.
-        recipe: By which it computes.
-        is_emulated: Whether no kernels of torch's compute the products.
-        wants_gradients: Whether autograd was on.
+        recipe: The recipe of the layer.
+        is_emulated: Whether the products are computed without torch's kernels.
+        wants_gradients: Whether autograd was enabled.
     """
 
     layer: nn.Module
@@ -58,13 +58,13 @@ class Telling(NamedTuple):
         return f"{self.recipe.name} ({'emulated' if self.is_emulated else 'torch'})"
 
     def products(self, phase: Phase, *operands: torch.Tensor) -> ExitStack:
-        """Surround the products of a forward or backward."""
+        """Return the listeners' context managers around the products of a forward or backward."""
         stack = ExitStack()
         for listener in tuple(LISTENERS):  # another thread may add one
             stack.enter_context(listener.products(self, phase, operands))
         return stack
 
     def quantized(self, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
-        """Tell of an operand."""
+        """Notify listeners of a quantized operand."""
         for listener in tuple(LISTENERS):  # another thread may add one
             listener.quantized(self, operand, tensor, by, to)

@@ -1,4 +1,4 @@
-"""A linear layer by a recipe: its three products of quantized operands, with autograd."""
+"""A linear layer with a recipe: its three products of quantized operands, with autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.recipes.recipe import Recipe
 from castwise.recipes.scalings import Quantized, Scaling
 
 Weights = Callable[[torch.Tensor, Scaling, bool], Quantized]
-"""Returns a weight quantized, the third argument says if transposed: anew, or as it was kept."""
+"""Returns a quantized weight, computed or cached; the third argument tells whether it is transposed."""
 
 
 def quantize_weight(weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
@@ -32,21 +32,21 @@ def linear(
     weights: Weights = quantize_weight,
     tell: Telling | None = None,
 ) -> torch.Tensor:
-    """Return `input @ weight.t() + bias` by a recipe.
+    """Return `input @ weight.t() + bias`, computed with a recipe.
 
     Args:
-        input: Of shape (..., inputs), in the dtype that the output is to have.
+        input: Of shape (..., inputs), in the dtype of the output.
         weight: Of shape (outputs, inputs), of any floating-point dtype.
         bias: Of shape (outputs,), or None.
-        recipe: The recipe, which takes numbers of inputs and outputs such as these.
-        uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products; else they are computed of the
-            numbers that the quantized operands stand for, in fp32, or in bf16 if that holds these.
+        recipe: The recipe, which must support these numbers of inputs and outputs.
+        uses_kernels: Whether `torch.nn.functional.scaled_mm` computes the products. Otherwise they are computed from
+            the dequantized operands, in fp32, or in bf16 if it holds them.
         weights: Quantizes the weight.
-        tell: Tells listeners, if there are any.
+        tell: Notifies listeners, if there are any.
     """
-    if input.numel() == 0 or weight.numel() == 0:  # there is no largest number of none
+    if input.numel() == 0 or weight.numel() == 0:  # an empty operand has no largest number
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-    # Shaped out here: what writes in place, such as nn.ReLU(inplace=True), must not be given a view from a Function.
+    # Reshaped here, because in-place ops such as nn.ReLU(inplace=True) must not get a view from inside a Function.
     arguments = input.reshape(-1, input.shape[-1]), weight, recipe, uses_kernels, weights, tell
     output: torch.Tensor = _Products.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
     output = output.view(*input.shape[:-1], -1)
@@ -54,7 +54,7 @@ def linear(
 
 
 class _Products(torch.autograd.Function):
-    """The three products, of matrices."""
+    """The three matrix products."""
 
     @staticmethod
     def forward(
@@ -70,8 +70,8 @@ class _Products(torch.autograd.Function):
         ctx.recipe, ctx.uses_kernels, ctx.weights, ctx.tell = recipe, uses_kernels, weights, tell
         of_input, of_weight = recipe.output
         with nullcontext() if tell is None else tell.products("forward", input, weight):
-            left = _told("input", input, of_input, of_input.quantize(input), tell)
-            right = _told("weight", weight, of_weight, weights(weight, of_weight, False), tell)
+            left = _notify("input", input, of_input, of_input.quantize(input), tell)
+            right = _notify("weight", weight, of_weight, weights(weight, of_weight, False), tell)
             return _product(left, of_input, right, of_weight, input.dtype, uses_kernels)
 
     @staticmethod
@@ -83,8 +83,8 @@ class _Products(torch.autograd.Function):
             grad_input = grad_weight = None
             if ctx.needs_input_grad[0]:
                 of_grad, of_weight = recipe.grad_input
-                left = _told("grad_output", grad_output, of_grad, of_grad.quantize(grad_output), tell)
-                right = _told("weight_t", weight, of_weight, ctx.weights(weight, of_weight, True), tell)
+                left = _notify("grad_output", grad_output, of_grad, of_grad.quantize(grad_output), tell)
+                right = _notify("weight_t", weight, of_weight, ctx.weights(weight, of_weight, True), tell)
                 grad_input = _product(left, of_grad, right, of_weight, dtype, uses_kernels)
             if ctx.needs_input_grad[1]:
                 if recipe.grad_weight is None:
@@ -92,20 +92,20 @@ class _Products(torch.autograd.Function):
                 else:
                     of_grad, of_input = recipe.grad_weight
                     grads_t, input_t = _padded(grad_output, recipe).t(), _padded(input, recipe).t()
-                    left = _told("grad_output_t", grad_output, of_grad, of_grad.quantize(grads_t), tell)
-                    right = _told("input_t", input, of_input, of_input.quantize(input_t), tell)
+                    left = _notify("grad_output_t", grad_output, of_grad, of_grad.quantize(grads_t), tell)
+                    right = _notify("input_t", input, of_input, of_input.quantize(input_t), tell)
                     grad_weight = _product(left, of_grad, right, of_input, dtype, uses_kernels)
         return grad_input, grad_weight, None, None, None, None
 
 
-def _told(name: Operand, operand: torch.Tensor, by: Scaling, to: Quantized, tell: Telling | None) -> Quantized:
+def _notify(name: Operand, operand: torch.Tensor, by: Scaling, to: Quantized, tell: Telling | None) -> Quantized:
     if tell is not None:
         tell.quantized(name, operand, by, to)
     return to
 
 
 def _padded(operand: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Add rows of zeros until a recipe takes their number as one to contract."""
+    """Add rows of zeros until a recipe can contract over the rows."""
     missing = -operand.shape[0] % recipe.multiple_of
     return functional.pad(operand, (0, 0, 0, missing)) if missing else operand
 
@@ -113,7 +113,7 @@ def _padded(operand: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 def _product(
     left: Quantized, of_left: Scaling, right: Quantized, of_right: Scaling, dtype: torch.dtype, uses_kernels: bool
 ) -> torch.Tensor:
-    """Return the product of a quantized operand and of the transpose of another one."""
+    """Return the product of a quantized operand and the transpose of another."""
     if uses_kernels:
         return _scaled_mm(_as_stored(left, of_left), _as_stored(right, of_right), dtype)
     numbers, others = of_left.dequantize_(left), of_right.dequantize_(right).t()
@@ -123,12 +123,12 @@ def _product(
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    # With `out=`, as autocast leaves that alone: a backward may be called in a region.
+    # With `out=`, which autocast does not cast: a backward may run inside a region.
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
 
 
 def _as_stored(quantized: Quantized, by: Scaling) -> Quantized:
-    """Return an operand with its values in the dtype of 8 bits that kernels take."""
+    """Return an operand with its values in the 8-bit dtype that kernels accept."""
     assert by.numbers.dtype is not None
     return quantized._replace(values=quantized.values.to(by.numbers.dtype))
 
@@ -136,12 +136,12 @@ def _as_stored(quantized: Quantized, by: Scaling) -> Quantized:
 def _scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype) -> torch.Tensor:
     is_by_row = left.scale.ndim > 0 or right.scale.ndim > 0
     kind = functional.ScalingType.RowWise if is_by_row else functional.ScalingType.TensorWise
-    # A kernel takes scales of rows, or of a tensor, for both operands.
+    # A kernel needs the same kind of scales for both operands: of rows, or of the tensor.
     of_left, of_right = (
         operand.scale.reciprocal().expand(*((operand.values.shape[0], 1) if is_by_row else (1,))).contiguous()
         for operand in (left, right)
     )
-    by_row_on_gpu = is_by_row and left.values.is_cuda  # where the kernels return bf16 alone
+    by_row_on_gpu = is_by_row and left.values.is_cuda  # where the kernels return only bf16
     return functional.scaled_mm(
         left.values.contiguous(),
         right.values.contiguous().t(),

@@ -1,4 +1,4 @@
-"""The recipes by name: which operand of which product is quantized how, what shapes they take, and what runs them."""
+"""The recipes by name: how each operand of each product is quantized, the supported shapes, and what runs them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Nvfp4, Scaling
 
 BACKENDS = ("auto", "emulated", "torch", "torchao")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
-"""Types of devices on which the backend "torch" calls `scaled_mm`, whether it is there or not."""
+"""Types of devices on which the backend "torch" calls `scaled_mm`, whether or not the device supports it."""
 
 Scalings = tuple[Scaling, Scaling]
-"""Of the two operands of a product."""
+"""The scalings of the two operands of a product."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Recipe:
     """How a linear layer computes its output and the two gradients.
 
     Args:
-        name: As in a policy.
+        name: The name in a policy.
         output: The scalings of `input` and `weight`, whose product is the output.
-        grad_input: Those of `grad_output` and of the transpose of `weight`.
-        grad_weight: Those of the transposes of `grad_output` and `input`; None computes it in the dtype around.
-        multiple_of: What divides the numbers of inputs and outputs, 16 or the block. Rows of a batch may be any: where
-            they are contracted, zeros are added, which change nothing.
-        capability: The least compute capability of an NVIDIA GPU on which `torch.nn.functional.scaled_mm` runs it; None
-            if the backends "torch" and "torchao" do not have it.
+        grad_input: The scalings of `grad_output` and of the transpose of `weight`.
+        grad_weight: The scalings of the transposes of `grad_output` and `input`; None does not quantize this product.
+        multiple_of: The number that must divide the numbers of inputs and outputs: 16 or the block size. A batch may
+            have any number of rows: where these are contracted, zeros are added, which change nothing.
+        capability: The lowest compute capability of an NVIDIA GPU on which `torch.nn.functional.scaled_mm` runs the
+            recipe; None if the backends "torch" and "torchao" do not support it.
     """
 
     name: str
@@ -49,8 +49,8 @@ _MXFP8, _NVFP4 = Mxfp8(), Nvfp4()
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        # The first three are those of torchao's `Float8LinearConfig.from_recipe_name`. Tensor cores for fp8 came with
-        # capability 8.9, torch's kernels for scales of rows with 9.0.
+        # The first three are those of torchao's `Float8LinearConfig.from_recipe_name`. Tensor cores for fp8 need
+        # capability 8.9, torch's kernels for row scales 9.0.
         Recipe("float8_tensorwise", (_TENSOR, _TENSOR), (_GRAD_TENSOR, _TENSOR), (_GRAD_TENSOR, _TENSOR), 16, (8, 9)),
         Recipe("float8_rowwise", (_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW), 16, (9, 0)),
         Recipe("float8_rowwise_with_gw_hp", (_ROW, _ROW), (_ROW, _TENSOR_BY_2), None, 16, (9, 0)),
@@ -62,33 +62,33 @@ RECIPES = {
 
 
 def named(rule: str) -> Recipe | None:
-    """Return the recipe that a rule names, with or without "?" behind it; None for rules of other kinds."""
+    """Return the recipe that a rule names, with or without a trailing "?"; None for other rules."""
     return RECIPES.get(rule.removesuffix("?"))
 
 
 def why_not_for(module: nn.Module, rule: str) -> str | None:
-    """Return why a module cannot take the recipe of a rule, or None if it can."""
+    """Return why a module cannot use the recipe of a rule, or None if it can."""
     recipe = RECIPES[rule.removesuffix("?")]
     if not isinstance(module, nn.Linear):
-        return f"its type is {type(module).__name__}, and recipes are for nn.Linear"
+        return f"its type is {type(module).__name__}, but recipes are for nn.Linear"
     if type(module).forward is not nn.Linear.forward:
-        return f"this {type(module).__name__} has a forward of its own"
+        return f"this {type(module).__name__} has its own forward"
     if isinstance(module.weight, nn.UninitializedParameter):
         return "its weight has no shape before the first batch"
     if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its weight is {module.weight.dtype}, and recipes quantize fp32, bf16 and fp16"
+        return f"its weight is {module.weight.dtype}, but recipes quantize fp32, bf16 and fp16"
     outputs, inputs = module.weight.shape if module.weight.ndim == 2 else (module.out_features, module.in_features)
     if inputs % recipe.multiple_of or outputs % recipe.multiple_of:
         return (
-            f"its weight has the shape ({outputs}, {inputs}), and {recipe.name} takes multiples of {recipe.multiple_of}"
+            f"its weight has the shape ({outputs}, {inputs}), but {recipe.name} needs multiples of {recipe.multiple_of}"
         )
     return None
 
 
 def runs_natively(recipe: Recipe, device: str | torch.device) -> bool:
-    """Return True if torch has kernels for a recipe on a device, whose units are made for it.
+    """Return True if torch has kernels for a recipe on a device, and the device has units for it.
 
-    torch's kernels for CPUs compute the same products, but many times slower than in bf16.
+    torch's CPU kernels compute the same products, but many times slower than in bf16.
 
     Args:
         recipe: The recipe.
@@ -101,7 +101,7 @@ def runs_natively(recipe: Recipe, device: str | torch.device) -> bool:
 
 
 def kernels_on(recipe: Recipe, backend: str) -> frozenset[str]:
-    """Return the types of devices on which a backend has torch's kernels compute a recipe; others emulate it."""
+    """Return the types of devices on which a backend runs a recipe with torch's kernels; on others it is emulated."""
     if backend == "torch":
         return frozenset(DEVICES)
     return frozenset({"cuda"} if backend == "auto" and runs_natively(recipe, "cuda") else ())
@@ -119,26 +119,26 @@ def labelled(recipe: Recipe, backend: str, device: str) -> str:
 
 
 SETTLED: set[tuple[Recipe, str]] = set()
-"""Recipes and types of devices that need no warning any more."""
+"""Recipes and types of devices that were already checked, so they do not warn again."""
 
 
 def warn_if_emulated(recipe: Recipe, device: str) -> None:
-    """Warn, once a process, recipe and device, that the backend "auto" emulates a recipe.
+    """Warn once per process, recipe and type of device that the backend "auto" emulates a recipe.
 
     Args:
         recipe: The recipe.
         device: The `type` of a device.
 
     Warns:
-        UserWarning: It does.
+        UserWarning: The recipe does not run natively on the device.
     """
     if (recipe, device) in SETTLED:
         return
     SETTLED.add((recipe, device))
     if not runs_natively(recipe, device):
         warn(
-            f"{recipe.name} is emulated on this {device}: the numbers are those of the recipe, the speed is not. Write "
-            'backend="emulated" to say that you know, or see `castwise doctor` for what runs natively',
+            f"{recipe.name} is emulated on this {device}: the results are those of the recipe, but not the speed. Pass "
+            'backend="emulated" to silence this warning, or see `castwise doctor` for what runs natively',
             UserWarning,
             5,
         )

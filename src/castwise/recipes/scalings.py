@@ -1,11 +1,11 @@
-"""How an operand of a matrix product is quantized: to which numbers, and which elements share a scale.
+"""How operands of matrix products are quantized: to which numbers, and which elements share a scale.
 
-An operand has two dimensions, of which the product contracts the second. Scales are computed from the operand as it is
-("dynamic scaling"); amax, scale and quotient are fp32. The arithmetic is that of the project a recipe comes from, up to
-the order of roundings, so that results are its bits.
+An operand has two dimensions, of which the product contracts the second. Scales are computed from the current operand
+("dynamic scaling"); amax, scale and quotient are fp32. The arithmetic follows the project that a recipe comes from, in
+the same order of roundings, so results match it bit for bit.
 
-Numbers of 8 and 4 bits are rounded to in fp32 and kept as fp32 or bf16, which hold them all: CPUs take several times as
-long to convert torch's dtypes of 8 bits, and there is none of 4.
+8-bit and 4-bit numbers are rounded in fp32 and kept as fp32 or bf16, which hold all of them: CPUs take several times as
+long to convert torch's 8-bit dtypes, and torch does not convert to its 4-bit dtype.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn import functional
 
 
 class Numbers(NamedTuple):
-    """The numbers that a format has, apart from NaN and infinity.
+    """The finite numbers of a format.
 
     Args:
         name: Its bits: "e4m3" has four of exponent and three of mantissa.
         mantissa_bits: How many bits follow the leading one.
-        smallest_normal: The smallest number with all of these bits.
+        smallest_normal: The smallest number with full precision.
         largest: The largest number.
-        dtype: What torch's kernels take it as; None if they do not here.
+        dtype: The dtype for torch's kernels; None if they are not used.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Numbers(NamedTuple):
     dtype: torch.dtype | None = None
 
     def round_(self, values: torch.Tensor) -> torch.Tensor:
-        """Round fp32 numbers in place to the nearest of the format, ties to the even one; saturate larger ones."""
+        """Round fp32 values in place to the nearest number of the format, ties to even; saturate larger ones."""
         values.clamp_(-self.largest, self.largest)
-        # The distance of the format's numbers there, times one and a half times 2**23: a sum with that has no bits left
-        # for what is to be rounded off.
+        # 1.5 * 2**23 times the local spacing of the format's numbers: a sum with that has no bits left below the
+        # spacing.
         exponent = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
         magic = exponent.clamp_(min=self.smallest_normal).mul_(1.5 * 2.0 ** (23 - self.mantissa_bits))
         return values.add_(magic).sub_(magic)
@@ -54,8 +54,8 @@ class Quantized(NamedTuple):
     """A quantized operand.
 
     Args:
-        values: Numbers of the format, of the operand's shape, as fp32 or bf16.
-        scale: fp32, of a shape that `Scaling.dequantize_` knows.
+        values: Numbers of the format, in the operand's shape, as fp32 or bf16.
+        scale: fp32, in the shape that `Scaling.dequantize_` expects.
     """
 
     values: torch.Tensor
@@ -71,18 +71,18 @@ class Scaling(Protocol):
 
     @property
     def fits_bf16(self) -> bool:
-        """Whether bf16 holds all numbers that a quantized operand stands for."""
+        """Whether bf16 holds all numbers of a dequantized operand."""
 
     def quantize(self, operand: torch.Tensor) -> Quantized:
-        """Quantize an operand of two dimensions and of any floating-point dtype; NaNs stay NaN."""
+        """Quantize a two-dimensional operand of any floating-point dtype; NaNs stay NaN."""
 
     def dequantize_(self, quantized: Quantized) -> torch.Tensor:
-        """Return in fp32 the numbers that a quantized operand stands for; overwrites its values if these are fp32."""
+        """Return the dequantized operand in fp32; overwrites the quantized values if they are fp32."""
 
 
 @dataclass(frozen=True)
 class Float8:
-    """A format of 8 bits, with fp32 scales by which operands are multiplied.
+    """An 8-bit format, with fp32 scales by which operands are multiplied.
 
     ::
 
@@ -93,18 +93,17 @@ class Float8:
 
     Args:
         numbers: `E4M3` or `E5M2`.
-        block: Rows and columns that share a scale, as DeepSeek-V3 has it (arXiv 2412.19437, section 3.3.2); None for
-            all of them.
-        power_of_2: Whether scales are powers of two, so that dividing by them again is exact.
+        block: Rows and columns that share a scale, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); None for all.
+        power_of_2: Whether scales are powers of two, so that dividing by them is exact.
     """
 
     numbers: Numbers
     block: tuple[int | None, int | None]
     power_of_2: bool = False
-    fits_bf16: bool = False  # scales by powers of two do, but torchao's emulation multiplies those in fp32, too
+    fits_bf16: bool = False  # with power-of-two scales it could, but torchao's emulation uses fp32 there too
 
     def quantize(self, operand: torch.Tensor) -> Quantized:
-        """Quantize an operand; scales have the shape (), (rows, 1), or that of blocks, (a, 1, b, 1)."""
+        """Quantize an operand; scales have the shape (), (rows, 1), or for blocks (a, 1, b, 1)."""
         grouped, dims = self._grouped(operand)
         amax = grouped.abs()
         for dim in dims:  # one by one is faster
@@ -122,18 +121,18 @@ class Float8:
         return grouped.float().div_(quantized.scale).reshape(quantized.values.shape)
 
     def _grouped(self, operand: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Return an operand in a shape, and the dimensions in which elements share a scale."""
+        """Return the operand reshaped into blocks, and the dimensions along which elements share a scale."""
         rows, columns = self.block
         if columns is None:
             return operand, ((1, 0) if rows is None else (1,))
         assert rows is not None
-        operand = operand.float().contiguous()  # in blocks of a transposed one amax takes four times as long
+        operand = operand.float().contiguous()  # amax over blocks takes four times as long if transposed
         return operand.view(operand.shape[0] // rows, rows, operand.shape[1] // columns, columns), (3, 1)
 
 
 @dataclass(frozen=True)
 class Mxfp8:
-    """MXFP8: e4m3 numbers in blocks of 32 along the contraction, each with a power of two as scale (E8M0).
+    """MXFP8: e4m3 numbers in blocks of 32 along the contraction, each with a power-of-two scale (E8M0).
 
     ::
 
@@ -149,7 +148,7 @@ class Mxfp8:
     fits_bf16: bool = True
 
     def quantize(self, operand: torch.Tensor) -> Quantized:
-        """Quantize an operand whose second dimension 32 divides; scales have the shape (rows, blocks, 1)."""
+        """Quantize an operand whose second dimension is a multiple of 32; scales have the shape (rows, blocks, 1)."""
         grouped = operand.float().contiguous().view(operand.shape[0], -1, 32)
         amax = grouped.abs().amax(-1, keepdim=True)
         exponent = torch.ceil(torch.log2(amax / self.numbers.largest)).clamp_(-127, 127)
@@ -164,7 +163,7 @@ class Mxfp8:
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """NVFP4: e2m1 numbers in blocks of 16 along the contraction, each with an e4m3 scale, and an fp32 scale of all.
+    """NVFP4: e2m1 numbers in blocks of 16 along the contraction, each with an e4m3 scale, and one fp32 scale for all.
 
     ::
 
@@ -181,14 +180,14 @@ class Nvfp4:
     fits_bf16: bool = False
 
     def quantize(self, operand: torch.Tensor) -> Quantized:
-        """Quantize an operand whose second dimension 16 divides.
+        """Quantize an operand whose second dimension is a multiple of 16.
 
-        Scales have the shape (rows, blocks, 1), and are products of both.
+        Scales have the shape (rows, blocks, 1); each is the product of both scales.
         """
         grouped = operand.float().contiguous().view(operand.shape[0], -1, 16)
-        # Pooling takes a third of the time that `amax` takes of so few elements.
+        # For so few elements, pooling takes a third of the time of `amax`.
         amax = functional.max_pool1d(grouped.abs().view(operand.shape), 16).unsqueeze(-1)
-        # The bound keeps the reciprocal finite where all is zero.
+        # The bound keeps the reciprocal finite if all elements are zero.
         of_all = (amax.amax() / (E4M3.largest * E2M1.largest)).clamp(min=2.0**-100)
         of_block = E4M3.round_((amax / E2M1.largest / of_all).clamp_(min=E4M3.smallest_normal))
         values = self.numbers.round_(grouped * (1.0 / of_all / of_block))

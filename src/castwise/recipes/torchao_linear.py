@@ -1,4 +1,4 @@
-"""The backend "torchao": the recipes of its `Float8Linear`, computed by itself."""
+"""The backend "torchao": the recipes of its `Float8Linear`, computed by torchao."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castwise.recipes.recipe import Recipe
 
 
 class _Layer(NamedTuple):
-    """A `Float8Linear` as its forward sees it: with the weights that the layer has in this call."""
+    """Stands in for a `Float8Linear` in its forward, with the layer's weights in this call."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -20,13 +20,13 @@ class _Layer(NamedTuple):
 
 
 class TorchaoLinear:
-    """Computes linear layers as torchao's `Float8Linear` of a recipe does.
+    """Computes linear layers as torchao's `Float8Linear` does with a recipe.
 
     Args:
-        recipe: One that torchao has.
+        recipe: A recipe that torchao supports.
 
     Raises:
-        ImportError: There is no torchao.
+        ImportError: torchao is not installed.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -41,8 +41,8 @@ class TorchaoLinear:
             self._mm_config = Float8Linear(16, 16, bias=False, config=self._config).linear_mm_config
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return what the layer returns for an input in the dtype that the output is to have."""
-        if input.numel() == 0 or weight.numel() == 0:  # of nothing there is no largest number
+        """Return the output of the layer, in the dtype of `input`."""
+        if input.numel() == 0 or weight.numel() == 0:  # an empty operand has no largest number
             return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
         output: torch.Tensor = self._forward(_Layer(weight, bias, self._mm_config, self._config), input)
         return output

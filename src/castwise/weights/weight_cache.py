@@ -1,13 +1,13 @@
-"""`WeightCache`: low-precision copies of weights that outlive an autocast region, made again only after a change.
+"""`WeightCache`: low-precision copies of weights that outlive an autocast region, refreshed only after a change.
 
-Autocast casts a weight at its first use in each region, and one that is frozen, or under `inference_mode`, at every
-use. While regions with a cache last, each plain layer of the model (`nn.Linear`, convolutions) has a forward of its
-own, an attribute of the instance, that gives copies to the op. Three facts shaped the code:
+Autocast casts a weight at its first use in each region; a frozen weight, or any weight under `inference_mode`, at every
+use. While regions with a cache are active, each plain layer of the model (`nn.Linear`, convolutions) has its own
+forward, an attribute of the instance, that passes copies to the op. Three facts shaped the code:
 
-* Whatever is unusual is left to autocast, which computes the same bits: compiled, traced and transformed code, tensor
-  subclasses, parametrizations, torch's inference fast path, function modes, threads outside of the cache's regions.
-* Where gradients are wanted, autocast is made to take a copy for its own cast: the graph is the one it makes.
-* A copy that a graph has saved is never written to: a changed weight gets a new one.
+* Unusual cases are left to autocast, which computes the same bits: compiled, traced and transformed code, tensor
+  subclasses, parametrizations, torch's inference fast path, function modes, threads outside the cache's regions.
+* With gradients enabled, autocast is made to use a copy as its own cast, so it builds its usual graph.
+* A copy that a graph has saved is never written to: a changed weight gets a new copy.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from castwise.recipes.quantized_linear import quantize_weight
 from castwise.recipes.scalings import Quantized, Scaling
 from castwise.weights.weight_copies import Copies, Copy, QuantizedBy, why_not
 
-# The layers whose weights are cached, with torch's forward of each.
+# The layers whose weights are cached, with torch's forward for each.
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     kind: kind.forward
     for kind in (nn.Linear, *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)))
 }
-# Making autocast take a copy for its own costs about as much time as a cast of so many elements.
+# Making autocast use a copy as its own cast takes about as long as a cast of this many elements.
 _MIN_TRAINED = 1 << 19
 _NO_COPY = Copy(torch.empty(0), torch.float32)
 _Attributes = dict[str, Callable[..., Any]]
 
 
 class WeightCacheReport(NamedTuple):
-    """What a cache holds and did.
+    """The contents and statistics of a cache.
 
     Args:
-        cached: Qualified names of the weights it holds a copy of.
+        cached: Qualified names of the weights that have a copy.
         nbytes: Bytes of all copies.
-        hits: Uses of a copy that was there.
-        refreshes: Copies made, the first ones included.
-        refused: By qualified name why a weight of a linear layer or a convolution is not cached.
+        hits: Uses of an existing copy.
+        refreshes: Copies created, including the first ones.
+        refused: By qualified name, why a weight of a linear layer or a convolution is not cached.
     """
 
     cached: list[str]
@@ -75,16 +75,16 @@ class WeightCacheReport(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The regions of a cache that a thread is in."""
+    """A thread's active regions of a cache."""
 
     def __init__(self) -> None:
         self.devices: list[str] = []
         self.device: str | None = None  # of the innermost
-        self.known: dict[int, Copy] = {}  # copies that autocast has as its own casts, by the ids of their parameters
+        self.known: dict[int, Copy] = {}  # copies that autocast uses as its own casts, by their parameters' ids
 
 
 class _CastToCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Has the cast of a weight yield a copy that is there already, with autograd's own node of the cast."""
+    """Makes the cast of a weight return an existing copy, with autograd's own node for the cast."""
 
     def __init__(self, copy: Copy) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
@@ -97,7 +97,7 @@ class _CastToCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 class _Layer:
-    """A plain layer of the model: finds the copies that take the places of its weight and bias in a call."""
+    """A plain layer of the model: finds the copies that replace its weight and bias in a call."""
 
     __slots__ = ("bias", "copies", "found", "kind", "module", "own", "params", "thread", "weight")
 
@@ -109,11 +109,11 @@ class _Layer:
         self.params: dict[str, torch.Tensor | None] = params
         self.weight: torch.Tensor = params["weight"]
         self.bias: torch.Tensor | None = params["bias"]
-        # Those of weight and bias that were used last, with their device, "" if one of them cannot be cached.
+        # The last used copies of weight and bias, with their device; "" if one of them cannot be cached.
         self.found = _NO_COPY, _NO_COPY, ""
 
     def arguments(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return weight and bias as the op is to have them, or None where autocast is to do it all."""
+        """Return the weight and bias to pass to the op, or None if the call is left to autocast."""
         device, weight, bias = self.thread.device, self.weight, self.bias
         if self.params.get("weight") is not weight or self.params.get("bias") is not bias:
             self.copies.params_have_changed = True
@@ -156,11 +156,11 @@ class _Layer:
         return self.found
 
     def _in_training(self, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return them where gradients are wanted."""
+        """Return the same as `arguments`, with gradients enabled."""
         if self._is_left_to_autocast(self.weight):
             return self.weight, self.bias
-        # A node would belong to the transform; selective checkpointing expects the ops of the forward when that is run
-        # again, which is outside of the region.
+        # A node would belong to the transform. Selective checkpointing expects the same ops when it recomputes the
+        # forward, which happens outside the region.
         if are_functorch_transforms_active() or not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
             return None
         of_weight, of_bias, of_device = self._find(dtype, device)
@@ -175,7 +175,7 @@ class _Layer:
         return param.requires_grad and param.numel() < _MIN_TRAINED
 
     def _in_graph(self, copy: Copy) -> torch.Tensor:
-        """Return a copy with a node of the graph, or its parameter if autocast has that copy from now on."""
+        """Return a copy with a graph node, or its parameter if autocast uses the copy from now on."""
         self.copies.uses += 1
         param, known = copy.param, self.thread.known
         if not param.requires_grad:
@@ -184,29 +184,29 @@ class _Layer:
             with _CastToCopy(copy):
                 return param.to(copy.low.dtype)
         if known.get(id(param)) is not copy:
-            if id(param) in known:  # it has changed, or has a copy in another dtype, which autocast would not see
+            if id(param) in known:  # autocast would not see that it has changed, or needs another dtype
                 torch.clear_autocast_cache()
                 known.clear()
             nothing = copy.low.new_empty(0, param.shape[-2:][0])
-            # An op has autocast cast the weight and keep the cast. Checkpoints, which count the tensors that are saved,
-            # and selective ones, which count ops, are not to see it.
+            # This op makes autocast cast the weight and keep the cast. It is hidden from checkpoints, which count saved
+            # tensors, and from selective ones, which count ops.
             with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged), _CastToCopy(copy):
                 torch.matmul(nothing, param)
             known[id(param)] = copy
         return param
 
     def _passes_modes(self) -> bool:
-        """Return True if no function mode does anything with the op of the layer."""
+        """Return True if no active function mode affects the layer's op."""
         return all(
             is_default_device(mode) or (hasattr(mode, "leaves_alone") and mode.leaves_alone(self.kind))
             for mode in function_modes()
         )
 
     def attributes(self) -> _Attributes:
-        """Return what the module has as attributes while regions last.
+        """Return the attributes that the module has while regions are active.
 
-        Beside the forward that is what keeps deep copies, pickles, replicas and scripts of the module from having it.
-        They keep the layer alive, not the layer them: copies are freed without waiting for the garbage collector.
+        Apart from the forward, they keep deep copies, pickles, replicas and scripts of the module from getting it. They
+        refer to the layer but not the reverse, so copies are freed without the garbage collector.
         """
 
         def linear(input: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _StandIn:
-    """A module as its forward sees it, except for the weight and the bias."""
+    """Stands in for a module in its forward, with another weight and bias."""
 
     __slots__ = ("_module", "bias", "weight")
 
@@ -263,13 +263,13 @@ class _StandIn:
 
 
 class _Plan(NamedTuple):
-    """The plain layers of a model and what they have while regions last, and what shows that the model has changed.
+    """The plain layers of a model with their attributes during regions, and facts to detect that the model has changed.
 
     Args:
-        layers: The layers.
+        layers: The plain layers.
         others: Layers that are not plain.
         children: The children of all modules, and their ids.
-        modules: All modules: when one dies, another can come to have its id, and the plan is dropped.
+        modules: All modules. When one dies, its id may be reused, so the plan is dropped.
     """
 
     layers: list[tuple[_Layer, _Attributes]]
@@ -278,7 +278,7 @@ class _Plan(NamedTuple):
     modules: list[weakref.ref[nn.Module]]
 
     def is_current(self) -> bool:
-        """Return True if the model has the same modules, and no others of them have become plain layers."""
+        """Return True if the model has the same modules, and none of the others has become a plain layer."""
         for children, ids in self.children:
             if [*map(id, children.values())] != ids:
                 return False
@@ -286,7 +286,7 @@ class _Plan(NamedTuple):
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    """Return True for a layer with torch's own forward whose weight and bias are parameters of no subclass."""
+    """Return True for a layer with torch's own forward whose parameters are of no subclass."""
     kind, params = type(module), {} if module is None else module._parameters
     return (
         kind in _FORWARDS
@@ -302,38 +302,39 @@ def _is_special(param: torch.Tensor) -> bool:
 
 
 class WeightCache:
-    """Copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
+    """Keep copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
-    Where a policy has a recipe of 8 or 4 bits for a layer, it keeps the quantized weight with its scales instead, also
-    of a 16-bit weight: two copies in bf16, as it is and transposed.
+    For a layer with an 8-bit or 4-bit recipe in the policy, it keeps the quantized weight and its scales instead, also
+    of a 16-bit weight: two copies in bf16, one of them transposed.
 
-    Outputs and gradients are bit for bit those without the cache, unless a weight changes within a region: the cache
-    casts it again, while autocast continues with the old value. A weight is copied at its first use, and again after a
-    change: an optimizer's step, a write in place, a collective, or another tensor in its place. Writes that leave no
-    trace, such as those through `.data`, need `invalidate()`. Each region compares some
-    weights with their copies, so that a stale copy is found within 200 regions plus one for each weight; entering the
-    region then raises.
+    Outputs and gradients are bit for bit the same as without the cache, unless a weight changes inside a region: the
+    cache casts it again, while autocast keeps using the old value. A weight is copied at its first use and after each
+    change: an optimizer step, an in-place write, a collective, or a replacement by another tensor. Writes that leave no
+    trace, such as those through `.data`, need `invalidate()`. Each region compares some weights with their copies, so
+    that a stale copy is found within 200 regions plus one for each weight; entering the region then raises.
 
     The cache holds dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
-    `report()` lists the others, with reasons. Autocast casts all others: those of subclasses of these layers, of layers
-    for which a policy has a rule, of `nn.MultiheadAttention`, in calls of `F.linear` by hand, in torch's inference fast
-    path of `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by `torch.func`. It also casts
-    trained weights of fewer than 524,288 elements while gradients are wanted: keeping their casts costs more.
+    `report()` lists the others, with reasons. Autocast casts all other weights: those of subclasses of these layers, of
+    layers for which a policy has a rule, and of `nn.MultiheadAttention`, and those used in direct calls of `F.linear`,
+    in torch's inference fast path for `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by
+    `torch.func`. With gradients enabled, it also casts trained weights of fewer than 524,288 elements, because caching
+    them costs more.
 
-    Other copies take half the bytes of their weights; all are freed with the weights. Threads may share a cache.
+    16-bit copies take half the bytes of their weights; all copies are freed with the weights. Threads may share a
+    cache.
 
     Args:
         model: The model whose parameters are cached, including those added later.
-        verify: `"rolling"` compares at most 0.5% of the bytes of the weights in each region, but one weight, or 64 KiB
-            of a larger one, at least; no region waits for an accelerator to do so. True compares a copy with its weight
-            at every use, which costs what the cache saves. False compares nothing.
+        verify: `"rolling"` compares at most 0.5% of the weights' bytes in each region, but at least one weight, or
+            64 KiB of a larger one, without waiting for an accelerator. True compares a copy with its weight at every
+            use, which costs as much as the cache saves. False compares nothing.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: `verify` is none of these.
+        ValueError: `verify` has another value.
 
     Warns:
-        UserWarning: The weights of all layers are 16-bit, so that there is nothing to keep without recipes.
+        UserWarning: The weights of all layers are 16-bit, so without recipes there is nothing to cache.
 
     Example:
         >>> import castwise
@@ -355,8 +356,8 @@ class WeightCache:
         dtypes = {param.dtype for module in of_layers for param in module.parameters(recurse=False)}
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
-                "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache has nothing "
-                "to keep but what recipes of 8 and 4 bits make of them: leave it out if the policy has none",
+                "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache can keep "
+                "only weights quantized by 8-bit and 4-bit recipes: leave it out if the policy has no recipes",
                 UserWarning,
                 2,
             )
@@ -375,10 +376,10 @@ class WeightCache:
     _plan: _Plan | None
 
     def enter(self, region: Any) -> None:
-        """Let layers use copies in a region of this thread; the region calls this when it has set autocast's state.
+        """Let layers use copies in a region of this thread; the region calls this after it has set autocast's state.
 
         Args:
-            region: With the type of its device as `device`.
+            region: The region, with its type of device as `device`.
 
         Raises:
             RuntimeError: A weight was changed in a way that leaves no trace. Nothing is entered then.
@@ -399,10 +400,10 @@ class WeightCache:
         thread.device = region.device
 
     def leave(self, token: None) -> None:
-        """Undo what `enter` has done in this thread.
+        """Undo `enter` in this thread.
 
         Args:
-            token: What that has returned.
+            token: The result of `enter`.
         """
         thread = self._thread
         thread.devices.pop()
@@ -420,13 +421,13 @@ class WeightCache:
                 self._installed = []
 
     def quantized(self, module: nn.Module, weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
-        """Return the weight of a linear layer with a recipe, quantized: the copy that is kept, if it can be.
+        """Return the quantized weight of a linear layer with a recipe, from the cache if possible.
 
         Args:
             module: The layer.
-            weight: Its weight, of the forward that asks or whose backward does.
+            weight: Its weight in this forward, or in the forward of this backward.
             scaling: How it is quantized.
-            is_transposed: Whether its transpose is.
+            is_transposed: Whether its transpose is quantized.
         """
         is_seen = not all(hasattr(mode, "sees_copies") for mode in dispatch_modes())
         if weight is not module._parameters.get("weight") or module in self._sharded or is_seen:
@@ -448,9 +449,9 @@ class WeightCache:
         self._copies.params_have_changed = False
         model = self._copies.model()
         modules = [] if model is None else list(model.modules())
-        # Compiled code looks at whether a module has its own forward.
+        # Compiled code checks whether a module has its own forward.
         compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
-        # FSDP2 puts a sharded weight together for a forward; it writes there again without a trace.
+        # FSDP2 assembles a sharded weight for a forward, and later writes to its memory again without a trace.
         unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         self._sharded.update(inner for module in modules if isinstance(module, unit) for inner in module.modules())
         self._sharded.update(
@@ -471,11 +472,11 @@ class WeightCache:
         return plan
 
     def invalidate(self) -> None:
-        """Make all copies again at their next use, as is needed after writes that leave no trace."""
+        """Refresh all copies at their next use; call this after writes that leave no trace."""
         self._copies.invalidate()
 
     def report(self) -> WeightCacheReport:
-        """Return what the cache holds and did."""
+        """Return the contents and statistics of the cache."""
         copies, model = self._copies.all(), self._copies.model()
         held = {id(copy.param) for copy in copies}
         return WeightCacheReport(
@@ -497,12 +498,12 @@ class WeightCache:
         return {"model": self._copies.model(), "verify": self._copies.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # On what `object.__new__` has made: mypy fears a subclass with other arguments.
+        # On an object from `object.__new__`; mypy expects that a subclass may have other arguments.
         self.__init__(state["model"], verify=state["verify"])  # type: ignore[misc]
 
 
 def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
-    """Return by name why weights of layers are not cached."""
+    """Return by name why layers' weights are not cached."""
     refused: dict[str, str] = {}
     for prefix, module in model.named_modules():
         kind = next((kind for kind in _FORWARDS if isinstance(module, kind)), None)
@@ -513,7 +514,7 @@ def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
             of_layer = f"of a {type(module).__name__} with its own forward"
         for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
             reason = of_layer or why_not(param)
-            if reason is not None and id(param) not in held:  # those of layers with recipes are held
+            if reason is not None and id(param) not in held:  # the weights of layers with recipes are held
                 refused[name] = reason
     return refused
 
@@ -529,7 +530,7 @@ def _invalidate_written(tensors: Iterable[torch.Tensor]) -> None:
 
 @functools.cache
 def _watch_writes() -> None:
-    """Have steps of all optimizers and collectives told to all caches, from the first one on."""
+    """Notify all caches of the steps of all optimizers and of collectives, from the first cache on."""
     register_optimizer_step_post_hook(
         lambda optimizer, *_: _invalidate_written(p for group in optimizer.param_groups for p in group["params"])
     )

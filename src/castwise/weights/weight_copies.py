@@ -1,8 +1,8 @@
 """Copies of parameters in fewer bits, and the search for copies whose parameter has changed unnoticed.
 
-A parameter has changed if its version or its address has. Fused optimizers and some collectives bump no version, so
-`WeightCache` is told of both. Other such writes are found by comparing a slice of the parameters with their copies
-at a time.
+A parameter has changed if its version or its address has. Fused optimizers and some collectives do not bump the
+version, so `WeightCache` is notified of both. Other such writes are found by comparing parameters with their copies,
+one slice at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from castwise.amp.readback import Readback
 from castwise.recipes.quantized_linear import quantize_weight
 from castwise.recipes.scalings import Quantized, Scaling
 
-# So much of the parameters is compared at a time, or so many bytes of one parameter if that is more.
+# The share of all parameters that is compared at a time, or bytes of one parameter if that is more.
 _SHARE, _BYTES = 1 / 200, 1 << 16
 
 
 class QuantizedBy(NamedTuple):
-    """How the copy of a weight is quantized: it, or its transpose, which can have other scales."""
+    """How the copy of a weight is quantized: as it is, or transposed, which can give other scales."""
 
     scaling: Scaling
     is_transposed: bool
@@ -36,7 +36,7 @@ LowPrecision = torch.dtype | QuantizedBy
 
 
 class Copy:
-    """A parameter's values in a low precision, as of one version; one that cannot be cached is on no device.
+    """A parameter's values in a low precision, at one version. `device` is "" if the parameter cannot be cached.
 
     Args:
         param: The parameter.
@@ -59,17 +59,17 @@ class Copy:
 
     def __init__(self, param: torch.Tensor, dtype: LowPrecision) -> None:
         self.param, self.dtype, self.device = param, dtype, ""
-        # What inference mode makes could not be saved for a backward.
+        # Tensors created in inference mode could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
-            # Noted before the values are read: what another thread writes meanwhile makes the copy stale.
+            # Read before the values, so that a concurrent write by another thread makes the copy stale.
             self.version, self.address = version(param), param.data_ptr()
             self.layout = param.shape, param.stride()
-            self.elements = self.low = param.detach()  # keeps the memory alive: no other can come to have its address
+            self.elements = self.low = param.detach()  # keeps the memory alive, so that its address is not reused
             self.quantized: Quantized | None = None
             if isinstance(dtype, QuantizedBy):
                 if why_not(param, is_quantized=True) is None:
                     values, scale = quantize_weight(self.elements, *dtype)
-                    self.device, self.low = param.device.type, values.bfloat16()  # which holds them all
+                    self.device, self.low = param.device.type, values.bfloat16()  # which holds all of them
                     self.quantized = Quantized(self.low, scale)
             elif dtype in (torch.bfloat16, torch.float16) and why_not(param) is None:
                 self.device, self.low = param.device.type, self.elements.to(dtype)
@@ -80,11 +80,11 @@ class Copy:
         return self.version == writes_to(self.param) and self.address == self.param.data_ptr()
 
     def has_another_layout(self) -> bool:
-        """Return True if the parameter has another shape or other strides: `param.data = param.data.t()`, say."""
+        """Return True if the parameter's shape or strides have changed, as after `param.data = param.data.t()`."""
         return (self.param.shape, self.param.stride()) != self.layout
 
     def differs(self, start: int, stop: int) -> bool | torch.Tensor:
-        """Return whether some elements, counted in memory, are not the parameter's; on an accelerator as a tensor."""
+        """Return whether a range of elements in memory differs from the parameter; a tensor on an accelerator."""
         if self.has_another_layout():
             return True
         if isinstance(self.dtype, QuantizedBy):
@@ -101,7 +101,7 @@ class Copy:
         return bool(differs) if self.device == "cpu" else differs
 
     def _is_quantized_otherwise(self, how: QuantizedBy) -> bool | torch.Tensor:
-        """Return whether the parameter would be quantized to other numbers now: all of it, as scales belong to many."""
+        """Return whether the parameter would be quantized differently now; all of it, as elements share scales."""
         assert self.quantized is not None
         now, kept = quantize_weight(self.elements, *how), self.quantized
         differs = _differ(now.values, kept.values) | _differ(now.scale, kept.scale)
@@ -118,7 +118,7 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not(param: torch.Tensor, is_quantized: bool = False) -> str | None:
-    """Return why a parameter cannot be cached, or None if it can; quantized copies are made of 16-bit ones, too."""
+    """Return why a parameter cannot be cached, or None if it can; 16-bit parameters can if the copy is quantized."""
     if type(param) is not nn.Parameter:
         return f"of the subclass {type(param).__name__}"
     if param.dtype is not torch.float32 and not (is_quantized and param.dtype in (torch.bfloat16, torch.float16)):
@@ -128,7 +128,7 @@ def why_not(param: torch.Tensor, is_quantized: bool = False) -> str | None:
     if not (param.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(param)):
         return "not dense in memory"
     if param.is_inference():
-        return "made in inference mode, where no writes are counted"
+        return "created in inference mode, where writes are not counted"
     if is_fsdp_flattened(param):
         return "managed by FullyShardedDataParallel"
     return None
@@ -145,20 +145,20 @@ class Copies:
     def __init__(self, model: Callable[[], nn.Module | None], verify: bool | str) -> None:
         self.model, self.verify, self.uses, self.casts = model, verify, 0, 0
         self.lock = threading.RLock()
-        self.params_have_changed = False  # a layer has others than when it was last looked at
-        # By the id of a parameter, which its copy keeps alive: torch.utils.swap_tensors refuses weak references.
+        self.params_have_changed = False  # a layer has other parameters than at the last check
+        # By the id of a parameter, which its copy keeps alive, as torch.utils.swap_tensors rejects weak references.
         self._known: weakref.WeakValueDictionary[tuple[int, LowPrecision], Copy] = weakref.WeakValueDictionary()
-        # What is still to be compared in this round, the next copy last, from which element on, and how much at a time.
+        # Copies still to compare in this round (the next one last), the first element, and how many bytes at a time.
         self._left: list[weakref.ref[Copy]] = []
         self._element = self._share = 0
-        self._flags: deque[tuple[Readback, weakref.ref[Copy]]] = deque()  # on their way from accelerators
+        self._flags: deque[tuple[Readback, weakref.ref[Copy]]] = deque()  # pending results from accelerators
 
     def all(self) -> list[Copy]:
-        """Return all there are."""
+        """Return all copies."""
         return [copy for copy in list(self._known.values()) if copy.device]
 
     def find(self, param: torch.Tensor, dtype: LowPrecision) -> Copy:
-        """Return the copy of a parameter as it is now; the caller keeps it alive.
+        """Return a current copy of a parameter; the caller must keep it alive.
 
         Raises:
             RuntimeError: `verify` is True, and the parameter was changed in a way that leaves no trace.
@@ -173,7 +173,7 @@ class Copies:
         return copy
 
     def invalidate(self, written: Iterable[torch.Tensor] | None = None) -> None:
-        """Have copies made again: all of them, or those of parameters that share memory with some tensors."""
+        """Mark copies as stale: all of them, or those of parameters that share memory with the given tensors."""
         with self.lock:
             stale = self.all()
             if written is None:
@@ -185,10 +185,10 @@ class Copies:
                 copy.version = -1
 
     def verify_some(self) -> None:
-        """Compare the next parameters with their copies: at once on a CPU, else the result is seen when it has arrived.
+        """Compare the next parameters with their copies; results from an accelerator are read once they have arrived.
 
         Raises:
-            RuntimeError: One was changed in a way that leaves no trace.
+            RuntimeError: A parameter was changed in a way that leaves no trace.
         """
         while self._flags and self._flags[0][0].has_arrived:
             flag, find = self._flags.popleft()
@@ -225,7 +225,7 @@ class Copies:
         return slices
 
     def _error(self, copy: Copy) -> RuntimeError:
-        """Return what to raise of a stale copy; no copy is used again, as others may be stale too."""
+        """Return the error for a stale copy, and invalidate all copies, because others may be stale too."""
         self.invalidate()
         model = self.model()
         named = [] if model is None else model.named_parameters(remove_duplicate=False)
@@ -237,6 +237,6 @@ class Copies:
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    # That of a subclass may be nowhere.
+    # A subclass may have no storage.
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if is_plain else 0
