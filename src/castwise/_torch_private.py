@@ -105,7 +105,7 @@ else:
         def __enter__(self) -> None:
             raise RuntimeError(
                 f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which this feature "
-                "needs: use another release of torch, or look for a newer one of castwise"
+                "needs: use a release of torch that castwise supports"
             )
 
         def __exit__(self, *_: object) -> None:
@@ -240,7 +240,7 @@ def backwards_without_autocast() -> Any:
     A user's own setting is kept, unless it equals torch's default: the two cannot be told apart.
     """
     config = _find("torch._functorch", "config")
-    # Before torch 2.13 the setting is shared by all threads; the name exists there as well.
+    # Before torch 2.13 the setting is shared by all threads; the name exists there too.
     if torch.__version__ < "2.13" or getattr(config, "backward_pass_autocast", None) != "same_as_forward":
         return None
     return config.patch(backward_pass_autocast="off")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error that the user can fix; its text is the whole message and says how."""
+    """An error that the user can fix; its text is the whole message and explains the fix."""

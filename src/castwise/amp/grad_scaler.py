@@ -815,7 +815,7 @@ class GradScaler(torch.amp.GradScaler):
         if record.stage is OptState.UNSCALED:
             self._optimizers.shared.mark(params_of(optimizer))
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
-        # `MasterWeights` calls the closure before it changes anything, and its weights may be written only by itself.
+        # `MasterWeights` calls the closure before it changes anything, and only it may write to its weights.
         undo = contextlib.nullcontext() if record.info.steps_in_fp32 else closures.put_back_on_error(optimizer)
         try:
             with undo:

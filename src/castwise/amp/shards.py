@@ -14,7 +14,7 @@ def local(
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Replace DTensors with this rank's part, and return what share of each gradient this rank counts.
 
-    A DTensor with partial sums is summed first, in `.grad` as well: until then its elements and norm are not known. A
+    A DTensor with partial sums is summed first, also in `.grad`, because its elements and norm are not known before. A
     plain gradient counts as the same on all ranks (DDP), or as this rank's own if FSDP1 flattened its parameter.
 
     Args:
