@@ -397,3 +397,35 @@ def test_types_of_settings(settings: dict[str, Any], error: type[Exception], tex
     with pytest.raises(error, match=text):
         wrapped(adamw, **settings)
     gc.collect()
+
+
+@pytest.mark.parametrize("how", ["as it is", "copied", "pickled"])
+def test_the_inner_optimizer_cannot_be_stepped_alone(how: str) -> None:
+    model, optimizer = wrapped(adamw)
+    train(model, optimizer, 1)
+    if how != "as it is":
+        again = copy.deepcopy if how == "copied" else lambda both: pickle.loads(pickle.dumps(both))
+        model, optimizer = again((model, optimizer))
+    before = optimizer.fp32_state_dict(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    for step in (optimizer.inner.step, lambda: scaler.step(optimizer.inner)):
+        with pytest.raises(RuntimeError, match=r"this AdamW is inside a MasterWeights.*call step\(\) of the Master"):
+            step()
+    assert same_bits(before, optimizer.fp32_state_dict(model))
+    optimizer.step()
+    assert not same_bits(before, optimizer.fp32_state_dict(model))
+
+
+def test_an_optimizer_may_be_stepped_alone_when_its_master_weights_are_gone() -> None:
+    model, optimizer = wrapped(adamw)
+    inner = optimizer.inner
+    del optimizer
+    gc.collect()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    inner.step()
+    castwise.MasterWeights(inner, model)
+    assert len(inner._optimizer_step_pre_hooks) == 1

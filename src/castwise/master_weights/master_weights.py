@@ -93,7 +93,7 @@ class MasterWeights(torch.optim.Optimizer):
     model under autocast, also to evaluate it. `model.to(dtype)` afterwards is an error at the next step.
 
     Args:
-        optimizer: The inner optimizer. It must not be stepped by itself any more.
+        optimizer: The inner optimizer. Its own `step` raises a RuntimeError from now on.
         model: Whose parameters it has; in fp32, or in `dtype` already.
         dtype: Of the narrowed weights: bfloat16 or float16.
         method: "split" keeps all bits; "fp32" an fp32 copy, which is what "split" is compared with; "kahan" a 16-bit
@@ -182,10 +182,15 @@ class MasterWeights(torch.optim.Optimizer):
         chosen = self._check_params(optimizer, model, params)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
-        # A hook that was registered on the inner optimizer runs once a step as well.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._share_hooks()
         self._adopt(model, params, chosen)
+
+    def _share_hooks(self) -> None:
+        """Run hooks of the inner optimizer once a step, and let no other code step it."""
+        if _refuse_alone not in self._inner._optimizer_step_pre_hooks.values():
+            self._inner.register_step_pre_hook(_refuse_alone)
+        self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -819,8 +824,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_weights" in state:
-            self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
-            self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
+            self._share_hooks()
         for weight in self.__dict__.get("_weights", []):
             weight.version = write_count(weight.param)
             _OWNERS[weight.param] = ref(self)
@@ -847,6 +851,19 @@ class MasterWeights(torch.optim.Optimizer):
     def __repr__(self) -> str:
         rounding = f", rounding={self._rounding!r}" if self._method == "split" and self._dtype is torch.bfloat16 else ""
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r}{rounding})"
+
+
+def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raise if an inner optimizer is stepped by itself: it would step the 16-bit weights, and not the fp32 ones.
+
+    While a `MasterWeights` steps it, its groups hold fp32 tensors instead.
+    """
+    params = [] if isinstance(optimizer, MasterWeights) else [p for g in optimizer.param_groups for p in g["params"]]
+    if any(_owner_of(param) is not None for param in params):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is inside a MasterWeights, which holds the fp32 weights: call step() of "
+            "the MasterWeights, and give that one to schedulers, scalers and frameworks"
+        )
 
 
 def _owner_of(param: torch.Tensor) -> object:
