@@ -620,11 +620,11 @@ def words(result: dict[str, Any]) -> list[str]:
 
 
 def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:
-    lines = [f"{NANS} losses in a row are NaN, then {GOOD} batches are good. How many of these change the weights, "]
-    lines[0] += "and the loss in the end, in percent of the first:"
+    lines = [f"{NANS} losses in a row are NaN, then {GOOD} batches are good. The columns fp32 and fp16 show how many "]
+    lines[0] += "of the good batches changed the weights, and the final loss in percent of the initial one:"
     lines.append("")
     lines += [
-        "| | scale before | after | in fp32 | in fp16 | says by itself | says if asked |",
+        "| | scale before | after | fp32 | fp16 | unprompted message | on request |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, of_peer in results.items():
@@ -636,11 +636,11 @@ def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:
             )
         lines.append(f"| {name} | {' | '.join([*cells, *words(result)])} |")
     titles = {
-        "overflow": "One step overflows: its loss is finite, and so would be its gradients at scale 1:",
-        "unscaling": f"At scale {power(TINY)}, scaled gradients are finite and overflow when they are unscaled:",
+        "overflow": "One step overflows. Its loss is finite, and its gradients would be finite at scale 1:",
+        "unscaling": f"At scale {power(TINY)}, scaled gradients are finite but overflow when unscaled:",
     }
     for fault, title in titles.items():
-        lines += ["", title, "", "| | the step is | scale before | after | at the end | says by itself | if asked |"]
+        lines += ["", title, "", "| | step | scale before | after | result | unprompted message | on request |"]
         lines += ["|---|---|---|---|---|---|---|"]
         for name, result in ((name, of_peer.get(fault)) for name, of_peer in results.items()):
             if result is not None:
@@ -655,21 +655,21 @@ def tables(record: dict[str, Any]) -> str:
     lines = [headline(about), "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())]
     if record["missing"]:
         lines += ["", f"Not installed: {', '.join(record['missing'])}."]
-    lines += ["", *fault_tables(record["faults"]), "", "One of two ranks finds an inf in its shard:", ""]
-    lines += ["| | rank 0, which has it | rank 1 |", "|---|---|---|"]
+    lines += ["", *fault_tables(record["faults"]), "", "One of two ranks has an inf in its gradient shard:", ""]
+    lines += ["| | rank 0 (has the inf) | rank 1 |", "|---|---|---|"]
     for name, of_ranks in record["ranks"].items():
-        cells = [f"{'steps' if stepped else 'skips'}, scale then {power(scale)}" for stepped, scale in of_ranks]
+        cells = [f"{'steps' if stepped else 'skips'}, new scale {power(scale)}" for stepped, scale in of_ranks]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "The rule of the scale, as seen in trainings with the defaults:", ""]
-    lines += ["| | first scale | grows by | after good steps | backs off by | at bad step | after 200 bad steps |"]
+    lines += ["", "How the scale moves with default settings, as observed:", ""]
+    lines += ["| | initial scale | growth | after good steps | backoff | after bad steps | after 200 bad steps |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, of_peer in record["rules"].items():
         last = of_peer["after 200 bad steps"]
         cells = [power(of_peer["init"]), f"{of_peer['growth']:g}", str(of_peer["interval"]), f"{of_peer['back-off']:g}"]
         cells += [str(of_peer["bad steps before it"]), last if isinstance(last, str) else power(last)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "What scaling and bf16 cost, in multiples of the library's own plain step in fp32 (quartiles):", ""]
-    lines += ["| | plain step | scaled | in bf16 |", "|---|---|---|---|"]
+    lines += ["", "Step time relative to a plain fp32 step of the same library, median (quartiles):", ""]
+    lines += ["| | plain step | scaled | bf16 |", "|---|---|---|---|"]
     for name, result in record["cost"].items():
         cells = [f"{result['plain ms']:.1f} ms"]
         for mode in (SCALED, BF16):
@@ -679,7 +679,7 @@ def tables(record: dict[str, Any]) -> str:
     counts = ", ".join(f"{name} {count}" for name, count in record["casts"].items())
     whole = ", ".join(f"{name} {'yes' if value else 'no'}" for name, value in record["compiles as one graph"].items())
     lines += ["", f"Casts of a weight that is used twice in each of two regions: {counts}."]
-    lines += [f"A forward, with its loss scaled where that is done, compiles as one graph: {whole}."]
+    lines += [f"The forward, with loss scaling where there is any, compiles as one graph: {whole}."]
     return "\n".join(lines)
 
 
