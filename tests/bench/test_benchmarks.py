@@ -256,7 +256,7 @@ def test_master_weights() -> None:
     assert [len(verdicts(record)), len(rows)] == [6, 10]
 
 
-@pytest.mark.parametrize(("found", "cell"), [(2.0, "2: kept"), (2.1, "2: MISSED")])
+@pytest.mark.parametrize(("found", "cell"), [(2.0, "2: met"), (2.1, "2: MISSED")])
 def test_a_missed_limit_is_said_to_be(found: float, cell: str) -> None:
     assert master_weights._limit(master_weights.with_limit({"median": found}, "median", 2.0)) == cell
 

@@ -99,7 +99,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="autocast_overhead",
     title="A region's cost",
-    about="What it costs to enter and leave a region in bf16, and what an op costs in it that is little but overhead.",
+    about="The cost of entering and leaving a region in bf16, and of a tiny op inside it, which is mostly overhead.",
     quick=Plan(rounds=Rounds(15, QUICK_S), repetitions=1000),
     full=Plan(rounds=Rounds(60), repetitions=2000),
     measure=measure,

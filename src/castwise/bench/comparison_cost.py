@@ -149,23 +149,23 @@ def tables(record: Record) -> list[Table]:
         ],
         below=(
             f"`tune` ran {record['tune']['policies']} policies for {record['tune']['modules']} modules: "
-            f"{record['tune']['forwards of a batch']:.0f} forwards of each batch, backwards included."
+            f"{record['tune']['forwards of a batch']:.0f} forwards per batch, some of them with a backward."
         ),
     )
     if "bytes" not in record:
         return [times]
     found = record["bytes"]
     memory = Table(
-        ["", "memory at once"],
+        ["", "peak memory"],
         [
             ["forward and backward in fp32", _mib(found[ALONE])],
-            ["the same, and all inputs and outputs of modules kept", _mib(found["outputs kept"])],
+            ["the same, with the inputs and outputs of all modules kept", _mib(found["outputs kept"])],
             ["compare, one policy", _mib(found[ONE])],
             ["compare, two policies", _mib(found[TWO])],
         ],
         below=(
-            f"The largest output of a module has {_mib(found['largest output'])}, the weights, which are copied to be "
-            f"put back, {_mib(found['weights'])}."
+            f"The largest output of a module has {_mib(found['largest output'])}. The weights, which are copied to be "
+            f"restored afterwards, have {_mib(found['weights'])}."
         ),
     )
     return [times, memory]
@@ -178,7 +178,7 @@ def _mib(count: int) -> str:
 BENCHMARK = Benchmark(
     name="comparison_cost",
     title="The cost of a comparison",
-    about="`castwise.compare` of bf16 with fp32 on one batch of the demo's GPT, and a search of `castwise.tune`.",
+    about="`castwise.compare` of bf16 with fp32 on one batch of the demo's GPT, and a search with `castwise.tune`.",
     quick=Plan(rounds=Rounds(9, QUICK_S), size=gpt.Size(layers=2, heads=4, width=128, context=64, batch=4)),
     full=Plan(rounds=Rounds(20), size=gpt.Size(layers=4, heads=4, width=256, context=128, batch=8)),
     measure=measure,

@@ -104,12 +104,12 @@ def tables(record: Record) -> list[Table]:
     steps = [
         times_table(grows, {f"{result[grows]:,}": result for result in record[grows]}, above)
         for grows, above in (
-            ("parameters", f"{OPTIMIZER}, parameters in {TENSORS} tensors. "),
-            ("tensors", f"{OPTIMIZER}, tensors that {PARAMETERS:,} parameters are in. "),
+            ("parameters", f"{OPTIMIZER}, {TENSORS} tensors, by number of parameters. "),
+            ("tensors", f"{OPTIMIZER}, {PARAMETERS:,} parameters, by number of tensors. "),
         )
     ]
     others = [
-        host_time.times_table(record["host"], f"The host's time, {': '.join(HOST)}:"),
+        host_time.times_table(record["host"], f"Host time, {': '.join(HOST)}:"),
         weight_cache.times_table(record["weight cache"], "A WeightCache, inference of one row by the MLP:"),
         monitor_cost.times_table(record["monitor"], "A monitor, steps of a GPT with four layers on 64 tokens, fp32:"),
     ]
@@ -120,9 +120,10 @@ BENCHMARK = Benchmark(
     name="growth",
     title="How costs grow",
     about=(
-        "The other benchmarks on models of many sizes: the calls of a step by parameters and by tensors, a WeightCache "
-        "and a monitor by parameters (`tensor_growth` has them by tensors). The costs of a region and of an import do "
-        "not depend on the model; `training` has whole training runs, `scale_out` ranks with more layers."
+        "The other benchmarks on models of many sizes: the calls of a step by number of parameters and of tensors, a "
+        "WeightCache and a monitor by number of parameters (by number of tensors: `tensor_growth`). The costs of a "
+        "region and of an import do not depend on the model. `training` has complete training steps, and `scale_out` "
+        "has ranks with more layers."
     ),
     quick=Plan(
         rounds=Rounds(9, QUICK_S),

@@ -109,8 +109,8 @@ def times_table(rows: dict[str, Record], above: str = "") -> Table:
 
 BENCHMARK = Benchmark(
     name="host_time",
-    title="The host's time",
-    about="How long calls keep the host, with tensors of one number each. On a GPU nothing is waited for.",
+    title="Host time",
+    about="How long calls occupy the host, with tensors of one number each. On a GPU, kernels are not waited for.",
     quick=Plan(rounds=Rounds(15, QUICK_S)),
     full=Plan(rounds=Rounds(100)),
     measure=measure,

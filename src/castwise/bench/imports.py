@@ -71,7 +71,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="imports",
     title="Import time",
-    about="`import castwise` needs torch, so in each new process torch is imported first, then castwise.",
+    about="Each new process imports torch, then castwise and the names that a training script uses.",
     quick=Plan(rounds=5),
     full=Plan(rounds=20),
     measure=measure,

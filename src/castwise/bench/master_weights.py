@@ -319,9 +319,9 @@ def _bytes_table(record: Record) -> Table:
     kinds = ("weights", "casts", "kept", "gradients", "state")
     table = Table(
         ["", *kinds, "sum", "limit", *(f"peak {when}, {malloc}" for malloc, when in PEAKS)],
-        above="Bytes of a parameter, AdamW, linear layers in bf16:",
-        below="Peaks are the growth of processes that train the blocks of the next table, over all their parameters. "
-        "glibc's malloc keeps much of what is freed, unless MALLOC_MMAP_THRESHOLD_ is set to a low number of bytes.",
+        above="Bytes per parameter, AdamW, linear layers in bf16:",
+        below="Peaks are the memory growth per parameter of processes that train the blocks of the next table. glibc's "
+        "malloc keeps much of the memory that is freed, unless MALLOC_MMAP_THRESHOLD_ is set to a low number of bytes.",
     )
     for name, found in record["bytes per parameter"].items():
         cells = [name, *(f"{found[kind]:.3f}" for kind in kinds), f"{found['sum']:.3f}", _limit(found)]
@@ -336,7 +336,7 @@ def _bytes_table(record: Record) -> Table:
 def _limit(found: Record) -> str:
     if "limit" not in found:
         return "-"
-    return f"{found['limit']:g}: {'kept' if found['within the limit'] else 'MISSED'}"
+    return f"{found['limit']:g}: {'met' if found['within the limit'] else 'MISSED'}"
 
 
 def _times_tables(record: Record) -> list[Table]:
@@ -349,7 +349,7 @@ def _times_tables(record: Record) -> list[Table]:
     same = found["same losses as fp32 weights"]
     rows = [[*row, "yes" if same[row[0]] else "no"] for row in _times(found)]
     above = f"Clipped training steps of the demo's GPT, {found['parameters']:,} parameters, {found['tokens']:,} tokens:"
-    below = f"Losses are those of {found['steps']} steps, compared bit for bit with those of torch.autocast."
+    below = f"Losses of {found['steps']} steps are compared bit for bit with those of torch.autocast."
     tables.append(Table([*columns, "same losses"], rows, above=above, below=below))
     return tables
 
@@ -365,9 +365,9 @@ def _times(found: Record) -> list[list[str]]:
 BENCHMARK = Benchmark(
     name="master_weights",
     title="16-bit weights",
-    about="`MasterWeights` around AdamW against the same optimizer on fp32 weights, both under autocast in bf16. Of "
-    "the bytes, copies that autocast makes of weights are there from the forward to the backward, gradients from the "
-    "backward to the step. Memory that buckets use is of one size for all models.",
+    about="AdamW in `MasterWeights`, compared with the same optimizer on fp32 weights, both under autocast in bf16. "
+    "Autocast's copies of weights exist from the forward to the backward, gradients from the backward to the step. "
+    "The memory used by buckets does not depend on the size of the model.",
     quick=Plan(
         rounds=Rounds(9, QUICK_S),
         blocks=2,

@@ -85,7 +85,7 @@ def times_table(cases: dict[str, Record], above: str = "") -> Table:
     table = Table(
         [
             *("", "step alone", "not sampled / alone (quartiles)", "verdict", "sampled / alone (quartiles)"),
-            *(f"samples, one in {EVERY} steps", "bytes of a sample"),
+            *(f"cost of one sample in {EVERY} steps", "bytes per sample"),
         ],
         above=above,
         below=left_out(cases),
@@ -104,9 +104,9 @@ BENCHMARK = Benchmark(
     name="monitor_cost",
     title="A monitor's cost",
     about=(
-        "Steps of the demo's GPT alone, under a monitor that does not sample them, and under one that does. A sample "
-        "reads every gradient and every module's output once and copies the weights; at the default one step of "
-        f"{EVERY} is sampled. Records go to a file; losses are the same bit for bit."
+        "Steps of the demo's GPT without a monitor, under a monitor that does not sample them, and under one that "
+        "does. A sample reads every gradient and every module's output once and copies the weights. By default, one "
+        f"step in {EVERY} is sampled. Records are written to a file, and losses are the same bit for bit."
     ),
     quick=Plan(rounds=Rounds(9, QUICK_S), precisions=("fp32", "fp16")),
     full=Plan(rounds=Rounds(40)),

@@ -138,7 +138,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="policy_overhead",
     title="A policy's cost",
-    about=f"{LAYERS} linear layers of 8 x 8 without gradients: a forward is little more than the cost of calling them.",
+    about=f"{LAYERS} linear layers of 8 x 8 without gradients: the cost of a forward is mostly that of the calls.",
     quick=Plan(rounds=Rounds(15, QUICK_S)),
     full=Plan(rounds=Rounds(60)),
     measure=measure,

@@ -17,10 +17,10 @@ PAGE = "README.md"
 HEAD = """\
 # castwise beside torch.amp
 
-Written by `castwise bench` from the JSON files in this folder. Both libraries run in the same processes, in an order
-that is drawn anew for each round (for imports it is fixed: torch first); a ratio is the median of ratios within a
-round, with its quartiles. Compare ratios, not times. torch runs twice in each round: where castwise is no further from
-it than it is from itself, and yet not surely within 5%, the verdict is "cannot tell".
+`castwise bench` writes this page from the JSON files in this folder. Both libraries run in the same processes, in a new
+random order in each round (imports: always torch first). Each ratio is the median over the ratios of all rounds, with
+quartiles. Compare ratios, not times. torch runs twice per round to measure the noise. If a difference does not exceed
+the noise but may be larger than 5%, the verdict is "cannot tell".
 """
 
 

@@ -86,7 +86,7 @@ def tables(record: Record) -> list[Table]:
             *(
                 "ranks",
                 "layers",
-                "of width",
+                "width",
                 "split",
                 "",
                 "torch",
@@ -119,8 +119,9 @@ BENCHMARK = Benchmark(
     name="scale_out",
     title="Ranks that agree",
     about=(
-        "Some layers on processes of this machine, over gloo. A step of small ones is little more than its overhead; "
-        "wide ones have 1, 17 and 67 million parameters. Medians of the first rank's times, every step after a barrier."
+        "Linear layers on several processes of one machine, over gloo. A step of the small models is mostly overhead; "
+        "the wide ones have 1, 17 and 67 million parameters. Times are medians of the first rank, and each step starts "
+        "after a barrier."
     ),
     quick=Plan(rounds=25, ranks=(2,)),
     full=Plan(rounds=100, ranks=(2, 4), layers=(4, 160), widths=(256, 1024, 2048)),

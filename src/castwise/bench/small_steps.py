@@ -130,7 +130,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each iteration and each call."""
-    return [_table(record["iterations"], "Whole iterations:"), _table(record["calls"], "Single calls:")]
+    return [_table(record["iterations"], "Complete iterations:"), _table(record["calls"], "Single calls:")]
 
 
 def _table(rows: dict[str, Record], above: str) -> Table:
@@ -144,7 +144,7 @@ def _table(rows: dict[str, Record], above: str) -> Table:
 BENCHMARK = Benchmark(
     name="small_steps",
     title="Small steps",
-    about="scale, step and update of a few small tensors (so many of so many numbers), without forward and backward.",
+    about='scale, step and update without forward and backward, on small tensors ("10 of 16": 10 tensors of 16).',
     quick=Plan(rounds=Rounds(9, QUICK_S / 4), sizes=("10 of 16",)),
     full=Plan(rounds=Rounds(50, QUICK_S / 2), repeats=5),
     measure=measure,

@@ -211,7 +211,7 @@ def tables(record: Record) -> list[Table]:
 def times_table(first: str, results: dict[str, Record], above: str = "") -> Table:
     """Show what `timings` has found, by name, and why it is missing where something was left out."""
     columns = [first, "step alone", "what", "torch", "castwise", "castwise / torch (quartiles)", "verdict"]
-    about = f"{above}In multiples of a bare `optimizer.step()`, the median of each round's; 1.00 is the step alone:"
+    about = f"{above}Medians, in multiples of the time of `optimizer.step()` alone in the same round:"
     table = Table(columns, above=about, below=left_out(results))
     for name, result in results.items():
         if "skipped" in result:
@@ -228,7 +228,7 @@ def times_table(first: str, results: dict[str, Record], above: str = "") -> Tabl
 BENCHMARK = Benchmark(
     name="step_cost",
     title="A step's cost",
-    about="What scaling and clipping add to an optimizer's step, and what they do to the gradients before it.",
+    about="What scaling and clipping add to an optimizer's step, and the gradient bytes they read and write before it.",
     quick=Plan(
         rounds=Rounds(9, QUICK_S),
         cases=(

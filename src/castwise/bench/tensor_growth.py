@@ -78,8 +78,8 @@ def tables(record: Record) -> list[Table]:
 
 BENCHMARK = Benchmark(
     name="tensor_growth",
-    title="How a WeightCache and a monitor grow with the number of tensors",
-    about="About a million parameters, in few large tensors and in many small ones.",
+    title="Growth by number of tensors",
+    about="A WeightCache and a monitor with about a million parameters, from few large tensors to many small ones.",
     quick=Plan(Rounds(9, QUICK_S), cached=(10, 100), monitored=()),
     full=Plan(Rounds(51, 15.0), cached=(10, 100, 1000, 10_000), monitored=(10, 100, 1000, 10_000)),
     measure=measure,

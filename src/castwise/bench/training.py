@@ -111,7 +111,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="training",
     title="Training from end to end",
-    about="The demo's GPT on the text of the standard library: whole steps with clipping, on batches at hand.",
+    about="The demo's GPT on the text of the standard library: complete steps with clipping, on preloaded batches.",
     quick=Plan(rounds=Rounds(9, QUICK_S)),
     full=Plan(rounds=Rounds(40, 240.0), sizes={"tiny": SIZES["tiny"], "wide": WIDE, "large": LARGE}),
     measure=measure,

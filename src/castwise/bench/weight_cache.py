@@ -166,9 +166,9 @@ def times_table(cases: dict[str, Record], above: str = "") -> Table:
 BENCHMARK = Benchmark(
     name="weight_cache",
     title="Weights cast once",
-    about="The MLP has six blocks of 1024 - 4096 - 1024. Outputs and trained weights are bit for bit torch.autocast's. "
-    "With one micro-batch a step there is no cast to save; what is measured there on a CPU is how malloc gets on with "
-    "gradients that come and go: other threads, or other settings of malloc, say another thing.",
+    about="The MLP has six blocks of 1024 - 4096 - 1024. Outputs and trained weights equal those of torch.autocast bit "
+    "for bit. With one micro-batch per step there is no cast to save. On a CPU, that row mostly measures how malloc "
+    "frees and allocates gradients, so it changes with the number of threads and the settings of malloc.",
     quick=Plan(rounds=Rounds(9, QUICK_S), batches=(1,), micro_batches=(1,)),
     full=Plan(rounds=Rounds(25)),
     measure=measure,
