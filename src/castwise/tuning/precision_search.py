@@ -539,9 +539,7 @@ class Search:
     def _notes(self) -> list[str]:
         if not self._refusals:
             return []
-        return [
-            f"{several(len(self._refusals), 'policy run')} failed, the first with: {self._refusals[0]}"
-        ]
+        return [f"{several(len(self._refusals), 'policy run')} failed, the first with: {self._refusals[0]}"]
 
     def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
         numbers = Counter(len(of_module) for of_module in self._options_by_name.values())
