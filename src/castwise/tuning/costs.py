@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from castwise.comparison.call_again import call_again
 from castwise.comparison.kept_values import direct_tensors
-from castwise.comparison.objective import is_of_memory
+from castwise.comparison.objective import is_out_of_memory
 from castwise.comparison.precisions import Precision, Region
 from castwise.comparison.reference_run import Call, Site
 from castwise.comparison.watch import Tap, Watch
@@ -45,7 +45,7 @@ class OwnFlops:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
         >>> flops = OwnFlops()
-        >>> with Watch(model) as watch, flops.counting, watch.telling(flops.call):
+        >>> with Watch(model) as watch, flops.counting, watch.handled_by(flops.call):
         ...     _ = model(torch.ones(3, 4))
         >>> {tap.name: count for tap, count in flops.counts.items() if count}
         {'0': 192}
@@ -139,7 +139,7 @@ def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[s
             try:
                 made = [run() for run in _runs(watch, call, device, precisions).values()]
             except Exception as error:
-                if is_of_memory(error):
+                if is_out_of_memory(error):
                     raise
                 continue  # it cannot be run in isolation
             dtypes = {tuple((site, tensor.dtype) for site, tensor in each.items()) for each in made}
@@ -178,12 +178,12 @@ def _runs(
         with precision.region():
             region = Region.here(device)
         runs[name] = functools.partial(
-            call_again, watch, call, device, precision.weights, region, call.attributes, _as_it_is
+            call_again, watch, call, device, precision.weights, region, call.attributes, _unchanged
         )
     return runs
 
 
-def _as_it_is(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

@@ -16,7 +16,7 @@ from castwise._number_text import several
 from castwise._suggestions import listed, nearest
 from castwise.comparison.call_again import GraphForgottenError, forgetting_graph
 from castwise.comparison.drift import Drift
-from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
 from castwise.comparison.precision_drift import (
     Comparison,
     Progress,
@@ -25,7 +25,7 @@ from castwise.comparison.precision_drift import (
     relative_loss_error,
     restored,
 )
-from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
+from castwise.comparison.precisions import Precision, is_sharded, temporarily_bound
 from castwise.comparison.reference_run import Call, ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
@@ -185,7 +185,7 @@ class Search:
         with (
             restored(self._model, found),
             Watch(self._model, self._comparison.interrupts.let_through) as watch,
-            watch.telling(noting),
+            watch.handled_by(noting),
         ):
             self._reference_losses = [self._loss_in(reference, batch) for batch in found]
         for number, reference_loss in enumerate(self._reference_losses):
@@ -278,11 +278,11 @@ class Search:
         names = list(dict.fromkeys([*self._formats, "float32"]))
         with ExitStack() as stack:
             # Bind before watching: a recipe depends on the module's own forward.
-            bound = {name: stack.enter_context(bound_for_now(self._uniform(name), self._model)) for name in names}
+            bound = {name: stack.enter_context(temporarily_bound(self._uniform(name), self._model)) for name in names}
             watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
             if self._kind == "flops":
                 flops = costs.OwnFlops()
-                with flops.counting, watch.telling(flops.call):
+                with flops.counting, watch.handled_by(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
             precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
@@ -296,7 +296,7 @@ class Search:
                 of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
                 for name, counts in of_formats.items():
                     quantized = dict.fromkeys(takers.get(name, ()), costs.bytes_of_weight(name))
-                    with watch.telling(costs.OutputBytes(counts, quantized).call):
+                    with watch.handled_by(costs.OutputBytes(counts, quantized).call):
                         self._loss(self._uniform(name), batch)
                 found = {
                     tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
@@ -310,11 +310,11 @@ class Search:
     def _calls(self, watch: Watch, batch: Any) -> list[Call]:
         """Run the reference, and return its calls."""
         run = ReferenceRun(self._device, {})
-        with watch.telling(run.call):
+        with watch.handled_by(run.call):
             self._loss(Policy(compute="float32"), batch, forgets_graph=False)
         if written := run.overwritten():
             run = ReferenceRun(self._device, written)
-            with watch.telling(run.call):
+            with watch.handled_by(run.call):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
         return list(run.calls.values())
 
@@ -325,7 +325,7 @@ class Search:
             layers = {layer for layer, chosen in choice.items() if chosen == name}
             with ExitStack() as stack:
                 policies = {each: self._uniform(each) for each in (name, self._around)}
-                bound = {each: stack.enter_context(bound_for_now(of, self._model)) for each, of in policies.items()}
+                bound = {each: stack.enter_context(temporarily_bound(of, self._model)) for each, of in policies.items()}
                 watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
                 calls: list[Call] = []
                 for batch in batches:  # until each layer has been called
@@ -380,14 +380,14 @@ class Search:
         try:
             pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
         except Exception as error:  # for example in code that does not accept mixed dtypes
-            if is_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             self._refusals.append(first_line(error))
             return math.inf
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
     def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
-        with bound_for_now(policy, self._model) as bound:
+        with temporarily_bound(policy, self._model) as bound:
             return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
 
     def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
