@@ -173,7 +173,7 @@ def test_a_module_with_two_names_has_one_rule() -> None:
     model = Model()
     model.decoder = model.head
     assert list(computed({"head": "float32"}, model)) == ["head", "decoder"]
-    with pytest.raises(ValueError, match=re.escape("'head' and 'decoder' are one module, for which modules['head']")):
+    with pytest.raises(ValueError, match=re.escape("'head' and 'decoder' are the same module, but modules['head']")):
         computed({"head": "float32", "decoder": "float16"}, model)
     assert computed({"he*": "float16", "decoder": "float32"}, model) == {"head": "float32", "decoder": "float32"}
     assert list(computed({"token": "float32"}, model)) == ["token"]

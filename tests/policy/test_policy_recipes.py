@@ -139,7 +139,7 @@ def test_a_layer_in_two_containers_has_the_recipe_of_either_and_is_listed_so(con
 
 @pytest.mark.parametrize("other", ["mxfp8", "float32"])
 def test_containers_that_contradict_over_a_shared_layer_are_refused(other: str) -> None:
-    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are one module, .* one rule by name"):
+    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are the same module, .* one rule by name"):
         by_recipe(shared(), {"encoder": other, "decoder": "nvfp4"})
     if other == "float32":
         assert len(by_recipe(shared(), {"encoder": other, "decoder.0": "nvfp4"})) == 2
@@ -422,7 +422,7 @@ def test_a_forward_that_others_have_put_on_a_layer_is_not_passed_over() -> None:
 
 
 def test_wrong_recipes_and_backends_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ops\['linear'\] must be one of .* got 'mxfp8': recipes are for modules, nn"):
+    with pytest.raises(ValueError, match=r"ops\['linear'\] must be one of .* got 'mxfp8': recipes are only for nn.L"):
         Policy(compute="bfloat16", ops={"linear": "mxfp8"})
     with pytest.raises(ValueError, match=r"compute must be one of .* got 'mxfp8'"):
         Policy(compute="mxfp8")

@@ -175,7 +175,7 @@ def _agree_on_recipes_of_shared_layers(
             scope = scopes[name]
             if scope is not None and policy.modules[scope[0]].removesuffix("?") != taken.recipe:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{taken.key!r}] = "
+                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{taken.key!r}] = "
                     f"{policy.modules[taken.key]!r} contradicts modules[{scope[0]!r}] = {policy.modules[scope[0]]!r}: "
                     "give the module one rule by name"
                 )
@@ -327,7 +327,7 @@ def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]],
         for key in others:
             if policy.modules[key] != policy.modules[first]:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{first!r}] = "
+                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{first!r}] = "
                     f"{policy.modules[first]!r} contradicts modules[{key!r}] = {policy.modules[key]!r}"
                 )
         deciding.update(dict.fromkeys(of_one, first))

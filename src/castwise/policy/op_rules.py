@@ -166,7 +166,7 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
     for name, dtype in policy.ops.items():
         op = canonical(name)
         if op not in known:
-            raise ValueError(f"ops[{name!r}] is not an op that this torch has{nearest(op, known)}")
+            raise ValueError(f"ops[{name!r}] is not an op of this torch version{nearest(op, known)}")
         other = spelling.setdefault(op, name)
         if policy.ops[other] != dtype:
             raise ValueError(f"ops[{name!r}] = {dtype!r} contradicts ops[{other!r}] = {policy.ops[other]!r}")

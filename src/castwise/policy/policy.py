@@ -307,7 +307,7 @@ def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
         raise TypeError(f"{where} must be one of {listed(allowed)}, got {value!r}")
     is_recipe = recipe_named(name) is not None
     if is_recipe and allowed is not _MODULE_RULES:
-        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}: recipes are for modules, nn.Linear")
+        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}: recipes are only for nn.Linear")
     if name not in allowed and not is_recipe:
         raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}{nearest(name, allowed)}")
     return name
