@@ -46,7 +46,7 @@ def test_what_cannot_be_narrowed_is_named(ranks: list[dict[str, Any]]) -> None:
     assert "is flattened by FSDP1 in torch.float32: make the model torch.bfloat16 before wrapping it" in flattened
     assert "is flattened by FSDP1, which works only with optimizers that step each element independently" in shaped
     if hasattr(torch.Tensor, "grad_dtype"):
-        assert in_fp32.startswith("'0.weight' is a DTensor, whose gradients torch keeps in its own dtype: leave grad_")
+        assert in_fp32.startswith("'0.weight' is a DTensor, whose gradients torch keeps in its own dtype: omit grad_")
 
 
 def test_checkpoints_are_resharded_without_losing_a_bit(ranks: list[dict[str, Any]]) -> None:

@@ -167,7 +167,7 @@ def unchanged(optimizer: MasterWeights, model: Any, load: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"rounding": "nearest_away"}, r"has 'master_weights.residue' for 'conv.weight', and method='split' with"),
+        ({"rounding": "nearest_away"}, r"has 'master_weights.residue' for 'conv.weight', but method='split' with"),
         ({"method": "kahan"}, r"has 'master_weights.compensation' for 'conv.weight'"),
         ({"method": "fp32"}, r"has 'master_weights.master' for .*: use the settings it was saved with"),
         ({"dtype": torch.float16}, r"has 'master_weights.half_residue' for"),
