@@ -49,7 +49,7 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class NonfiniteReferenceError(ValueError):
-    """Raised if the loss of a batch is not finite in the reference, so that it cannot be compared with."""
+    """Raised if the loss of a batch is not finite in the reference, so nothing can be compared with it."""
 
 
 def compare(
@@ -68,9 +68,9 @@ def compare(
 
     The *effect* of a module is the root mean square of (gradient of the loss by its outputs x error that it introduces
     into them). It estimates how its rounding changes the loss. The gradient is the reference's. The *introduced* error
-    is the difference between two runs of the module's own ops on the reference's values: in the policy's dtypes, and in
-    the reference. Errors of submodules are not included. The rest of a module's output error under the policy is
-    *carried*: it comes from its inputs.
+    is the difference between two runs of the module's own ops, under the policy and in the reference, on the same
+    values: the reference's, rounded to the dtypes in which the policy passes them on. Errors of submodules are not
+    included. The rest of a module's output error under the policy is *carried*: it comes from its inputs.
 
     Errors of weight gradients are split in the same way: *introduced* errors come from the module's own ops, forward
     and backward, on the reference's values and output gradients.
