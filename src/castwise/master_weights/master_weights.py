@@ -183,9 +183,7 @@ class MasterWeights(torch.optim.Optimizer):
         chosen = self._check_params(optimizer, model, params)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
-        # Hooks registered on the inner optimizer also run once per step.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._share_hooks()
         self._adopt(model, params, chosen)
 
     def _share_hooks(self) -> None:
