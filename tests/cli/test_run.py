@@ -270,7 +270,7 @@ def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trai
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     run = forked("--out", tmp_path, script)
-    assert run.stderr == "castwise: no optimizer of a module has stepped: nothing was recorded\n"
+    assert run.stderr == "castwise: no optimizer of a module has stepped, so nothing was recorded\n"
 
 
 BY_HAND = """

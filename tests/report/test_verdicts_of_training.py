@@ -121,5 +121,5 @@ def test_a_learning_rate_that_is_far_too_high_is_divergence() -> None:
     )
     worst = next(iter(found))
     assert worst.finding.startswith("Training diverged: the loss grew from ")
-    assert "usual price" not in str(found)
+    assert "normal cost" not in str(found)
     assert "fp32" not in str(found)
