@@ -57,11 +57,11 @@ class _Commands(TyperGroup):
 
 
 _EXIT_CODES = """\
-Exit codes (`castwise run` exits as the script does):
+Exit codes (`castwise run` uses the script's):
 
-* 0: done
-* 1: the answer is no (weights differ, no policy was found), a benchmark failed, or the model raised an error
-* 2: the command line or its input is wrong; the message says what to do
+* 0: success
+* 1: negative result (weights differ, no policy found), failed benchmark, or error in the model
+* 2: invalid command line or input; the message says what to do
 * 130: Ctrl-C
 """
 

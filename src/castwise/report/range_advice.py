@@ -86,7 +86,7 @@ def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
     return Advice(
         f"Gradients of {shown(ranges.module)} are at the lower end of fp16 at scale {power_of_two(used)}, where they "
         f"lose bits or become zero: "
-        f"{f'raise it (nothing overflows up to 2^{fit.highest})' if can_rise else 'use bf16'}.",
+        f"{f'raise the scale (nothing overflows up to 2^{fit.highest})' if can_rise else 'use bf16'}.",
         {
             "mean_subnormal_share": ranges.mean_subnormal,
             "worst_flushed_share": ranges.flush,
