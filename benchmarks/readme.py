@@ -1,4 +1,4 @@
-"""Write the figures of README.md and of the manual's start page from committed results, between their marks.
+"""Write the numbers in README.md and on the manual's start page, between their marks, from committed results.
 
 python benchmarks/readme.py
 """
@@ -20,7 +20,7 @@ def result(name: str) -> Any:
 
 
 def figures() -> str:
-    """Return the lines that have figures."""
+    """Return the lines with numbers."""
     step = result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]["scaled + clipped step + update"]
     inference = result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
     faults = result("fault_finding")
@@ -44,7 +44,7 @@ def figures() -> str:
 
 
 def main() -> None:
-    """Write them."""
+    """Update the pages."""
     for page in PAGES:
         before, _, rest = page.read_text().partition(BEGINS)
         _, _, after = rest.partition(ENDS)

@@ -324,7 +324,7 @@ def test_a_rank_that_fails_ends_all_of_them_with_its_own_words(monkeypatch: pyte
 
 
 def test_ranks_that_take_too_long_are_ended() -> None:
-    with pytest.raises(RuntimeError, match=r"^2 ranks were not ready after 0 s$"):
+    with pytest.raises(RuntimeError, match=r"^2 ranks did not finish within 0 s$"):
         scale_out.on_ranks(2, 1, 5, patience_s=0.2)
 
 
