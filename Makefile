@@ -43,7 +43,7 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/ranks_apart.py
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python examples/compare_schedules.py --write
-	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
+	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
 # Third-party code under torch.amp and under castwise. ONLY=peft runs the rows with "peft" in their names and writes nothing.
 foreign: .venv-foreign/.ready
