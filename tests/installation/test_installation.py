@@ -418,7 +418,7 @@ def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4 - 1)
     with (
         castwise.installed(tmp_path, on_skip="diagnose"),
-        pytest.warns(UserWarning, match="take more than .* MiB: skipped steps are not diagnosed"),
+        pytest.warns(UserWarning, match="takes more than .* MiB, so skipped steps are not diagnosed any more"),
     ):
         trained_on([BAD, BAD], small_model())
     run = Run.read(tmp_path / "Sequential")
