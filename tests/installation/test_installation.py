@@ -134,7 +134,7 @@ def test_an_error_in_the_block_undoes_it_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "every must be a number of steps >= 1, got 0"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
         ({"policy": "bf16"}, "policy must be a castwise.Policy or None, got str"),
         ({"schedule": 1024.0}, "schedule must be one of castwise.schedules or None, got 1024.0"),
     ],

@@ -168,7 +168,7 @@ def test_the_run_that_is_active_is_used_and_goes_on(tmp_path: Path, wandb: Any) 
 def test_a_run_that_is_finished_ends_the_sink_and_not_the_training(wandb: Any) -> None:
     run = wandb.init(id="over")
     run.finish()
-    with pytest.warns(RuntimeWarning, match=r"sink WandB\(run over\) failed and gets no more records"):
+    with pytest.warns(RuntimeWarning, match=r"sink WandB\(run over\) failed and was removed"):
         train([WandB(run)])
 
 
