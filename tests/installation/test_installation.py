@@ -119,7 +119,7 @@ def test_what_was_made_of_torchs_before_is_named_once() -> None:
 
 def test_it_is_installed_once() -> None:
     castwise.install()
-    with pytest.raises(RuntimeError, match=r"castwise is installed already: uninstall\(\) it first"):
+    with pytest.raises(RuntimeError, match=r"castwise is already installed: call uninstall\(\) first"):
         castwise.install()
     assert castwise.uninstall() is None
     assert castwise.uninstall() is None
@@ -454,7 +454,7 @@ def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: P
 
 
 def test_diagnoses_need_a_folder() -> None:
-    with pytest.raises(ValueError, match=r'on_skip="diagnose" records what it finds: give a folder, out=\.\.\., too'):
+    with pytest.raises(ValueError, match=r'on_skip="diagnose" requires a folder for its records: pass out=\.\.\. too'):
         castwise.install(on_skip="diagnose")
     with pytest.raises(ValueError, match='on_skip must be "diagnose" or None, got 3'):
         castwise.install("x", on_skip=3)  # type: ignore[arg-type]

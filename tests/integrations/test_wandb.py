@@ -174,7 +174,7 @@ def test_a_run_that_is_finished_ends_the_sink_and_not_the_training(wandb: Any) -
 
 def test_what_is_no_run_is_refused_with_what_to_write() -> None:
     with pytest.raises(
-        TypeError, match=r"run must be what wandb.init.* got 'gpt': write WandB\(wandb.init\(\.\.\.\)\)$"
+        TypeError, match=r"run must be a run from wandb.init.* got 'gpt': pass WandB\(wandb.init\(\.\.\.\)\)$"
     ):
         WandB("gpt")  # type: ignore[arg-type]
 
