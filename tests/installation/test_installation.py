@@ -297,7 +297,10 @@ def test_a_policys_output_is_said_to_have_no_effect_on_several_models() -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     castwise.install(policy=castwise.Policy(compute="bfloat16", output="float32"))
     try:
-        with pytest.warns(UserWarning, match="output has no effect: there are several models"), torch.autocast("cpu"):
+        with (
+            pytest.warns(UserWarning, match="output has no effect, because there are several models"),
+            torch.autocast("cpu"),
+        ):
             models[0](torch.ones(1, 2))
     finally:
         castwise.uninstall()

@@ -258,7 +258,7 @@ def test_a_policy_is_bound_to_the_module() -> None:
     policy = castwise.Policy(compute="bfloat16", modules={"net.2": "float32"})
     fit(MixedPrecision("bf16-mixed", "cpu", policy=policy), Watched(), max_steps=1)
     assert dtypes == {"0": torch.bfloat16, "2": torch.float32}
-    with pytest.raises(RuntimeError, match="bound when a Trainer sets the model up"):
+    with pytest.raises(RuntimeError, match="a Trainer binds it when it sets up the model"):
         MixedPrecision("bf16-mixed", "cpu", policy=policy).autocast_context_manager()
 
 

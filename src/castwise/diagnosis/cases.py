@@ -63,7 +63,7 @@ class OfLoss(Case):
         ]
 
     @override
-    def lost_gradients(self) -> list[torch.Tensor]:
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
         return []
 
 
@@ -97,11 +97,11 @@ class OfOutput(Case):
     def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
         # A masked output may be infinite. It is a fault only if the loss gives it a non-finite gradient.
         has_backward = any(gradient is not None for gradient in self._gradients)
-        if has_backward and not any(map(_has_lost, self._gradients)):
+        if has_backward and not any(map(_is_nonfinite, self._gradients)):
             return []
-        lost = [(end, gradient) for end, gradient in self._pairs(ends) if _has_lost(end)]
+        lost = [(end, gradient) for end, gradient in self._pairs(ends) if _is_nonfinite(end)]
         if self.loss_is_finite:  # then a non-finite element of the gradient comes from that same output element
-            lost = [(end, gradient) for end, gradient in lost if _have_lost_the_same(end, gradient)]
+            lost = [(end, gradient) for end, gradient in lost if _share_nonfinite_element(end, gradient)]
         return [end for end, _ in lost]
 
     @override
@@ -120,8 +120,12 @@ class OfOutput(Case):
         return list(seeds.values())
 
     @override
-    def lost_gradients(self) -> list[torch.Tensor]:
-        return [each for each in self._gradients if each is not None and _has_lost(each)] if self._with_backward else []
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
+        return (
+            [each for each in self._gradients if each is not None and _is_nonfinite(each)]
+            if self._with_backward
+            else []
+        )
 
     def _pairs(self, ends: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         return zip(ends, self._gradients, strict=True)
@@ -133,15 +137,15 @@ def _replace_gradient(end: torch.Tensor, gradient: torch.Tensor | None) -> None:
     That gradient already includes the other output's contribution, so a backward cannot start with it. A non-finite
     gradient is left to the backward, which may find the op that made it.
     """
-    if not end.is_leaf and not _has_lost(gradient):
+    if not end.is_leaf and not _is_nonfinite(gradient):
         end.register_hook(lambda _: gradient)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _has_lost(tensor: torch.Tensor | None) -> bool:
+def _is_nonfinite(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not tensor.isfinite().all()
 
 
-def _have_lost_the_same(end: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+def _share_nonfinite_element(end: torch.Tensor, gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool((end.isfinite() | gradient.isfinite()).logical_not().any())
 
 

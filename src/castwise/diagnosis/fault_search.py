@@ -42,7 +42,7 @@ class Case(Protocol):
     def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
         """Return the scaled roots of the backward."""
 
-    def lost_gradients(self) -> list[torch.Tensor]:
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
         """Return the non-finite gradients among those that the backward starts from."""
 
 
@@ -90,7 +90,7 @@ def find(case: Case, scale: float) -> Found:
     """
     found = _replay(case, scale)
     fault = found.fault
-    if fault is None and (lost := case.lost_gradients()):
+    if fault is None and (lost := case.nonfinite_gradients()):
         fault = Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
         return Found(fault, found.others)
     if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:

@@ -63,7 +63,7 @@ class Birth:
     is_mask: bool = False
     place: Place | None = None
 
-    def as_no_mask(self) -> Birth:
+    def without_mask(self) -> Birth:
         """Return this birth with `is_mask` False."""
         return replace(self, is_mask=False) if self.is_mask else self
 
@@ -230,7 +230,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             nan |= origin.nan if found.nan else frozenset()
             if found.inf:
                 is_factor = op_facts.is_factor(tensor, func, args)
-                inf |= {source.as_no_mask() if is_factor else source for source in origin.inf}
+                inf |= {source.without_mask() if is_factor else source for source in origin.inf}
         return _Origin(nan, inf)
 
     def _unseen(self, func: Any, tensor: torch.Tensor, found: Range) -> Birth:

@@ -88,7 +88,7 @@ def begin(account: Account, settings: Settings) -> None:
         replacement.put_in_place()
         account.begin()
         _INSTALLED.append((replacement, account))
-    replacement.warn_of_what_is_left()
+    replacement.warn_about_unreplaced()
 
 
 def uninstall() -> Path | None:

@@ -63,7 +63,7 @@ class Account(Observer):
         self._has_seen_a_region = False
         self.out, self._every = None if out is None else Path(out), every
         self._monitors: list[weakref.ref[Monitor]] = []
-        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
         self._hook: Any = None
         self._names: list[str] = []
@@ -76,7 +76,7 @@ class Account(Observer):
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
         for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
             file.unlink()  # records of workers of an earlier run
-        WATCH.begin_telling(self._told, of_gradients=True)
+        WATCH.begin_telling(self._on_mistake, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -89,7 +89,7 @@ class Account(Observer):
         for monitor in filter(None, [reference() for reference in self._monitors]):
             with self._guard:
                 monitor.detach()
-        WATCH.end_telling(self._told)
+        WATCH.end_telling(self._on_mistake)
         if not self.has_recorded or self._rank or self.out is None:
             return None
         from castwise.report.summary import end
@@ -135,12 +135,12 @@ class Account(Observer):
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Attach a monitor to an optimizer that is unscaled before its step, while gradients are still scaled."""
-        self._meet(optimizer, scaler)
+        self._register(optimizer, scaler)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Attach a monitor before a step of the scaler, which does not call the optimizer if it skips."""
         self._has_scaler |= scaler.is_enabled()
-        self._meet(optimizer, scaler if scaler.is_enabled() else None)
+        self._register(optimizer, scaler if scaler.is_enabled() else None)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Drop the recordings of models that did not step in the first iteration."""
@@ -150,7 +150,7 @@ class Account(Observer):
 
     @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._meet(optimizer, None)
+        self._register(optimizer, None)
 
     def _record_batches(self) -> None:
         """Start recording the batches of all models with an optimizer, because the first step may be skipped."""
@@ -165,12 +165,12 @@ class Account(Observer):
         is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
         return os.getpid() != self._pid and not is_rank
 
-    def _told(self, mistake: Mistake) -> None:
+    def _on_mistake(self, mistake: Mistake) -> None:
         """Do nothing. The watch issues the warnings, but runs only while it has a subscriber."""
 
-    def _meet(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        if optimizer not in self._met:
-            self._met.add(optimizer)
+    def _register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if optimizer not in self._registered:
+            self._registered.add(optimizer)
             with self._guard:
                 self._monitor(optimizer, scaler)
 
@@ -180,13 +180,13 @@ class Account(Observer):
             self._seen["optimizer without a module", "optimizers without a module"] += 1
             warn("an optimizer trains parameters that belong to no module, so it is not monitored", UserWarning, 2)
             return
-        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
-        self._met.update(optimizers)
+        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
+        self._registered.update(optimizers)
         if self.out is None:
             WATCH.model_found(model)
             return
         sink = self._sink(model)
-        monitor = _Alone(model, optimizers, scaler, every=self._every, sinks=[sink])
+        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
         recording = self._recordings.pop(model, None)
         if self._diagnoses and scaler is not None:
             monitor.diagnose(recording, self._diagnoses)
@@ -213,7 +213,7 @@ class Account(Observer):
         return JSONL(self.out / folder / FILE_NAME)
 
 
-class _Alone(Monitor):
+class _LocalMonitor(Monitor):
     """A monitor that does not communicate with other processes, which may do something else."""
 
     def _make_ranks(self) -> Ranks:

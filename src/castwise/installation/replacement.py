@@ -91,7 +91,7 @@ class Replacement:
                 namespace[key] = old
         self._settings.forget()
 
-    def warn_of_what_is_left(self) -> None:
+    def warn_about_unreplaced(self) -> None:
         """Warn about existing subclasses and objects of torch's classes."""
         classes = tuple(old for old in self._old if isinstance(old, type) and not issubclass(old, Enum))
         made = set(map(type, gc.get_objects()))

@@ -41,7 +41,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "castwise.integrations.accelerate requires Accelerate: pip install 'castwise[accelerate]'"
+        "castwise.integrations.accelerate needs Accelerate: pip install 'castwise[accelerate]'"
     ) from error
 
 __all__ = ["prepare", "report", "unwrapped"]
@@ -49,7 +49,7 @@ __all__ = ["prepare", "report", "unwrapped"]
 _Parameters: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
 _PAGE = "report.html"
-_LEFT_ALONE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Accelerator:
@@ -85,12 +85,12 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
         >>> accelerator = prepare(Accelerator(mixed_precision="fp16"))  # doctest: +SKIP
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     """
-    _refuse_what_cannot_be_prepared(accelerator)
+    _check_preparable(accelerator)
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         warn("Accelerate does not autocast to fp16 on a CPU: it computes in fp32 there", UserWarning, 2)
     if accelerator.scaler is not None or schedule is not None:
         accelerator.scaler = _scaler_for(accelerator, schedule)
-    ours = _Ours(accelerator)
+    ours = _CastwiseMethods(accelerator)
     accelerator.autocast = ours.autocast
     accelerator.prepare_model = ours.prepare_model
     accelerator.prepare_optimizer = ours.prepare_optimizer
@@ -100,10 +100,10 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     return accelerator
 
 
-def _refuse_what_cannot_be_prepared(accelerator: Any) -> None:
+def _check_preparable(accelerator: Any) -> None:
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
-    if isinstance(getattr(accelerator.autocast, "__self__", None), _Ours):
+    if isinstance(getattr(accelerator.autocast, "__self__", None), _CastwiseMethods):
         raise RuntimeError("this accelerator already uses castwise: call prepare() only once")
     prepared = [*accelerator._models, *accelerator._optimizers]
     if prepared:
@@ -112,7 +112,7 @@ def _refuse_what_cannot_be_prepared(accelerator: Any) -> None:
             f"this accelerator has already prepared {names}, which would keep Accelerate's own scaler and autocast: "
             "call castwise.integrations.accelerate.prepare(accelerator) before accelerator.prepare(...)"
         )
-    if accelerator.mixed_precision == "fp8" or accelerator.distributed_type in _LEFT_ALONE:
+    if accelerator.mixed_precision == "fp8" or accelerator.distributed_type in _UNSUPPORTED:
         given = f"{accelerator.distributed_type} and mixed_precision={accelerator.mixed_precision!r}"
         raise ValueError(
             f"with {given} another library handles mixed precision, which castwise does not replace: remove the call "
@@ -215,7 +215,7 @@ class _Scaler(GradScaler):
         return returned
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if new_scale is None and self._do_others_wait():
+        if new_scale is None and self._others_have_gradients():
             self._is_update_due = True
         else:
             self._stepped, self._is_update_due = (), False
@@ -225,7 +225,7 @@ class _Scaler(GradScaler):
         """Return True if an optimizer has stepped in the current iteration."""
         return any(optimizer is each for each in self._stepped)
 
-    def _do_others_wait(self) -> bool:
+    def _others_have_gradients(self) -> bool:
         others = [optimizer for optimizer in self.prepared() if not self.has_stepped(optimizer)]
         return any(param.grad is not None for optimizer in others for param in params_of(optimizer))
 
@@ -274,7 +274,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has 
         return bool(was_skipped)
 
 
-class _Ours:
+class _CastwiseMethods:
     """Replacements for an accelerator's methods of the same names. The originals are on its class."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -286,7 +286,7 @@ class _Ours:
         return region if isinstance(region, autocast) else self._theirs.autocast(self._accelerator, autocast_handler)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        with _regions_of_ours():
+        with _castwise_regions():
             return self._theirs.prepare_model(self._accelerator, *args, **kwargs)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +351,7 @@ def _region(native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = N
 
 
 @contextmanager
-def _regions_of_ours() -> Iterator[None]:
+def _castwise_regions() -> Iterator[None]:
     """Make Accelerate wrap a model's forward in a castwise region, by replacing the function that returns one."""
     of_accelerate.get_mixed_precision_context_manager = _region
     try:

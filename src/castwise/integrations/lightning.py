@@ -17,9 +17,7 @@ try:
     from lightning.fabric.wrappers import _FabricOptimizer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 except ImportError as error:
-    raise ImportError(
-        "castwise.integrations.lightning requires Lightning: pip install 'castwise[lightning]'"
-    ) from error
+    raise ImportError("castwise.integrations.lightning needs Lightning: pip install 'castwise[lightning]'") from error
 
 __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 

@@ -46,7 +46,7 @@ class MLflow:
 
     def __init__(self, run_id: str | None = None) -> None:
         if find_spec("mlflow") is None:
-            raise ModuleNotFoundError("the MLflow sink requires mlflow: pip install 'castwise[mlflow]'")
+            raise ModuleNotFoundError("the MLflow sink needs mlflow: pip install 'castwise[mlflow]'")
         self._given = run_id
         self._run: _Run | None = None
 

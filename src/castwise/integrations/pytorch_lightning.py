@@ -14,7 +14,7 @@ try:
     from pytorch_lightning.core.optimizer import LightningOptimizer
 except ImportError as error:
     raise ImportError(
-        "castwise.integrations.pytorch_lightning requires pytorch_lightning: pip install 'castwise[lightning]'"
+        "castwise.integrations.pytorch_lightning needs pytorch_lightning: pip install 'castwise[lightning]'"
     ) from error
 
 __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]

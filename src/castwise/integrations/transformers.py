@@ -22,7 +22,7 @@ try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "castwise.integrations.transformers requires Transformers: pip install 'castwise[transformers]'"
+        "castwise.integrations.transformers needs Transformers: pip install 'castwise[transformers]'"
     ) from error
 
 __all__ = ["ReportCallback"]
@@ -59,7 +59,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
     ) -> None:
         self.folder, self._every, self._on_skip = Path(folder), every, on_skip
-        self._end_of_failed: weakref.finalize[Any, ReportCallback] | None = None
+        self._end_if_failed: weakref.finalize[Any, ReportCallback] | None = None
 
     def on_train_begin(
         self,
@@ -92,30 +92,30 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             on_skip=self._on_skip,
         ).attach()
         folder = self.folder if state.is_world_process_zero else None
-        self._end_of_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("training failed"))
+        self._end_if_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("training failed"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the number of the next step to the Trainer's."""
-        going_on = None if self._end_of_failed is None else self._end_of_failed.peek()
-        if going_on is not None:
-            monitor, _, _ = going_on[2]
+        pending = None if self._end_if_failed is None else self._end_if_failed.peek()
+        if pending is not None:
+            monitor, _, _ = pending[2]
             monitor.step = state.global_step + 1
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the record and write the report."""
-        going_on = None if self._end_of_failed is None else self._end_of_failed.detach()
-        if going_on is not None:
-            monitor, folder, _ = going_on[2]
+        pending = None if self._end_if_failed is None else self._end_if_failed.detach()
+        if pending is not None:
+            monitor, folder, _ = pending[2]
             _end(monitor, folder, None)
 
     def close(self) -> None:
         """End the record of a failed run and write its report. Does nothing if there is none."""
-        if self._end_of_failed is not None:
-            self._end_of_failed()
+        if self._end_if_failed is not None:
+            self._end_if_failed()
 
 
 def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:

@@ -44,7 +44,7 @@ class WandB:
         if not (run is None or hasattr(run, "define_metric")):
             raise TypeError(f"run must be a run from wandb.init(...), got {run!r}: pass WandB(wandb.init(...))")
         if find_spec("wandb") is None:
-            raise ModuleNotFoundError("the WandB sink requires wandb: pip install 'castwise[wandb]'")
+            raise ModuleNotFoundError("the WandB sink needs wandb: pip install 'castwise[wandb]'")
         self._given = run
         self._run: Any = None
         self._is_ours = False

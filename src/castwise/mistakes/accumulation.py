@@ -44,9 +44,9 @@ class Accumulation(Finder):
             self._scaled[id(leaf)] = leaf
             unscaled, updated = self._unscaled.pop(id(leaf), None), self._updated.pop(id(leaf), None)
             if updated is not None and updated.is_of(leaf):
-                self._say_updated(updated.place)
+                self._report_updated(updated.place)
             elif unscaled is not None and unscaled.is_of(leaf):
-                self._say_unscaled(unscaled.place)
+                self._report_unscaled(unscaled.place)
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record the unscaled gradients and the calling line."""
@@ -70,7 +70,7 @@ class Accumulation(Finder):
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Record the gradients that have not been stepped with yet, and report an update without a step."""
         if not is_set and not scaler._per_optimizer_states and not self._has_stepped_alone:
-            self._say_updated(caller())  # it will raise
+            self._report_updated(caller())  # it will raise
         self._has_stepped_alone = False
         place = caller() if self._scaled else None
         for key, param in self._scaled.items():
@@ -78,9 +78,9 @@ class Accumulation(Finder):
                 self._updated[key] = _Gradient(place, param.grad)
         self._scaled.clear()
 
-    def _say_unscaled(self, place: Place | None) -> None:
+    def _report_unscaled(self, place: Place | None) -> None:
         source = place.source if place else "scaler.unscale_(optimizer)"
-        self.watch.say(
+        self.watch.report(
             "unscaled-inside-accumulation",
             "gradients are unscaled here, and a later backward adds scaled gradients to them before the step: the sum "
             "mixes two scales",
@@ -88,9 +88,9 @@ class Accumulation(Finder):
             place,
         )
 
-    def _say_updated(self, place: Place | None) -> None:
+    def _report_updated(self, place: Place | None) -> None:
         source = place.source if place else "scaler.update()"
-        self.watch.say(
+        self.watch.report(
             "updated-inside-accumulation",
             "the scale is updated here while gradients are still being accumulated: they become sums of gradients at "
             "different scales",

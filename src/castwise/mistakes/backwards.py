@@ -69,12 +69,12 @@ class Backwards(Finder):
             self._backward = backward
             self._place = None if is_scaled else caller()
             if torch.is_autocast_enabled(param.device.type):
-                self._say_inside_autocast(caller())
+                self._report_inside_autocast(caller())
         if not is_scaled and self.watch.has_scaled and param.grad is not None:
             self._unscaled[id(param)] = self._place, weakref.ref(param.grad)
 
-    def _say_inside_autocast(self, place: Place | None) -> None:
-        self.watch.say(
+    def _report_inside_autocast(self, place: Place | None) -> None:
+        self.watch.report(
             "backward-inside-autocast",
             "this backward runs inside an autocast region, which casts some of its ops differently: a backward should "
             "run after the region, in the dtypes of the forward",
@@ -96,7 +96,7 @@ class Backwards(Finder):
         if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
             return  # backward(gradient) may start from a scaled gradient
         loss, dot, rest = source.partition(".backward(")
-        self.watch.say(
+        self.watch.report(
             "loss-not-scaled",
             "this loss is not scaled, but the step divides its gradients by the scale: the loss has almost no effect",
             f"scaler.scale({loss}){dot}{rest}",

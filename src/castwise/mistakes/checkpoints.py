@@ -31,7 +31,7 @@ class Checkpoints(Finder):
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Report the checkpoint before this step if it lacks the scaler's state."""
-        self._say()
+        self._report()
         self._scaler_saved = self._file_saved = False
         self._is_scaled[optimizer] = scaler.is_enabled()
 
@@ -51,7 +51,7 @@ class Checkpoints(Finder):
 
     def ending(self) -> None:
         """Report the last checkpoint, after which no step follows."""
-        self._say()
+        self._report()
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -59,10 +59,10 @@ class Checkpoints(Finder):
             hook.remove()
         self._hooks.clear()
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         place, self._saved_alone = self._saved_alone, None
         if place is not None and self._file_saved:
-            self.watch.say(
+            self.watch.report(
                 "scaler-not-saved",
                 "the optimizer's state is saved here without the scaler's: a run resumed from it starts from the "
                 "initial scale and skips steps until the scale fits again",

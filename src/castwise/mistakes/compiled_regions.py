@@ -37,7 +37,7 @@ class CompiledRegions(Finder):
         *_, (file, line), _, _ = lines_traced()  # the innermost two are the region's own
         if file == autocast_mode.__file__:  # custom_fwd, whose backward has its own state
             return
-        self.watch.say(
+        self.watch.report(
             "disabled-inside-compiled",
             "this region disables autocast inside a compiled function that is called in an enabled region: its forward "
             "runs in fp32, but its backward runs in low precision, where gradients may overflow that eager code keeps "

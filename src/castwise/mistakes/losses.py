@@ -34,7 +34,7 @@ class Losses(Finder):
             return
         if torch.is_autocast_enabled(loss.device.type) or not _is_computed_after(loss.grad_fn, nodes):
             return
-        self.watch.say(
+        self.watch.report(
             "loss-outside-autocast",
             f"this loss is computed in {str(loss.dtype).removeprefix('torch.')} outside the autocast region, which "
             "would compute it in fp32: it loses digits and may overflow",

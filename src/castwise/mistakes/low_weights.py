@@ -60,7 +60,7 @@ class LowWeights(Finder):
         if not tried or lost / tried < _MATTERS:
             return
         dtype, name = before[0][0].dtype, type(optimizer).__name__
-        self.watch.say(
+        self.watch.report(
             "updates-lost",
             f"{name} steps {_short(dtype)} weights here, and {100 * float(lost / tried):.0f}% of the updates of step "
             f"{self._steps[optimizer]} were lost: they are too small for {_short(dtype)}, so the weights did not "
@@ -82,17 +82,17 @@ class LowWeights(Finder):
             saved, loaded = state_dict["state"].get(number, {}), optimizer.state.get(param, {})
             for name, value in saved.items():
                 if _dtype(value) is torch.float32 and (dtype := _dtype(loaded.get(name))) in _LOW:
-                    self._say_narrowed(name, dtype)
+                    self._report_narrowed(name, dtype)
                     return
 
     def stop(self) -> None:
         """Drop the copies."""
         self._before = []
 
-    def _say_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
+    def _report_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
         place = caller()
         source = place.source if place is not None else "optimizer.load_state_dict(checkpoint)"
-        self.watch.say(
+        self.watch.report(
             "state-narrowed",
             f"the checkpoint has {name!r} in fp32, and load_state_dict casts it to {_short(dtype)}, the dtype of the "
             "weights: training resumes with less precise state",

@@ -42,7 +42,7 @@ class Regions(Finder):
         if not trained:
             return
         if self._in_fp16 is not None and not self.watch.has_scaled:
-            self.watch.say(
+            self.watch.report(
                 "fp16-without-scaler",
                 "this region computes in fp16, and no GradScaler scales the loss: gradients below 2**-24 become zero",
                 "scaler = torch.amp.GradScaler(device.type)  # once, before the loop\n"
@@ -64,7 +64,7 @@ class Regions(Finder):
     def _look_for_half(self, optimizer: torch.optim.Optimizer, trained: list[torch.Tensor]) -> None:
         steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)  # `MasterWeights` does, and unscales in fp32
         if not steps_in_fp32 and any(param.dtype is torch.float16 for param in trained):
-            self.watch.say(
+            self.watch.report(
                 "half-with-autocast",
                 "weights of the model are fp16, as after model.half(), and autocast is enabled: autocast expects fp32 "
                 "weights. fp16 weights lose small updates, and their gradients cannot be unscaled",

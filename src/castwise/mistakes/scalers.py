@@ -11,7 +11,7 @@ from castwise.amp.schedules import Guard, Static
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import Place, caller
 
-_IN_VAIN = 2  # bf16-only iterations before the report
+_BF16_ITERATIONS = 2  # bf16-only iterations until the report
 
 
 class Scalers(Finder):
@@ -24,13 +24,13 @@ class Scalers(Finder):
         # The values are weak too, because a scaler may refer to a monitor, and a monitor to the optimizer.
         self._scaler_of: WeakKeyDictionary[torch.optim.Optimizer, ref[Any]] = WeakKeyDictionary()
         self._dtypes: set[torch.dtype] = set()
-        self._in_vain = 0
+        self._bf16_iterations = 0
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
         """Record the calling line. Report a scaler that is disabled although `enabled=True` was requested."""
         self._made[scaler] = place = caller()
         if wanted and not scaler.is_enabled():
-            self.watch.say(
+            self.watch.report(
                 "scaler-without-cuda",
                 'this GradScaler is for "cuda" and there is no CUDA, so it has disabled itself: losses are not scaled',
                 "GradScaler(device.type)  # the device of the model, here 'cpu'",
@@ -53,7 +53,7 @@ class Scalers(Finder):
         before = self._scaler_of.get(optimizer)
         self._scaler_of[optimizer] = ref(scaler)
         if before is not None and before() is not scaler and scaler not in self._loaded:
-            self.watch.say(
+            self.watch.report(
                 "scaler-rebuilt",
                 "this GradScaler replaces another one during training: the scale is reset, and the first steps with "
                 "the new scaler may be skipped again",
@@ -67,9 +67,9 @@ class Scalers(Finder):
         # These two schedules skip steps and do not adapt a scale.
         if isinstance(scaler.schedule, (Guard, Static)):
             return
-        self._in_vain = self._in_vain + 1 if dtypes == {torch.bfloat16} else 0
-        if self._in_vain == _IN_VAIN:
-            self.watch.say(
+        self._bf16_iterations = self._bf16_iterations + 1 if dtypes == {torch.bfloat16} else 0
+        if self._bf16_iterations == _BF16_ITERATIONS:
+            self.watch.report(
                 "scaler-for-bf16",
                 "this GradScaler scales for bf16, which has the range of fp32: scaling does not help bf16 gradients, "
                 "and costs a pass over all of them",

@@ -62,10 +62,10 @@ class Schedulers(Finder):
         moved = [before.rates != after.rates for before, after in pairwise(steps)]
         for place, (first, second) in enumerate(pairwise(moved)):
             if first and second and (steps[place].skipped or steps[place + 1].skipped):
-                self._say(self._places.get(optimizer) or steps[place].place)
+                self._report(self._places.get(optimizer) or steps[place].place)
 
-    def _say(self, place: Place | None) -> None:
-        self.watch.say(
+    def _report(self, place: Place | None) -> None:
+        self.watch.report(
             "schedule-advanced-on-skip",
             "a step was skipped, and the learning-rate schedule advanced anyway: it runs ahead of the optimizer",
             "scale = scaler.get_scale()\nscaler.update()\n"

@@ -49,7 +49,7 @@ class Unscaling(Finder):
         self._close()
         self._forget(optimizer)
         self._unscaled[optimizer] = caller() if self.watch.is_looking else None
-        self._say()
+        self._report()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Report uses of the gradients before this step, which unscales them."""
@@ -57,7 +57,7 @@ class Unscaling(Finder):
         if scaler.is_enabled():
             self._forget(optimizer)
             self._unscaled.pop(optimizer, None)
-            self._say()
+            self._report()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step without the scaler on scaled gradients, or on gradients that the scaler unscaled."""
@@ -66,9 +66,9 @@ class Unscaling(Finder):
             return
         unscaled = self._unscaled.pop(optimizer, None)
         if any(param.grad is not None for param in params_of(optimizer)) and unscaled is not None:
-            self._say_unskippable(unscaled, caller())
+            self._report_unskippable(unscaled, caller())
         elif not self.watch.is_by_hand and any(map(self._is_scaled, params_of(optimizer))):
-            self.watch.say(
+            self.watch.report(
                 "stepped-while-scaled",
                 "this step uses gradients that are still multiplied by the scale",
                 "scaler.step(optimizer)\nscaler.update()",
@@ -85,10 +85,10 @@ class Unscaling(Finder):
         scaled = self._scaled.get(id(param))
         return scaled is not None and param.grad is not None and scaled() is param.grad
 
-    def _say_unskippable(self, unscaled: Place, stepped: Place | None) -> None:
+    def _report_unskippable(self, unscaled: Place, stepped: Place | None) -> None:
         if stepped is None or _looks_for_nonfinite(unscaled, stepped):
             return
-        self.watch.say(
+        self.watch.report(
             "stepped-without-scaler",
             "the scaler unscaled these gradients, but the optimizer steps without it: a step with an inf or NaN is not "
             "skipped, and the weights become inf or NaN",
@@ -96,14 +96,14 @@ class Unscaling(Finder):
             stepped,
         )
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         clipped, measured, self._clipped, self._measured = self._clipped, self._measured, None, None
         kept, self._kept_before, self._kept = self._kept_before, self._kept, None
         if self.watch.is_by_hand:
             self._kept_before = None
             return
         if clipped is not None:
-            self.watch.say(
+            self.watch.report(
                 "clipped-while-scaled",
                 "gradients are clipped here while they are still multiplied by the scale: the bound is too small by "
                 "that factor",
@@ -111,12 +111,12 @@ class Unscaling(Finder):
                 "# or castwise's scaler.clip_grad_norm_(optimizer, max_norm), which reads them once",
                 clipped,
             )
-        self._say_measured(measured)
-        self._say_measured(kept)
+        self._report_measured(measured)
+        self._report_measured(kept)
 
-    def _say_measured(self, measured: Place | None) -> None:
+    def _report_measured(self, measured: Place | None) -> None:
         if measured is not None:
-            self.watch.say(
+            self.watch.report(
                 "measured-while-scaled",
                 "gradients are read here while they are still multiplied by the scale: logged values are too large by "
                 "that factor",
@@ -152,7 +152,7 @@ class Unscaling(Finder):
         """Close the window, and report a kept norm."""
         self._close()
         if not self.watch.is_by_hand:
-            self._say_measured(self._kept_before)
+            self._report_measured(self._kept_before)
         self._kept_before = None
 
     def stop(self) -> None:

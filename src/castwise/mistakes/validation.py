@@ -62,7 +62,7 @@ class Validation(Finder):
         elif self._trains_in_autocast and not (is_cast or is_in_region or passes_through(*_EXPORTS)):
             place = caller()
             source = place.source if place else "model(input)"
-            self.watch.say(
+            self.watch.report(
                 "validation-outside-autocast",
                 "the model trains inside autocast and is evaluated outside it here: this is slower, and its results "
                 "differ from those in training",

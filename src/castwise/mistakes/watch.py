@@ -39,7 +39,7 @@ _PER_KIND = 3  # places reported per kind of mistake
 
 _EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
 
-Told = Callable[[Mistake], object]
+Subscriber = Callable[[Mistake], object]
 
 
 class MixedPrecisionMistake(UserWarning):
@@ -53,8 +53,8 @@ class Watch(Observer):
     """
 
     def __init__(self) -> None:
-        self._told: list[WeakMethod[Told]] = []
-        self._told_of_gradients: list[WeakMethod[Told]] = []
+        self._subscribers: list[WeakMethod[Subscriber]] = []
+        self._gradient_subscribers: list[WeakMethod[Subscriber]] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -79,37 +79,37 @@ class Watch(Observer):
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
-    def begin_telling(self, told: Told, *, of_gradients: bool = False) -> None:
+    def begin_telling(self, told: Subscriber, *, of_gradients: bool = False) -> None:
         """Add a subscriber and report all mistakes to it, including earlier ones. The first one starts the watch.
 
         Args:
             told: A bound method; its object is not kept alive.
             of_gradients: Also check how scaled gradients are used, which changes their class temporarily.
         """
-        if not self._told:
+        if not self._subscribers:
             self._start()
-        self._told.append(WeakMethod(told, self._end_without_subscribers))
+        self._subscribers.append(WeakMethod(told, self._end_without_subscribers))
         if of_gradients:
-            self._told_of_gradients.append(self._told[-1])
+            self._gradient_subscribers.append(self._subscribers[-1])
         for mistake in self.found:
             told(mistake)
 
-    def end_telling(self, told: Told) -> None:
+    def end_telling(self, told: Subscriber) -> None:
         """Report pending mistakes and remove a subscriber. The watch stops if it was the last."""
-        if told in [each() for each in self._told]:
+        if told in [each() for each in self._subscribers]:
             self._each("ending")
-            self._told = [each for each in self._told if each() not in (None, told)]
+            self._subscribers = [each for each in self._subscribers if each() not in (None, told)]
             self._end_without_subscribers()
 
     def stop(self) -> None:
         """Report pending mistakes and remove all subscribers."""
         self._each("ending")
-        self._told = []
+        self._subscribers = []
         self._end_without_subscribers()
 
     def _end_without_subscribers(self, gone: object = None) -> None:
-        self._told = [each for each in self._told if each is not gone]
-        if not self._told and self in OBSERVERS:
+        self._subscribers = [each for each in self._subscribers if each is not gone]
+        if not self._subscribers and self in OBSERVERS:
             OBSERVERS.remove(self)
             self._each("stop")
             for handle in self._handles:
@@ -139,16 +139,16 @@ class Watch(Observer):
     @property
     def may_change_gradients(self) -> bool:
         """Whether scaled gradients may change class temporarily, because castwise is installed."""
-        return any(each in self._told for each in self._told_of_gradients)
+        return any(each in self._subscribers for each in self._gradient_subscribers)
 
-    def say(self, name: str, text: str, corrected: str, place: Place | None) -> None:
+    def report(self, name: str, text: str, corrected: str, place: Place | None) -> None:
         """Report a mistake, unless it was reported before."""
         of_kind = [each for each in self.found if each.name == name]
         if len(of_kind) >= _PER_KIND or any(each.place == place for each in of_kind):
             return
         mistake = Mistake(name, text, corrected, place)
         self.found.append(mistake)
-        for reference in tuple(self._told):
+        for reference in tuple(self._subscribers):
             if (told := reference()) is not None:
                 told(mistake)
         if not self.warns:
@@ -206,14 +206,14 @@ class Watch(Observer):
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders, unless the scaler unscales as part of its step."""
         if not self.is_stepping and not self._is_elsewhere():
-            self._meet(optimizer)
+            self._register(optimizer)
             self._each("unscaling", scaler, optimizer)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders."""
         if self._is_elsewhere():
             return
-        self._meet(optimizer)
+        self._register(optimizer)
         self.is_stepping = scaler.is_enabled()
         if scaler not in self._scalers:
             self._scalers.add(scaler)
@@ -255,7 +255,7 @@ class Watch(Observer):
     @never_traced
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._is_elsewhere():
-            self._meet(optimizer)
+            self._register(optimizer)
             self._each("optimizer_steps", optimizer)
 
     @never_traced
@@ -264,7 +264,7 @@ class Watch(Observer):
             self._each("optimizer_stepped", optimizer)
             self._tick()
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def _register(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._optimizers:
             self._thread = self._thread or get_ident()
             self._optimizers.add(optimizer)

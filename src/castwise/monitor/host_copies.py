@@ -12,7 +12,7 @@ from castwise.amp.readback import Readback
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Arrivals(Generic[Name]):
+class HostCopies(Generic[Name]):
     """Named tensors that are being copied to the host asynchronously.
 
     Args:

@@ -203,7 +203,7 @@ class Monitor:
         self._handles = [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
-            self._steps.register_step_hook(self._told),
+            self._steps.register_step_hook(self._on_step),
             self._scaler_steps,
         ]
         if self._recording is not None:
@@ -212,7 +212,7 @@ class Monitor:
         with self._guard:
             self._activations.watch()
             self._quantized.watch()
-        WATCH.begin_telling(self._told_of_mistake)
+        WATCH.begin_telling(self._on_mistake)
         WATCH.model_found(self._model)
         return self
 
@@ -227,13 +227,13 @@ class Monitor:
             last.callback(self._remove)
             last.callback(self._finish, all_=True)
             self._steps.synchronize()
-            self._tell_of_steps_by_hand(all_=True)
+            self._record_steps_by_hand(all_=True)
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        WATCH.end_telling(self._told_of_mistake)
+        WATCH.end_telling(self._on_mistake)
         self._activations.stop()
         self._quantized.stop()
         self._iterations.clear()
@@ -309,13 +309,13 @@ class Monitor:
         if iteration.expects(optimizer, self._steps.iteration):
             with self._guard:
                 self._by_hand.add(optimizer, self._scaler)
-                self._tell_of_steps_by_hand()
+                self._record_steps_by_hand()
 
-    def _tell_of_steps_by_hand(self, *, all_: bool = False) -> None:
+    def _record_steps_by_hand(self, *, all_: bool = False) -> None:
         for facts in self._by_hand.facts(all_=all_):
             self._record(replace(facts, number=self._numbers.of(facts.iteration)))
 
-    def _told(self, facts: StepFacts) -> Diagnosis | None:
+    def _on_step(self, facts: StepFacts) -> Diagnosis | None:
         """Record a step whose outcome is known. Return its diagnosis for the warning about an exhausted scale."""
         optimizer = unwrapped(facts.optimizer)
         if not self._knows(optimizer):
@@ -397,7 +397,7 @@ class Monitor:
         if self._ranks.is_first:
             self._sinks(record)
 
-    def _told_of_mistake(self, mistake: Mistake) -> None:
+    def _on_mistake(self, mistake: Mistake) -> None:
         self._write(mistake.record())
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from castwise._guard import Guard
 from castwise._torch_private import is_backward_running
 from castwise.monitor import names
-from castwise.monitor.host_copies import Arrivals
+from castwise.monitor.host_copies import HostCopies
 from castwise.recipes.listeners import LISTENERS, Telling
 from castwise.recipes.scalings import Float8, Quantized, Scaling
 
@@ -77,7 +77,7 @@ class QuantizedSample:
     ) -> None:
         self._labels = {name: labels[layer] for name, layer in names.modules(model).items() if layer in labels}
         of_layer = {layer: name for name, layer in names.modules(model).items()}
-        self._arrivals = Arrivals(
+        self._copies = HostCopies(
             {(of_layer[layer], operand): one for (layer, operand), one in found.items() if layer in of_layer}
         )
 
@@ -91,7 +91,7 @@ class QuantizedSample:
             number that elements were divided by.
         """
         layers: dict[str, dict[str, Any]] = {name: {"recipe": label} for name, label in self._labels.items()}
-        for (name, operand), numbers in self._arrivals.wait().items():
+        for (name, operand), numbers in self._copies.wait().items():
             saturated, flushed, error, smallest, largest = (float(f"{number:.4g}") for number in numbers.tolist())
             shares = {"saturated": saturated, "flushed": flushed, "relative_error": error}
             layers[name][operand] = {**shares, "scale": [smallest, largest]}

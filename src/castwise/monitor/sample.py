@@ -13,7 +13,7 @@ from torch import nn
 from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
 from castwise.monitor.exponents import count, sum_of_squares, tally
-from castwise.monitor.host_copies import Arrivals
+from castwise.monitor.host_copies import HostCopies
 from castwise.monitor.quantized_layers import QuantizedSample
 from castwise.monitor.shards import part_of
 from castwise.monitor.tally import Tally
@@ -74,13 +74,13 @@ class Sample:
         quantized: QuantizedSample | None = None,
     ) -> None:
         self._model, self._quantized = model, quantized
-        self._outputs = Arrivals({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
+        self._outputs = HostCopies({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._distinct: dict[str, int | None] = {}
         self._is_scaled: dict[str, bool] = {}
-        self._gradients: list[Arrivals[tuple[str, bool]]] = []
-        self._squares: list[Arrivals[str]] = []
+        self._gradients: list[HostCopies[tuple[str, bool]]] = []
+        self._squares: list[HostCopies[str]] = []
         self._updates = Updates()
-        self._updated: dict[torch.optim.Optimizer, Arrivals[torch.Tensor]] = {}
+        self._updated: dict[torch.optim.Optimizer, HostCopies[torch.Tensor]] = {}
 
     def measure_gradients(
         self, optimizer: torch.optim.Optimizer, scale: torch.Tensor, *, is_scaled: bool = True
@@ -106,8 +106,8 @@ class Sample:
             squares[name] = sum_of_squares(part.local)
             if mantissa is not None:
                 counts[name, False] = count(part.local, mantissa.to(part.local.device))
-        self._gradients.append(Arrivals(counts))
-        self._squares.append(Arrivals(squares))
+        self._gradients.append(HostCopies(counts))
+        self._squares.append(HostCopies(squares))
 
     def keep_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy an optimizer's weights before its step."""
@@ -117,7 +117,7 @@ class Sample:
         """Compare an optimizer's weights after the step with the copies."""
         found = self._updates.compare(optimizer)
         if found:
-            self._updated[optimizer] = Arrivals(found)
+            self._updated[optimizer] = HostCopies(found)
 
     def forget_weights(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop the copies of weights for an optimizer that does not step, or for all."""
@@ -151,8 +151,8 @@ class Sample:
         return Measured(gradients, owned, activations, updates, quantized)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
-        found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
-        squares = {name: one.item() for arrivals in self._squares for name, one in arrivals.wait().items()}
+        found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
+        squares = {name: one.item() for copies in self._squares for name, one in copies.wait().items()}
         gradients = {}
         for name, is_first in found:
             if is_first:

@@ -26,16 +26,16 @@ class ScalerSteps(Observer):
     weakly, because otherwise the process would keep every trained model alive.
 
     Args:
-        told_of_skip: A method of the monitor, called like `Observer.skipped`.
+        on_skip: A method of the monitor, called like `Observer.skipped`.
         model: The monitored model.
         optimizers: The monitor's optimizers.
         scaler: The monitor's scaler; None if it observes only the optimizers.
     """
 
     def __init__(
-        self, told_of_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
+        self, on_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
     ) -> None:
-        self._told_of_skip = weakref.WeakMethod(told_of_skip, self.remove)
+        self._on_skip = weakref.WeakMethod(on_skip, self.remove)
         self._model, self._optimizers = weakref.ref(model), weakref.WeakSet(optimizers)
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.is_stepping = False
@@ -62,8 +62,8 @@ class ScalerSteps(Observer):
 
     def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
         """Notify the monitor of a skip."""
-        if (told := self._told_of_skip()) is not None:
-            told(scaler, optimizer, is_scaled=is_scaled)
+        if (notify := self._on_skip()) is not None:
+            notify(scaler, optimizer, is_scaled=is_scaled)
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record the end of the step."""

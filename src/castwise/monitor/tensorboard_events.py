@@ -34,7 +34,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if find_spec("tensorboard") is None:
-            raise ModuleNotFoundError("the TensorBoard sink requires tensorboard: pip install 'castwise[tensorboard]'")
+            raise ModuleNotFoundError("the TensorBoard sink needs tensorboard: pip install 'castwise[tensorboard]'")
         self._folder = Path(folder)
         self._writer: Any = None
 

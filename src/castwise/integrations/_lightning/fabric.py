@@ -46,7 +46,7 @@ class FabricPrecision(Scaling):
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale a loss and run its backward."""
         if not self._are_ranks_checked:
-            self._refuse_ranks_that_may_disagree()
+            self._check_rank_agreement()
             self._are_ranks_checked = True
         self.update_if_due()
         if self.scaler is not None:

@@ -73,7 +73,7 @@ class Scaling:
     def _is_split(self) -> bool:
         return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in self._parameters())
 
-    def _refuse_ranks_that_may_disagree(self) -> None:
+    def _check_rank_agreement(self) -> None:
         scaler, dist = self.scaler, torch.distributed
         if scaler is None or not scaler.is_enabled() or scaler.agrees:
             return
@@ -88,11 +88,11 @@ class Scaling:
             self.update_if_due()
         output = scaler.step(optimizer, **kwargs)
         self._stepped.append(optimizer)
-        if is_only_one or not self._gradients_may_wait():
+        if is_only_one or not self._others_have_gradients():
             self.update_if_due()
         return output
 
-    def _gradients_may_wait(self) -> bool:
+    def _others_have_gradients(self) -> bool:
         """Return True if parameters that were not stepped have gradients."""
         groups = (group for optimizer in self._stepped for group in optimizer.param_groups)
         stepped = {id(parameter) for group in groups for parameter in group["params"]}

@@ -59,7 +59,7 @@ class TrainerPrecision(Scaling):
         """Register the model after the strategy has wrapped and split it."""
         self._models = [weakref.ref(model)]
         if optimizers:
-            self._refuse_ranks_that_may_disagree()
+            self._check_rank_agreement()
         self._bound_policy = None if self._policy is None else self._policy.bind(model)
         self._weight_cache = WeightCache(model) if self._wants_weight_cache else None
         return model, optimizers, lr_schedulers
@@ -89,7 +89,7 @@ class TrainerPrecision(Scaling):
         if self._policy is None:
             return autocast(self.device, self._dtype, cache_enabled=False, weight_cache=self._weight_cache)
         if self._bound_policy is None:
-            raise RuntimeError("the plugin's policy is not bound: that happens when a Trainer sets up the model")
+            raise RuntimeError("the plugin's policy is not bound yet: a Trainer binds it when it sets up the model")
         return autocast(self.device, policy=self._bound_policy, cache_enabled=False, weight_cache=self._weight_cache)
 
     # -- training -----------------------------------------------------------------------------------------------
@@ -140,13 +140,13 @@ class TrainerPrecision(Scaling):
 
     def _before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, model: Any) -> None:
         # Hooks must see unscaled gradients. Clipping does not need this extra pass.
-        if self._is_looked_at(model):
+        if self._is_observed(model):
             scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
 
     _after_closure: Any  # Lightning's, calls hooks and then clip_gradients
 
-    def _is_looked_at(self, model: Any) -> bool:
+    def _is_observed(self, model: Any) -> bool:
         hook, clipping = "on_before_optimizer_step", "configure_gradient_clipping"
         of_model = any(_is_overridden(model, name, self._lightning_module) for name in (hook, clipping))
         return of_model or any(_is_overridden(callback, hook, self._callback) for callback in model.trainer.callbacks)
