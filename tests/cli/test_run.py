@@ -317,8 +317,8 @@ optimizer.step()
     ("source", "seen"),
     [
         (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16"),
-        (HOGWILD, "2 processes that were started"),
-        (NO_MODULE, "1 optimizer of parameters of no module"),
+        (HOGWILD, "2 child processes"),
+        (NO_MODULE, "1 optimizer without a module"),
     ],
     ids=["weights updated by hand", "hogwild", "no module"],
 )
@@ -535,7 +535,7 @@ optimizer.step()
 
 def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNSCALED)
-    why = "no step was diagnosed: only steps that a GradScaler skips are, and no enabled one was used. "
+    why = "no step was diagnosed, because only steps skipped by a GradScaler are and no enabled one was used. "
     run = forked("--out", tmp_path / "out", tmp_path / "train.py")
     assert f"castwise: {why}" in run.stderr
     assert "castwise.diagnose(model, loss_fn, batch)" in run.stderr
@@ -543,7 +543,7 @@ def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) 
     *_, last = forked("--out", tmp_path / "out", *options, tmp_path / "train.py").stderr.splitlines()
     (note,) = json.loads(last)["notes"]
     assert note.startswith("the schedule Guard(")
-    assert note.endswith(" had no effect: no enabled GradScaler of torch was made")
+    assert note.endswith(" had no effect: the script created no enabled torch GradScaler")
     run = forked("--out", tmp_path / "out", "--schedule", "Guard", "broken.py", "--steps", 2)
     assert "no step was diagnosed" not in run.stderr
     assert "had no effect" not in run.stderr
