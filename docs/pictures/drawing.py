@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 BLUE, ORANGE, GREEN, PINK, GREY = "#2b87c7", "#d9730d", "#0a9b72", "#c2679a", "#8a8f98"
 FONT = "system-ui, sans-serif"
+READABLE = 620
+"""Pixels below which wide drawings scroll instead of shrinking, so that their text can be read on a phone."""
 
 
 def result(name: str) -> Any:
@@ -85,7 +87,8 @@ class Picture:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" '
                 f"aria-label={quoteattr(self.says)} "
-                f'style="width: 100%; max-width: {self.width}px; height: auto; font-family: {FONT}">',
+                f'style="width: 100%; min-width: {min(self.width, READABLE)}px; max-width: {self.width}px; '
+                f'height: auto; font-family: {FONT}">',
                 *self.shapes,
                 "</svg>",
                 "",

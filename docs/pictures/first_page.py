@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from drawing import BLUE, GREY, Picture, result
 
-WIDTH, LEFT, PANEL = 380, 90, 74
+WIDTH, LEFT, PANEL = 360, 96, 74
 
 
 class Pair(NamedTuple):
