@@ -1,10 +1,11 @@
-# `make demo` and `make test` are all that a fresh machine needs; both set up .venv first.
+# On a fresh machine, run `make demo` or `make test`. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# Idle OpenMP threads spin for so long before they sleep; libgomp's own 300,000 rounds stall torch beside another
-# busy process (15 steps of the demo on two cores: 10 s alone, over 120 s beside one; with this 10 s and 41 s).
+# How long idle OpenMP threads spin before they sleep. With libgomp's default of 300,000 rounds, torch stalls if another
+# process is busy: 15 steps of the demo on two cores take 10 s alone and over 120 s with another process, or 41 s with
+# this setting.
 export GOMP_SPINCOUNT ?= 10000
-# What is imported is compiled once, at its first import; where this is set each of hundreds of processes would do it.
+# Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint docs bench foreign coverage clean
@@ -12,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/.ready
 	$(BIN)/castwise demo
 
-# In processes of one thread each (tests/conftest.py says how many): most tests are too small for more.
+# One thread per process, because most tests are too small for more. tests/conftest.py sets the number of processes.
 test: .venv/.ready lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
@@ -25,11 +26,11 @@ lint: .venv/.ready
 docs: .venv/.ready
 	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html
 
-# Lines and branches of amp/ and distributed/; fails under 95% of either.
+# Line and branch coverage of amp/ and distributed/. Fails below 95% of either.
 coverage: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/core_coverage.py
 
-# About half an hour on two cores, best with nothing else running.
+# Takes about half an hour on two cores. Use an idle machine.
 bench: .venv/.ready
 	$(BIN)/castwise bench --full --out benchmarks/results
 	$(BIN)/python benchmarks/doctor.py
@@ -42,9 +43,9 @@ bench: .venv/.ready
 	$(BIN)/python benchmarks/ranks_apart.py
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python examples/compare_schedules.py --write
-	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
+	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
-# Other people's code under torch.amp and under castwise; ONLY=peft runs the rows with that in their names, and writes nothing.
+# Third-party code under torch.amp and under castwise. ONLY=peft runs the rows with "peft" in their names and writes nothing.
 foreign: .venv-foreign/.ready
 	.venv-foreign/bin/python benchmarks/foreign/compare.py --only "$(ONLY)"
 

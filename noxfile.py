@@ -1,4 +1,4 @@
-"""Every supported Python, as far as this machine has it: `nox --list` shows the sessions; CONTRIBUTING.md says more."""
+"""Sessions for each supported Python that is installed: `nox --list` shows them, CONTRIBUTING.md explains them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def _install(session: nox.Session, *what: str) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests, or those named after `--`."""
+    """Run all tests, or those named after `--`."""
     _install(session, "--editable", ".[dev]")
     arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "4"]
-    # As in the Makefile: processes of one thread each, which does not spin while it waits.
+    # As in the Makefile: one thread per process, which does not spin while it waits.
     spin = os.environ.get("GOMP_SPINCOUNT", "10000")
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": spin})
 
 
 @nox.session(python="3.12")
 def oldest_torch(session: nox.Session) -> None:
-    """All tests with the oldest torch that castwise takes, but those of the manual: it shows what the newest does."""
+    """Run all tests with the oldest supported torch, except those of the manual, which shows output of the newest."""
     pins = Path(session.create_tmp(), "constraints.txt")
     lines = Path("constraints.txt").read_text().splitlines()
     pins.write_text("\n".join(line for line in lines if not line.startswith("torch==")))
@@ -42,7 +42,7 @@ def oldest_torch(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def lint(session: nox.Session) -> None:
-    """Style, types and spelling."""
+    """Check style, types and spelling."""
     _install(session, "--editable", ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -52,14 +52,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def docs(session: nox.Session) -> None:
-    """The manual, without warnings."""
+    """Build the manual; warnings are errors."""
     _install(session, "--editable", ".[docs]")
     session.run("sphinx-build", "-W", "--keep-going", "-n", "docs", "build/docs")
 
 
 @nox.session(python=PYTHONS)
 def build(session: nox.Session) -> None:
-    """Wheel and sdist, every extra resolved, and the command line from the wheel alone."""
+    """Build wheel and sdist, resolve every extra, and run the command line from the wheel alone."""
     _install(session, "build", "twine")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "--outdir", folder)
@@ -68,9 +68,9 @@ def build(session: nox.Session) -> None:
         (wheel,) = (path for path in made if path.endswith(".whl"))
         released = f"@ {Path(wheel).as_uri()}"
         for extra in nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]:
-            session.install("--dry-run", f"castwise[{extra}] {released}")  # with the newest that there is
+            session.install("--dry-run", f"castwise[{extra}] {released}")  # with the newest versions
         _install(session, "--force-reinstall", f"castwise[report] {released}")
-        with session.chdir(folder):  # away from the source
+        with session.chdir(folder):  # so that the source is not imported
             session.run("castwise", "--version")
             session.run("castwise", "--help", silent=True)
             session.run("castwise", "trace", "--json", silent=True)

@@ -1,4 +1,4 @@
-"""What `castwise doctor` finds on this machine, and where oneDNN is told to take it for an older one.
+"""Record `castwise doctor` on this machine, also with oneDNN limited to the instructions of older CPUs.
 
     python benchmarks/doctor.py
 
@@ -20,7 +20,7 @@ CAPPED = ("", "AVX512_CORE", "AVX2")
 
 
 def checkup(limit: str) -> dict[str, dict[str, object]]:
-    """Return by format what is found of the CPU if oneDNN may use no later instructions than those of `limit`."""
+    """Return the CPU's results by format, with oneDNN limited to the instructions of `limit`."""
     command = [sys.executable, "-m", "castwise", "doctor", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})}
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -30,7 +30,7 @@ def checkup(limit: str) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as in the processes that measure
+    torch.set_num_threads(1)  # as in the measuring processes
     record = {"machine": recording.machine(), "limits": {limit or "none": checkup(limit) for limit in CAPPED}}
     path = recording.HERE / "results" / "doctor-cpu.json"
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""Who finds planted faults: castwise.diagnose, torch's anomaly detection, the debugger of transformers.
+"""Compare tools that find planted faults: castwise.diagnose, torch's anomaly detection, and transformers' debugger.
 
     pip install transformers
     python benchmarks/fault_finding.py [--rounds 40]
 
-Each round plants each fault at another place of a small mixture of experts in training. Writes
+Each round plants every fault at a random place in the training of a small mixture of experts. Writes
 benchmarks/results/fault_finding-cpu.json and the table in benchmarks/README.md.
 """
 
@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor
 from transformers.debug_utils import DebugUnderflowOverflow
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the model of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the model in the tests
 
 from tests.monitor import mixture
 from tests.monitor.mixture import Mixture, loss_of
@@ -50,10 +50,10 @@ class MultiplyGradient(torch.autograd.Function):
 
 
 class Step(NamedTuple):
-    """A step to take, with a fault in it.
+    """A training step with a fault.
 
     Args:
-        place: The module at fault, or "0" for the first input; None if no place is.
+        place: The faulty module, or "0" for the first input; None if no place is at fault.
     """
 
     model: Mixture
@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a tool says: whether something is wrong, and where."""
+    """A tool's verdict: whether there is a fault, and where."""
 
     found: bool
     text: str
@@ -181,7 +181,7 @@ TOOLS = {
 
 
 def names(verdict: Verdict, place: str) -> bool:
-    """Say whether a tool names a place, or what is inside of it, or for bad data the module that gets it."""
+    """Return True if a tool names a place or something inside it, or for bad data the module that receives it."""
     said = verdict.text
     return said == place or said.startswith(f"{place}.") or (place == "0" and said == "embed")
 
@@ -195,7 +195,7 @@ def planted(fault: str, seed: int) -> Step:
 
 def measure(rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for call in TOOLS.values():  # what is loaded at the first call
+    for call in TOOLS.values():  # load everything that a first call loads
         call(planted("overflow in the forward", 0))
     for fault in FAULTS:
         times: dict[str, list[float]] = {tool: [] for tool in ("plain", *TOOLS)}
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is too small to be shared
+    torch.set_num_threads(1)  # the model is too small for more threads
     record = {
         "machine": {**recording.machine(), "transformers": transformers.__version__},
         "rounds": arguments.rounds,

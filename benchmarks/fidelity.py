@@ -1,12 +1,12 @@
-"""Does mixed precision with castwise learn as well as fp32?
+"""Compare how well models learn with castwise's mixed precision and in fp32.
 
     pip install scikit-learn
     python benchmarks/fidelity.py
 
-Three kinds of training, with five seeds each: from the same weights and on the same batches, in fp32, and in bf16 and
-fp16 by castwise and by torch.amp, whose losses have to be the same bit for bit. What is compared is the loss of
-held-out data at the end, computed in fp32 from the weights that were learned. Writes the results to
-benchmarks/results/fidelity-cpu.json and the table to benchmarks/README.md. Takes about ten minutes.
+Trains each task with five seeds, from the same weights on the same batches: in fp32, and in bf16 and fp16 with castwise
+and with torch.amp, whose losses must be bit-identical. Compares the final held-out loss, computed in fp32 from the
+learned weights. Writes benchmarks/results/fidelity-cpu.json and the table in benchmarks/README.md. Takes about ten
+minutes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Data:
-    """What one seed trains on: a batch for each step, and batches that are held out."""
+    """The data of one seed: a batch for each step, and held-out batches."""
 
     batch: Callable[[int], Pair]
     held_out: list[Pair]
@@ -58,7 +58,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of training; on a CPU fp16 is emulated, and feasible for small models only."""
+    """A training task; CPUs emulate fp16, so it is feasible only for small models."""
 
     name: str
     steps: int
@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished training: the loss of each step, that of held-out data before and after, skipped steps, weights."""
+    """The outcome of a training run: losses by step, held-out loss before and after, skipped steps, weights."""
 
     losses: list[float]
     before: float
@@ -89,7 +89,7 @@ def text_for(size: Size) -> Callable[[int], Data]:
 
 
 def rows_of(load: Callable[[], Any], prepare: Callable[[Any], Pair]) -> Callable[[int], Data]:
-    """Split a table between training and held-out rows, one in five of them, as a seed says."""
+    """Split a table into training rows and held-out rows, one in five, by a seed."""
 
     def data(seed: int) -> Data:
         x, y = prepare(load())
@@ -139,7 +139,7 @@ TASKS = [
 
 
 def train(task: Task, seed: int, precision: str, library: str) -> Outcome:
-    """Train with the loop that everybody writes; fp32 is a disabled region and a disabled scaler."""
+    """Train with the usual loop; in fp32, region and scaler are disabled."""
     autocast, make_scaler = LIBRARIES[library]
     data = task.data(seed)
     torch.manual_seed(derive_seed(seed, "weights"))
@@ -169,12 +169,12 @@ def held_out_loss(task: Task, model: nn.Module, data: Data) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return mean and standard deviation over seeds."""
+    """Return the mean and the standard deviation over seeds."""
     return {"mean": statistics.fmean(values), "sd": statistics.stdev(values), "values": list(values)}
 
 
 def difference(low: Sequence[float], fp32: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of differences of pairs, with the interval that Student's t gives it."""
+    """Return the mean of paired differences, with its confidence interval from Student's t."""
     differences = [a - b for a, b in zip(low, fp32, strict=True)]
     mean, n = statistics.fmean(differences), len(differences)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * statistics.stdev(differences) / n**0.5
@@ -195,7 +195,7 @@ def measure(task: Task, seeds: Sequence[int]) -> dict[str, Any]:
             **spread([outcome.after for outcome in ours]),
             "minus fp32": difference([outcome.after for outcome in ours], [outcome.after for outcome in fp32]),
             "skipped steps": [outcome.skipped for outcome in ours],
-            # Outcomes hold each loss and a digest of the weights.
+            # Outcomes contain every loss and a digest of the weights.
             "seeds identical to torch.amp": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         }
     return result
@@ -222,7 +222,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # the models are too small to be shared
+    torch.set_num_threads(1)  # the models are too small for more threads
     warnings.filterwarnings("ignore", ".*its ops are emulated")
     start = time.perf_counter()
     about = {**recording.machine(), "scikit-learn": sklearn.__version__, "scipy": scipy.__version__}

@@ -1,11 +1,11 @@
-"""How large the gradients of a real training are: what fp16 keeps of them, with and without a scale.
+"""Measure how large the gradients of a real training run are, and which of them fp16 keeps with and without a scale.
 
     python benchmarks/gradient_exponents.py [--steps 100] [--scaled-steps 600]
 
 Trains the demo's GPT in fp32, then computes the gradients of one batch from the same weights three times: in fp32, in
-fp16 as they are, and in fp16 with the loss multiplied by a scale. Then trains the demo's smallest GPT in fp16 and notes
-how the scale moves. Writes benchmarks/results/gradient_exponents-cpu.json, from which docs/pictures/loss_scaling.py
-draws. Nothing in it is a time, so it has no table.
+fp16 without scaling, and in fp16 with a scaled loss. Then trains the demo's smallest GPT in fp16 and records how the
+scale moves. Writes benchmarks/results/gradient_exponents-cpu.json, which docs/pictures/loss_scaling.py draws. It
+contains no times, so there is no table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from castwise.monitor.formats import FP16
 from castwise.monitor.tally import Tally
 
 SCALE = 2.0**16
-GROWTH_INTERVAL = 100  # in the place of 2000, so that a short run shows what a long one does
+GROWTH_INTERVAL = 100  # instead of 2000, so that a short run behaves like a long one
 
 
 def train(model: nn.Module, corpus: Corpus, size: gpt.Size, steps: int) -> None:
@@ -43,7 +43,7 @@ def train(model: nn.Module, corpus: Corpus, size: gpt.Size, steps: int) -> None:
 
 
 def counted(tensors: Iterable[torch.Tensor], scale: float) -> dict[str, Any]:
-    """Return how many numbers there are by their exponent, without the scale."""
+    """Count unscaled numbers by exponent."""
     total = sum((tally(count(tensor.float() / scale)) for tensor in tensors), Tally())
     assert total.nonfinite == 0, "the scale is too high for this batch"
     smallest_normal = math.log2(FP16.smallest_normal / scale)
@@ -58,7 +58,7 @@ def counted(tensors: Iterable[torch.Tensor], scale: float) -> dict[str, Any]:
 
 
 def gradients(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], scale: float, fp16: bool) -> dict[str, Any]:
-    """Run one batch; return the exponents of the gradients of weights and of modules' outputs."""
+    """Run one batch, and return the exponents of the gradients of weights and of module outputs."""
     of_outputs: list[torch.Tensor] = []
     handles = [
         module.register_full_backward_hook(lambda _module, _inputs, outputs: of_outputs.append(outputs[0]))
@@ -79,7 +79,7 @@ def gradients(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], scale:
 
 
 def moving_scale(corpus: Corpus, steps: int) -> dict[str, Any]:
-    """Train the smallest GPT in fp16; return the scale of each step and which were skipped."""
+    """Train the smallest GPT in fp16, and return the scale of each step and the skipped steps."""
     torch.manual_seed(0)
     model = gpt.GPT(gpt.EMULATED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
@@ -101,7 +101,7 @@ def moving_scale(corpus: Corpus, steps: int) -> dict[str, Any]:
 
 
 def measure(size: gpt.Size, steps: int, scaled_steps: int, corpus: Corpus | None = None) -> dict[str, Any]:
-    """Return all but what machine it was."""
+    """Return the whole record except the machine."""
     corpus = corpus or Corpus(read_text(None), size.context)
     torch.manual_seed(0)
     model = gpt.GPT(size)
@@ -121,7 +121,7 @@ def measure(size: gpt.Size, steps: int, scaled_steps: int, corpus: Corpus | None
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--scaled-steps", type=int, default=600)

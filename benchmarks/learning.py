@@ -1,13 +1,13 @@
-"""Do 16-bit weights learn as fp32 weights do?
+"""Compare how well models learn with 16-bit weights and with fp32 weights.
 
     pip install scipy torch-optimi torchao schedulefree
     python benchmarks/learning.py
 
 Trains the demo's GPT under autocast in bf16 from the same weights on the same batches, with five seeds each: with fp32
-weights, with linear layers in bf16 and nothing else, with what other libraries do about it, and with
-`castwise.MasterWeights`. Only linear layers are in bf16, for all of them: what differs is how weights are stepped. What
-is compared is the loss of held-out data at the end. What is not installed is left out. Writes the results to
-benchmarks/results/learning-cpu.json and the table to benchmarks/README.md. Takes about ten minutes on two quiet cores.
+weights, with plain bf16 weights in linear layers, with the methods of other libraries, and with
+`castwise.MasterWeights`. All 16-bit methods keep only linear layers in bf16, so they differ only in how weights are
+stepped. Compares the final held-out loss. Libraries that are not installed are skipped. Writes
+benchmarks/results/learning-cpu.json and the table in benchmarks/README.md. Takes about ten minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def adafactor(model: nn.Module, lr: float) -> Optimizers:
 
 
 def muon(model: nn.Module, lr: float) -> Optimizers:
-    """Matrices of the blocks by Muon, all else by AdamW."""
+    """Return Muon for the matrices of the blocks, and AdamW for all other parameters."""
     assert isinstance(model, GPT)
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
     others = [param for param in model.parameters() if not any(param is each for each in matrices)]
@@ -91,7 +91,7 @@ def schedule_free(model: nn.Module, lr: float) -> Optimizers:
 
 @dataclass(frozen=True)
 class Family:
-    """An optimizer, and which of its states are as large as a weight."""
+    """An optimizer, and the names of its states that are as large as a weight."""
 
     make: Callable[[nn.Module, float], Optimizers]
     learning_rate: float
@@ -99,13 +99,13 @@ class Family:
     peers: tuple[str, ...] = ()
 
     def methods(self) -> list[str]:
-        """Return what is compared, the reference first."""
+        """Return the compared methods, the reference first."""
         ours = [name for name in MASTER_WEIGHTS if self.states or name not in LOW_STATES]
         return [REFERENCE, BARE, *self.peers, *ours]
 
 
-# Rates small enough that updates are often less than half a step of a bf16 weight, and large enough to learn in so few
-# steps. At 1e-3, its default, AdamW on bf16 weights alone came within 0.004 of fp32 ones (two layers, one seed).
+# Rates small enough that updates are often less than half a bf16 step, and large enough to learn in few steps. At 1e-3,
+# AdamW's default, plain bf16 weights came within 0.004 of fp32 weights (two layers, one seed).
 FAMILIES = {
     "AdamW": Family(adamw, 3e-4, ("exp_avg", "exp_avg_sq"), (OPTIMI, TORCHAO)),
     "Muon": Family(muon, 3e-4, ("momentum_buffer", "exp_avg", "exp_avg_sq")),
@@ -116,7 +116,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished training run: the loss of each step and of held-out data, and bytes of a linear layer's parameter."""
+    """The outcome of a training run: losses by step, held-out loss, and bytes per linear-layer parameter."""
 
     losses: list[float]
     held_out: float
@@ -124,13 +124,13 @@ class Outcome:
 
 
 def linear_params(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that are 16-bit in all methods but the reference."""
+    """Return the parameters that are 16-bit in all methods except the reference."""
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return [param for module in linear for param in module.parameters()]
 
 
 def optimizers_of(model: nn.Module, family: Family, method: str) -> Optimizers:
-    """Narrow the model as the method does, and return what steps it."""
+    """Narrow the model for a method, and return its optimizers."""
     if method in MASTER_WEIGHTS:
         return [
             castwise.MasterWeights(inner, model, state_dtype=low_state(inner, family, method), **MASTER_WEIGHTS[method])
@@ -154,7 +154,7 @@ def optimizers_of(model: nn.Module, family: Family, method: str) -> Optimizers:
 
 
 def low_state(inner: torch.optim.Optimizer, family: Family, method: str) -> dict[str, torch.dtype] | None:
-    """Return which states of an optimizer are in bf16."""
+    """Return the dtypes of an optimizer's bf16 states, or None."""
     if method not in LOW_STATES:
         return None
     is_muon = isinstance(inner, torch.optim.Muon)
@@ -195,12 +195,12 @@ def switch(optimizers: Optimizers, mode: str) -> None:
 
 
 def bytes_per_parameter(model: nn.Module, optimizers: Optimizers) -> float:
-    """Return bytes of weights, autocast's copies, what is kept beside them, gradients and state, after a step."""
+    """Return the bytes per parameter after a step: weights, autocast's copies, extra bits, gradients and state."""
     params = linear_params(model)
     number = sum(param.numel() for param in params)
     total = sum(param.nbytes for param in params)
     total += sum(param.grad.nbytes for param in params if param.grad is not None)
-    total += sum(2 * param.numel() for param in params if param.dtype is torch.float32)  # what autocast makes of them
+    total += sum(2 * param.numel() for param in params if param.dtype is torch.float32)  # autocast's copies
     for optimizer in optimizers:
         if isinstance(optimizer, castwise.MasterWeights):
             total += optimizer.memory()["kept"]
@@ -211,7 +211,7 @@ def bytes_per_parameter(model: nn.Module, optimizers: Optimizers) -> float:
 
 
 def why_not(name: str) -> str | None:
-    """Return why an optimizer or a method is left out, or None."""
+    """Return the reason why an optimizer or a method is skipped, or None."""
     package = PACKAGES.get(name)
     return None if package is None or version(package) else f"left out: {package} is not installed"
 
@@ -225,8 +225,8 @@ def version(package: str) -> str | None:
 
 
 def attempt(name: str, method: str, seed: int, steps: int) -> Outcome | str:
-    """Train in a process of the pool; of a peer that fails, return why."""
-    torch.set_num_threads(1)  # the model is too small to be shared
+    """Train in a process of the pool, and return the outcome, or the error of another library."""
+    torch.set_num_threads(1)  # the model is too small for more threads
     try:
         return train(FAMILIES[name], method, seed, steps)
     except Exception as error:
@@ -236,7 +236,7 @@ def attempt(name: str, method: str, seed: int, steps: int) -> Outcome | str:
 
 
 def measure(name: str, pool: Executor, seeds: Sequence[int], steps: int = STEPS) -> dict[str, Any]:
-    """Train with an optimizer by all methods and with all seeds."""
+    """Train with an optimizer, all methods and all seeds."""
     family = FAMILIES[name]
     skipped = {method: reason for method in family.methods() if (reason := why_not(name) or why_not(method))}
     asked = {
@@ -282,7 +282,7 @@ def table(record: dict[str, Any]) -> str:
     lines = [
         headline(record["machine"]),
         "",
-        "| optimizer, learning rate | weights | bytes of a parameter | held-out loss, mean ± standard deviation of "
+        "| optimizer, learning rate | weights | bytes per parameter | held-out loss, mean ± standard deviation of "
         f"{record['seeds']} seeds | minus fp32 weights (95% interval) | seeds identical to fp32 weights |",
         "|---|---|---|---|---|---|",
     ]
@@ -310,7 +310,7 @@ def main() -> None:
     about = {**recording.machine(), "scipy": scipy.__version__}
     about |= {package: version(package) for package in PACKAGES.values()}
     record: dict[str, Any] = {"machine": about, "seeds": len(SEEDS), "steps": STEPS, "optimizers": {}}
-    # Spawned: a fork of a process that has used torch's threads may hang.
+    # Spawned, because a fork of a process that used torch's threads may hang.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for name in FAMILIES:
             record["optimizers"][name] = measure(name, pool, SEEDS)

@@ -1,9 +1,9 @@
-"""castwise and its peers: what each does about planted faults, by which rule it scales, and what scaling costs.
+"""Compare castwise with its peers: how they handle planted faults, how they move the scale, and what scaling costs.
 
     pip install lightning accelerate jmp jax keras torchao deepspeed
     python benchmarks/peers.py [--rounds 80]
 
-Who is not installed is left out, by name. Writes benchmarks/results/peers-cpu.json and the tables in
+Libraries that are not installed are skipped and listed. Writes benchmarks/results/peers-cpu.json and the tables in
 docs/explanation/peers.md.
 """
 
@@ -44,14 +44,14 @@ from castwise.bench.recording import headline
 
 FEATURES, LEARNING_RATE = 4, 12.8
 NANS, GOOD, TINY = 200, 200, 2.0**-20
-USUAL = 2.0**-8  # keeps scaled gradients within fp16 where a model is in it
+USUAL = 2.0**-8  # keeps scaled gradients in fp16's range for models in fp16
 PAGE = recording.HERE.parent / "docs" / "explanation" / "peers.md"
 WIDTHS = (1024, 2048, 1024, 1024)
 WORKER = "PEERS_STORE"
 
 
 class Batch(NamedTuple):
-    """What a model is trained on; the loss is multiplied by `factor`, in which the faults are."""
+    """A batch; the loss is multiplied by `factor`, which contains the faults."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What there is after a batch; `told` is what the library says of the step if it is asked, None if nothing."""
+    """The state after a batch; `told` is what the library reports about the step when asked, or None."""
 
     scale: float | None
     weight: list[float]
@@ -67,11 +67,11 @@ class Seen(NamedTuple):
 
 
 Train: TypeAlias = Callable[[list[Batch], float | None], Iterable[Seen]]
-"""Trains on batches, with a scale to begin with or the library's own (None)."""
+"""A function that trains on batches, with the given initial scale or the library's default (None)."""
 
 
 class Regression(torch.nn.Module):
-    """Elementwise, which no region casts: all do the same arithmetic, in the dtype of the inputs."""
+    """An elementwise model, which autocast leaves alone, so that all libraries compute in the dtype of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def of_lightning(batches: list[Batch], init_scale: float | None) -> Iterator[See
 
 
 def accelerator_of(precision: str, scaler: torch.amp.GradScaler | None = None) -> Any:
-    """Return an Accelerator; one with a scaler has what it has in fp16 on a GPU: on a CPU it leaves that out."""
+    """Return an Accelerator; a given scaler replaces the one it creates for fp16 on a GPU but not on a CPU."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -221,7 +221,7 @@ def of_torchao(batches: list[Batch], init_scale: float | None) -> Iterator[Seen]
 
 
 def of_deepspeed(batches: list[Batch], init_scale: float | None) -> Iterator[Seen]:
-    """Train with the engine, ZeRO stage 1, whose model is in fp16; it refuses that on a CPU unless told otherwise."""
+    """Train with the engine, ZeRO stage 1, with an fp16 model, which a CPU rejects unless configured otherwise."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -245,11 +245,11 @@ ALL = ("none", "NaN losses", "NaN losses, fp16", "overflow", "unscaling")
 
 
 class Peer(NamedTuple):
-    """A library, and how it is trained with.
+    """A library, and how to train with it.
 
     Args:
-        needs: What has to be installed; the first is the library.
-        faults: Those that make sense with it: without a loss scale none that come of it, and in fp16 none of fp32.
+        needs: Required packages, the library itself first.
+        faults: The applicable faults: none due to scaling without a loss scale, and no fp32 ones in fp16.
     """
 
     train: Train
@@ -271,7 +271,7 @@ PEERS = {
     "jmp": Peer(of_jmp, ("jmp", "jax")),
     "Keras": Peer(of_keras, ("keras", "jax")),
     "torchao float8": Peer(of_torchao, ("torchao",), ("none", "NaN losses")),
-    # The last, since its process group stays.
+    # Last, because its process group persists.
     "DeepSpeed": Peer(of_deepspeed, ("deepspeed",), ("none", "NaN losses, fp16", "overflow")),
 }
 
@@ -284,10 +284,12 @@ def good(count: int, seed: int = 0) -> list[Batch]:
 
 
 def faults() -> dict[str, tuple[list[Batch], float | None, slice]]:
-    """Return batches, a scale to begin with, and where among the batches the fault is."""
+    """Return, by fault, the batches, the initial scale, and the position of the fault among the batches."""
     before, after = good(20), good(GOOD, seed=1)
     nans = [batch._replace(factor=math.nan) for batch in good(NANS, seed=2)]
-    overflow = good(1)[0]._replace(y=torch.ones(8), factor=1e35)  # finite, also its gradients; not so times 2^15
+    overflow = good(1)[0]._replace(
+        y=torch.ones(8), factor=1e35
+    )  # loss and gradients are finite, but overflow when scaled by 2^15
     # A loss of 1e33, scaled gradients of 2e33, and gradients of 2e39.
     large = Batch(torch.full((8, FEATURES), 1e5), torch.full((8,), 0.1), 1e35)
     in_fp16 = [batch._replace(x=batch.x.half()) for batch in before + nans + after]
@@ -302,7 +304,7 @@ def faults() -> dict[str, tuple[list[Batch], float | None, slice]]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect what is warned of, logged at the levels that are set, and printed."""
+    """Collect warnings, log records at the configured levels, and printed text."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
@@ -331,7 +333,7 @@ def mean_square(weight: list[float]) -> float:
 
 
 def outcome(train: Train, batches: list[Batch], init_scale: float | None, where: slice) -> dict[str, Any]:
-    """Train with a fault, and return what is to be seen from outside."""
+    """Train with a fault, and return the observable outcome."""
     seen: list[Seen] = []
     error = None
     with listening() as heard:
@@ -377,7 +379,7 @@ def nan_losses(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def rule(peer: Peer, of_nans: dict[str, Any]) -> dict[str, Any]:
-    """Return by which rule the scale moves when nobody says anything, as it is seen in trainings."""
+    """Return the rule of the scale with default settings, as observed in training runs."""
     with listening():
         scales = [seen.scale for seen in peer.train(good(2100), None)]
     grown = next(index for index, scale in enumerate(scales) if scale != scales[0])
@@ -394,7 +396,7 @@ def rule(peer: Peer, of_nans: dict[str, Any]) -> dict[str, Any]:
 
 
 class Casts(TorchDispatchMode):
-    """Counts how often a tensor is cast."""
+    """Count how often a tensor is cast."""
 
     def __init__(self, watched: torch.Tensor) -> None:
         super().__init__()
@@ -434,7 +436,7 @@ def casts() -> dict[str, int]:
 
 
 def compiles() -> dict[str, bool]:
-    """Say whether a forward in low precision, with its loss scaled where that is done, can be compiled as one graph."""
+    """Return, by library, whether a low-precision forward with loss scaling, if any, compiles to one graph."""
     forwards: dict[str, Callable[[torch.Tensor], Any]] = {}
     for name, library in {"castwise": castwise, "torch.amp": torch.amp}.items():
         layer, scaler = torch.nn.Linear(8, 8), library.GradScaler("cpu")
@@ -459,7 +461,7 @@ def compiles() -> dict[str, bool]:
 
 
 def as_a_rank(rank: int) -> None:
-    """Take a step in which one of two ranks has an inf, with each library, and print what became of it here."""
+    """With each library, take a step in which one of two ranks has an inf, and print this rank's outcome."""
     dist.init_process_group("gloo", store=dist.FileStore(os.environ[WORKER], 2), rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for name, library in {"torch.amp": ShardedGradScaler, "castwise": castwise.ShardedGradScaler}.items():
@@ -476,7 +478,7 @@ def as_a_rank(rank: int) -> None:
 
 
 def ranks() -> dict[str, Any]:
-    """Return of each library what each of two ranks has done: [whether it has stepped, its scale]."""
+    """Return, by library, the outcome on each of two ranks: [whether it stepped, its scale]."""
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             subprocess.Popen(
@@ -496,7 +498,7 @@ OPTIMIZERS: dict[str, dict[str, bool]] = {"AdamW": {}, "fused AdamW": {"fused": 
 
 
 class Case:
-    """An MLP, and the ways to take a step of training it."""
+    """An MLP, and the ways to take a training step."""
 
     def __init__(self, options: dict[str, bool]) -> None:
         self.options = options
@@ -538,7 +540,7 @@ class Case:
         from lightning.fabric.plugins.precision import MixedPrecision
 
         class InFp32(MixedPrecision):
-            """Lightning's scaling alone: for the forward in fp16 a CPU has no units."""
+            """Lightning's scaling with an fp32 forward, because CPUs emulate fp16."""
 
             forward_context = contextlib.nullcontext
 
@@ -574,7 +576,7 @@ class Case:
 
 
 def cost(rounds: int) -> dict[str, Any]:
-    """Time all ways in random order; each is compared with the plain step of its own library in the same round."""
+    """Time all ways in random order, each relative to the plain step of its own library in the same round."""
     results: dict[str, Any] = {}
     for name, options in OPTIMIZERS.items():
         ways = Case(options).ways
@@ -613,18 +615,18 @@ def end(result: dict[str, Any] | None) -> str:
 
 
 def words(result: dict[str, Any]) -> list[str]:
-    """Return the cells about what was said of it."""
+    """Return the cells about what the library reported."""
     said = textwrap.shorten(result["error"] or next(iter(result["said"]), "-"), 90, placeholder=" ...")
     told = ", ".join(f"{count} x {what}" for what, count in result["told"].items())
     return [said, told or "-"]
 
 
 def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:
-    lines = [f"{NANS} losses in a row are NaN, then {GOOD} batches are good. How many of these change the weights, "]
-    lines[0] += "and the loss in the end, in percent of the first:"
+    lines = [f"{NANS} losses in a row are NaN, then {GOOD} batches are good. The columns fp32 and fp16 show how many "]
+    lines[0] += "of the good batches changed the weights, and the final loss in percent of the initial one:"
     lines.append("")
     lines += [
-        "| | scale before | after | in fp32 | in fp16 | says by itself | says if asked |",
+        "| | scale before | after | fp32 | fp16 | unprompted message | on request |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, of_peer in results.items():
@@ -636,11 +638,11 @@ def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:
             )
         lines.append(f"| {name} | {' | '.join([*cells, *words(result)])} |")
     titles = {
-        "overflow": "One step overflows: its loss is finite, and so would be its gradients at scale 1:",
-        "unscaling": f"At scale {power(TINY)}, scaled gradients are finite and overflow when they are unscaled:",
+        "overflow": "One step overflows. Its loss is finite, and its gradients would be finite at scale 1:",
+        "unscaling": f"At scale {power(TINY)}, scaled gradients are finite but overflow when unscaled:",
     }
     for fault, title in titles.items():
-        lines += ["", title, "", "| | the step is | scale before | after | at the end | says by itself | if asked |"]
+        lines += ["", title, "", "| | step | scale before | after | result | unprompted message | on request |"]
         lines += ["|---|---|---|---|---|---|---|"]
         for name, result in ((name, of_peer.get(fault)) for name, of_peer in results.items()):
             if result is not None:
@@ -655,21 +657,21 @@ def tables(record: dict[str, Any]) -> str:
     lines = [headline(about), "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())]
     if record["missing"]:
         lines += ["", f"Not installed: {', '.join(record['missing'])}."]
-    lines += ["", *fault_tables(record["faults"]), "", "One of two ranks finds an inf in its shard:", ""]
-    lines += ["| | rank 0, which has it | rank 1 |", "|---|---|---|"]
+    lines += ["", *fault_tables(record["faults"]), "", "One of two ranks has an inf in its gradient shard:", ""]
+    lines += ["| | rank 0 (has the inf) | rank 1 |", "|---|---|---|"]
     for name, of_ranks in record["ranks"].items():
-        cells = [f"{'steps' if stepped else 'skips'}, scale then {power(scale)}" for stepped, scale in of_ranks]
+        cells = [f"{'steps' if stepped else 'skips'}, new scale {power(scale)}" for stepped, scale in of_ranks]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "The rule of the scale, as seen in trainings with the defaults:", ""]
-    lines += ["| | first scale | grows by | after good steps | backs off by | at bad step | after 200 bad steps |"]
+    lines += ["", "How the scale moves with default settings, as observed:", ""]
+    lines += ["| | initial scale | growth | after good steps | backoff | after bad steps | after 200 bad steps |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, of_peer in record["rules"].items():
         last = of_peer["after 200 bad steps"]
         cells = [power(of_peer["init"]), f"{of_peer['growth']:g}", str(of_peer["interval"]), f"{of_peer['back-off']:g}"]
         cells += [str(of_peer["bad steps before it"]), last if isinstance(last, str) else power(last)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "What scaling and bf16 cost, in multiples of the library's own plain step in fp32 (quartiles):", ""]
-    lines += ["| | plain step | scaled | in bf16 |", "|---|---|---|---|"]
+    lines += ["", "Step time relative to a plain fp32 step of the same library, median (quartiles):", ""]
+    lines += ["| | plain step | scaled | bf16 |", "|---|---|---|---|"]
     for name, result in record["cost"].items():
         cells = [f"{result['plain ms']:.1f} ms"]
         for mode in (SCALED, BF16):
@@ -679,7 +681,7 @@ def tables(record: dict[str, Any]) -> str:
     counts = ", ".join(f"{name} {count}" for name, count in record["casts"].items())
     whole = ", ".join(f"{name} {'yes' if value else 'no'}" for name, value in record["compiles as one graph"].items())
     lines += ["", f"Casts of a weight that is used twice in each of two regions: {counts}."]
-    lines += [f"A forward, with its loss scaled where that is done, compiles as one graph: {whole}."]
+    lines += [f"The forward, with loss scaling where there is any, compiles as one graph: {whole}."]
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""How often `compare` names the module at fault first, and how near `tune` comes to the best of all policies.
+"""Measure how often `compare` names the faulty module first, and how close `tune` comes to the best policy.
 
     python benchmarks/planted_precision.py [--cases 200] [--models 100]
 
-The cases are those of the tests, of which these run a few. Writes benchmarks/results/planted_precision-cpu.json and the
-table in benchmarks/README.md. Nothing in it is a time.
+The tests run a few of the same cases. Writes benchmarks/results/planted_precision-cpu.json and the table in
+benchmarks/README.md. It contains no times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the models of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the models in the tests
 
 from tests.comparison import planted
 from tests.tuning import small_models
@@ -36,7 +36,7 @@ def _relative_error(module: ModuleDrift) -> float:
 
 
 def faults(cases: int) -> dict[str, dict[str, int]]:
-    """Return by fault how many were planted, and how many are named first by effect and by relative error."""
+    """Return, by fault, how many were planted, and how many are ranked first by effect and by relative error."""
     counts: dict[str, Counter[str]] = {}
     for seed in range(cases):
         case = planted.case(seed)
@@ -50,7 +50,7 @@ def faults(cases: int) -> dict[str, dict[str, int]]:
 
 
 def optima(models: int) -> dict[str, Any]:
-    """Return of how many models the tuned policy costs at most 5% more than the cheapest of all policies."""
+    """Return for how many models the tuned policy costs at most 5% more than the cheapest policy."""
     near = within = 0
     ratios = []
     for seed in range(models):
@@ -64,7 +64,7 @@ def optima(models: int) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Show a row for each fault, and what was found of the optima."""
+    """Return a table with a row for each fault, and a sentence about the optima."""
     rows = [
         f"| {name.replace('_', ' ')} | {found['planted']} | {found['by effect']} | {found['by relative error']} |"
         for name, found in record["faults"].items()
@@ -78,15 +78,15 @@ def table(record: dict[str, Any]) -> str:
             "|---|---|---|---|",
             *rows,
             "",
-            f"Of {optima['models']} models of {LAYERS[0]} to {LAYERS[-1]} layers, with three formats, the tuned policy "
-            f"of {optima['within tolerance']} was within the tolerance, and of {optima['near']} it cost at most 5% "
-            "more than the cheapest of all policies that are.",
+            f"Of {optima['models']} models of {LAYERS[0]} to {LAYERS[-1]} layers, with three formats, "
+            f"{optima['within tolerance']} had a tuned policy within the tolerance, and {optima['near']} had one that "
+            "cost at most 5% more than the cheapest policy within the tolerance.",
         ]
     )
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--models", type=int, default=100)

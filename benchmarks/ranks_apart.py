@@ -1,10 +1,10 @@
-"""What becomes of a sharded training when an overflow is in the shard of one rank alone, under torch and castwise.
+"""Train sharded with torch and with castwise while overflows occur in only one rank's shard.
 
     python benchmarks/ranks_apart.py [--steps 120]
 
-Two processes train a small network by FSDP1 and a fused AdamW, with torch's and with castwise's ShardedGradScaler.
-Every tenth step the gradient of one weight, which the first rank holds, is too large for fp32 once it is scaled. Writes
-benchmarks/results/ranks_apart-cpu.json, from which docs/pictures/ranks.py draws. Nothing in it is a time.
+Two processes train a small network with FSDP1 and fused AdamW, with torch's and with castwise's ShardedGradScaler.
+Every tenth step, the scaled gradient of one weight on the first rank overflows fp32. Writes
+benchmarks/results/ranks_apart-cpu.json, which docs/pictures/ranks.py draws. It contains no times.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ import recording
 STORE = "RANKS_APART_STORE"
 LIBRARIES = {"torch": ShardedGradScaler, "castwise": castwise.ShardedGradScaler}
 RANKS, WIDTH = 2, 32
-SPIKE_EVERY, SPIKE = 10, 1e38  # times any scale it meets, and the small gradient of the loss, beyond fp32
+SPIKE_EVERY, SPIKE = (
+    10,
+    1e38,
+)  # overflows fp32 when multiplied by any scale reached here and the small gradient of the loss
 
 
 class Net(nn.Module):
-    """A network whose first parameter can be given a gradient of any size; FSDP1 puts it on the first rank."""
+    """A network whose first parameter, which FSDP1 puts on the first rank, can get a gradient of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(library: str, steps: int) -> list[dict[str, float]]:
-    """Return what this rank knew of each step: its loss, its scale, and whether it has skipped."""
+    """Return this rank's loss and scale at each step, and whether it skipped the step."""
     torch.manual_seed(0)
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -70,7 +73,7 @@ def train(library: str, steps: int) -> list[dict[str, float]]:
 
 
 def on_ranks(steps: int) -> dict[str, list[list[dict[str, float]]]]:
-    """Start the ranks; return by library what each of them knew of each step."""
+    """Start the ranks, and return each rank's steps by library."""
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             subprocess.Popen(
@@ -86,14 +89,14 @@ def on_ranks(steps: int) -> dict[str, list[list[dict[str, float]]]]:
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # torch's class warns of what it does itself
+        warnings.simplefilter("ignore")  # torch's class triggers warnings with its own calls
         dist.init_process_group("gloo", f"file://{os.environ[STORE]}", rank=options.worker, world_size=RANKS)
         print(json.dumps({library: train(library, options.steps) for library in LIBRARIES}), flush=True)
         dist.destroy_process_group()

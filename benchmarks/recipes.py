@@ -1,14 +1,13 @@
-"""Does a model learn by recipes of 8 and 4 bits what it learns in bf16, and what does emulating them cost?
+"""Compare training with 8- and 4-bit recipes to training in bf16, and measure the cost of emulating the recipes.
 
     pip install scipy
     python benchmarks/recipes.py
 
-Trains the demo's GPT from the same weights on the same batches, with five seeds each: in bf16, and with all linear
-layers of its blocks by each recipe, or all but those of the last block. What is compared is the loss of held-out data
-at the end. Then times a step of the demo's model by each recipe against one in bf16, in turns. At last `castwise.tune`
-is given models in which one layer cannot take a recipe: its input has a channel that is larger than all others by far.
-Writes the results to benchmarks/results/recipes-cpu.json and the tables to benchmarks/README.md. Takes about ten
-minutes on two quiet cores.
+Trains the demo's GPT from the same weights on the same batches, with five seeds each: in bf16, and with each recipe for
+the linear layers of all blocks, or of all but the last block. Compares the final held-out loss. Then times a step of
+the demo's model with each recipe against one in bf16, in turns. Finally runs `castwise.tune` on models in which one
+layer is unsuitable for a recipe, because one channel of its input is far larger than the others. Writes
+benchmarks/results/recipes-cpu.json and the tables in benchmarks/README.md. Takes about ten minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from fidelity import difference, spread
 SEEDS = range(5)
 STEPS, WINDOW = 300, 25
 VALIDATION_BATCHES = 16
-# Of a width that all recipes take: blocks of 128.
+# The width suits all recipes, whose largest blocks have 128 elements.
 SIZE = Size(layers=2, heads=4, width=128, context=64, batch=8)
 LEARNING_RATE = 1e-3
 BF16 = "bf16"
@@ -51,14 +50,14 @@ STEPS_TIMED = {"tiny": TURNS, "small": 5}
 
 
 class Outcome(NamedTuple):
-    """A finished training run: the loss of each step, and of held-out data."""
+    """The outcome of a training run: losses by step, and held-out loss."""
 
     losses: list[float]
     held_out: float
 
 
 def policy_of(method: str, last: int) -> castwise.Policy:
-    """Return the policy of a method, for a model whose last block has this number."""
+    """Return the policy of a method, for a model whose last block has the number `last`."""
     recipe = method.removesuffix(LAST_IN_BF16)
     rules = {} if method == BF16 else {"blocks": recipe}
     if method.endswith(LAST_IN_BF16):
@@ -67,7 +66,7 @@ def policy_of(method: str, last: int) -> castwise.Policy:
 
 
 def train(method: str, seed: int, steps: int = STEPS) -> Outcome:
-    torch.set_num_threads(1)  # the model is too small to be shared
+    torch.set_num_threads(1)  # the model is too small for more threads
     corpus = Corpus(read_text(None), SIZE.context)
     torch.manual_seed(derive_seed(seed, "weights"))
     model = GPT(SIZE)
@@ -88,7 +87,7 @@ def train(method: str, seed: int, steps: int = STEPS) -> Outcome:
 
 
 def measure(pool: Executor, seeds: Sequence[int], steps: int = STEPS) -> dict[str, Any]:
-    """Train by all methods and with all seeds."""
+    """Train with all methods and all seeds."""
     asked = {method: [pool.submit(train, method, seed, steps) for seed in seeds] for method in METHODS}
     outcomes = {method: [future.result() for future in futures] for method, futures in asked.items()}
     reference = [each.held_out for each in outcomes[BF16]]
@@ -103,13 +102,13 @@ def measure(pool: Executor, seeds: Sequence[int], steps: int = STEPS) -> dict[st
 
 
 def windows(losses: Sequence[Sequence[float]]) -> list[float]:
-    """Return the means over seeds and 25 steps."""
+    """Return means over seeds and windows of 25 steps."""
     by_step = [statistics.fmean(of_seeds) for of_seeds in zip(*losses, strict=True)]
     return [round(statistics.fmean(by_step[begin : begin + WINDOW]), 5) for begin in range(0, len(by_step), WINDOW)]
 
 
 def step_of(method: str, size: Size) -> Callable[[], float]:
-    """Return what trains for a step and says how many seconds it took."""
+    """Return a function that takes a training step and returns the seconds."""
     torch.manual_seed(0)
     model = GPT(size)
     bound = policy_of(method, size.layers - 1).bind(model)
@@ -130,7 +129,7 @@ def step_of(method: str, size: Size) -> Callable[[], float]:
 
 
 def cost(name: str, turns: int) -> dict[str, Any]:
-    """Return the times of a step by recipe in multiples of one in bf16 of the same turn: median and quartiles."""
+    """Return median and quartiles of step times by recipe, relative to bf16 in the same round."""
     steps = {method: step_of(method, SIZES[name]) for method in (BF16, *RECIPES)}
     seconds: dict[str, list[float]] = {method: [] for method in steps}
     for _ in range(turns):
@@ -150,7 +149,7 @@ def cost(name: str, turns: int) -> dict[str, Any]:
 
 
 class Planted(nn.Module):
-    """An MLP of four linear layers, one of which is given a channel that takes the precision from all others."""
+    """An MLP of four linear layers, one of which has an outlier channel that costs the others their precision."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -163,8 +162,10 @@ class Planted(nn.Module):
         with torch.no_grad():
             for layer in (*self.layers, self.head):
                 nn.init.orthogonal_(layer.weight, 1.6)
-            self.head.weight *= 1.5  # a loss that depends on what layers compute
-            self.layers[self.culprit].weight[:, channel] /= OUTLIER  # which computes the same with it as without
+            self.head.weight *= 1.5  # makes the loss depend on the layers' outputs
+            self.layers[self.culprit].weight[:, channel] /= (
+                OUTLIER  # so that the function is the same as without the outlier
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for place, layer in enumerate(self.layers):
@@ -174,7 +175,7 @@ class Planted(nn.Module):
 
 
 def left_out(seed: int) -> bool:
-    """Return whether `tune` leaves the culprit out of fp8, and no other layer."""
+    """Return True if `tune` excludes exactly the culprit from fp8."""
     torch.set_num_threads(1)
     model = Planted(seed)
     with torch.no_grad():
@@ -202,7 +203,7 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| a step of the demo's model, emulated, in times of one in bf16: median (quartiles) | "
+        "| emulated step of the demo's model, relative to bf16: median (quartiles) | "
         + " | ".join(
             f"{name}, bf16 takes {of_size['bf16, s']:.3f} s" for name, of_size in record["steps timed"].items()
         )
@@ -214,7 +215,7 @@ def table(record: dict[str, Any]) -> str:
         cells = [f"{median:.2f} ({low:.2f} - {high:.2f})" for low, median, high in quartiles]
         lines.append(f"| {' | '.join([recipe, *cells])} |")
     found = record["planted"]
-    lines += ["", f"`tune` left the one layer out, and no other, in {found['left out']} of {found['models']} models."]
+    lines += ["", f"`tune` excluded exactly the planted layer in {found['left out']} of {found['models']} models."]
     return "\n".join(lines)
 
 
@@ -224,7 +225,7 @@ def main() -> None:
     record: dict[str, Any] = {"machine": about, "seeds": len(SEEDS), "steps": STEPS}
     record["steps timed"] = {name: cost(name, turns) for name, turns in STEPS_TIMED.items()}
     print(f"costs: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    # Spawned: a fork of a process that has used torch's threads may hang.
+    # Spawned, because a fork of a process that used torch's threads may hang.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         record["methods"] = measure(pool, SEEDS)
         record["planted"] = {"models": MODELS, "left out": sum(pool.map(left_out, range(MODELS)))}

@@ -1,4 +1,4 @@
-"""Where the scripts of this folder put their figures: a JSON file in `results/`, and a table in README.md."""
+"""Write the results of this folder's scripts: a JSON file in `results/` and a table in README.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HERE = Path(__file__).parent
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure of this process depends on besides the code."""
+    """Return the machine, the versions and the command of this process."""
     return castwise.bench.machine.machine("cpu", " ".join(["python", *sys.argv]))
 
 
 def write(name: str, record: dict[str, Any], table: str) -> None:
-    """Put a record into `results/<name>.json` and its table between the marks in the README."""
+    """Write a record to `results/<name>.json` and its table between the marks in the README."""
     write_json(HERE / "results" / f"{name}.json", record)
     readme = HERE / "README.md"
     begin, end = (f"<!-- {name} {word} -->" for word in ("begins", "ends"))

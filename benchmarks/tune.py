@@ -1,10 +1,10 @@
-"""What becomes of runs with a tuned policy, beside uniform bf16, `bf16_stable`, an fp32 head, and chance.
+"""Compare training runs with a tuned policy, uniform bf16, `bf16_stable`, an fp32 head, and a random policy.
 
     python benchmarks/tune.py [--seeds 5] [--steps 400]
 
-Trains the demo's GPT in fp32 for a while, tunes there, and trains on from there in fp32 and under each policy, on the
-same batches. The policy by chance has as many flops as the tuned one. `tune` promises nothing about runs: this is what
-happened in these. Writes benchmarks/results/tune-cpu.json and the table in benchmarks/README.md.
+Trains the demo's GPT in fp32 for some steps, tunes a policy, and continues training in fp32 and under each policy, on
+the same batches. The random policy has as many flops as the tuned one. `tune` makes no promise about long runs; this
+benchmark records a few. Writes benchmarks/results/tune-cpu.json and the table in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from castwise.tuning.costs import OwnFlops
 NAME = "tune-cpu"
 SIZE = gpt.Size(layers=2, heads=2, width=64, context=64, batch=8)
 WARM_UP, TUNED_ON, VALIDATED_ON = 200, 8, 16
-# By how much the loss may be off: less than uniform bf16 is, so that there is something to choose.
+# Tolerance of the loss, smaller than the error of uniform bf16, so that there is a choice to make.
 OF_UNIFORM = 0.5
 FP32 = Policy(compute="float32")
 FIXED = {
@@ -64,7 +64,7 @@ def validated(model: gpt.GPT, corpus: Corpus) -> float:
 
 
 def by_chance(flops: dict[str, int], cost: float, seed: int) -> Policy:
-    """Return a policy with modules in fp32 that were drawn, with about as many flops as another one."""
+    """Return a policy that keeps randomly drawn modules in fp32, with about the given cost in flops."""
     names, chosen = list(flops), []
     random.Random(seed).shuffle(names)
     spent = 0.5
@@ -77,7 +77,7 @@ def by_chance(flops: dict[str, int], cost: float, seed: int) -> Policy:
 
 
 def of_seed(seed: int, steps: int) -> dict[str, Any]:
-    """Return by policy its cost, the mean relative error of the loss before training on, and held-out losses after."""
+    """Return, by policy, the mean relative loss error before training continues, and losses and held-out loss after."""
     corpus = Corpus(read_text(None), SIZE.context)
     torch.manual_seed(seed)
     start = gpt.GPT(SIZE)
@@ -105,7 +105,7 @@ def of_seed(seed: int, steps: int) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Show a row for each policy."""
+    """Return a table with a row for each policy."""
     seeds = record["seeds"]
     rows = []
     for name in seeds[0]["policies"]:
@@ -128,24 +128,24 @@ def table(record: dict[str, Any]) -> str:
         [
             headline(record["machine"]),
             "",
-            "| policy | relative error of the loss, before | mean \\|loss - fp32's\\|, last 50 steps "
+            "| policy | relative loss error, before | mean \\|loss - fp32's\\|, last 50 steps "
             "| held-out loss minus fp32's, after |",
             "|---|---|---|---|",
             *rows,
             "",
             f"Means of {len(seeds)} seeds, {record['steps']} steps after {WARM_UP} in fp32. The tuned policy has "
-            f"{costs:.2f} of the flops of fp32, and so has the one by chance; uniform bf16 has 0.50.",
+            f"{costs:.2f} of the flops of fp32, like the one by chance; uniform bf16 has 0.50.",
         ]
     )
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of bf16 that is emulated
+    warnings.simplefilter("ignore")  # about emulated bf16
     seeds = [of_seed(seed, options.steps) for seed in range(options.seeds)]
     record = {"machine": recording.machine(), "steps": options.steps, "seeds": seeds}
     recording.write(NAME, record, table(record))

@@ -1,4 +1,4 @@
-"""How Sphinx builds the manual: `make docs`. It reads nothing from the network, and neither does what it makes."""
+"""Sphinx configuration of the manual (`make docs`). Neither the build nor the built pages use the network."""
 
 import sys
 from pathlib import Path
@@ -26,8 +26,8 @@ extensions = [
 ]
 exclude_patterns = ["_build", "writing.md"]
 nitpicky = True
-smartquotes_action = "D"  # the dashes between a parameter and its text; quotes stay as they are typed
-# Names that are there for type checkers alone, and generic types as text.
+smartquotes_action = "D"  # only the dashes between a parameter and its text, not quotes
+# Names that exist only for type checkers, and generic types given as text.
 nitpick_ignore_regex = [("py:class", r"nn\..*|Ranks|MixedPrecisionPolicy|(dict|list|collections\.abc\.Mapping)\[.*")]
 
 html_theme = "furo"
@@ -46,8 +46,8 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_numpy_docstring = False
-# Docstrings quote names as Markdown does, and link nothing.
+# Docstrings quote names with backticks, as in Markdown.
 default_role = "name"
-# The index of keywords is ours, and takes torch's names too.
+# castwise has its own index of names, which includes torch's.
 html_use_index = False
 html_domain_indices = False

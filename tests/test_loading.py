@@ -94,7 +94,7 @@ def test_a_checkpoint_with_code_and_a_right_hash_is_refused_and_not_run(tmp_path
         torch.save({"results": [Bomb(trace)], "trainer": None, "metrics_bytes": 0}, file)
     content = path.read_bytes()
     path.write_bytes(content + b"\ncastwise demo 1 sha256 %s\n" % hashlib.sha256(content).hexdigest().encode())
-    with pytest.raises(UserError, match=r"checkpoint\.pt is damaged or no checkpoint of castwise demo: delete it"):
+    with pytest.raises(UserError, match=r"checkpoint\.pt is damaged or not a checkpoint of castwise demo: delete it"):
         checkpoint.load(path)
     assert not trace.exists()
     pickle.loads(pickle.dumps(Bomb(trace)))

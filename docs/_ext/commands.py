@@ -1,4 +1,4 @@
-"""`{commands}`: the command line, as typer has it."""
+"""`{commands}`: the command-line reference, generated from typer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from castwise.cli import app as command_line
 
 
 def pages() -> str:
-    """Return a section for each command: its usage, what it does, its arguments and options."""
+    """Return a section for each command: usage, description, arguments and options."""
     group: Any = typer.main.get_command(command_line)
     context = group.make_context("castwise", [], resilient_parsing=True)
     sections = [_section(group, context, "castwise")]
@@ -38,7 +38,7 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Keep Markdown from taking `runs/<time>` for a tag, and dashes of options from being joined."""
+    """Escape text so that `runs/<time>` is not parsed as a tag and the dashes of options are not joined."""
     return re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", text.replace("<", "\\<"))
 
 

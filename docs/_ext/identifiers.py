@@ -1,6 +1,6 @@
-"""`{keywords}` and `{face}`: every public name of castwise, and every name of torch.amp, with its place.
+"""`{keywords}` and `{face}`: every public name of castwise and of torch.amp, with a link to its documentation.
 
-Names come from the modules themselves, places from the `auto...` directives in `docs/reference`.
+Names come from the modules themselves, links from the `auto...` directives in `docs/reference`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TORCHS = [
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return what a module offers: its `__all__`; of one without, and of torch's, what it and its like have made."""
+    """Return a module's public names: `__all__`, and without it or in torch, also the names defined in AMP modules."""
     names = set(getattr(module, "__all__", ()))
     if not names or module.__name__.startswith("torch."):
         made_by = re.compile(rf"{re.escape(module.__name__)}$|torch\..*\b(amp|sharded_grad_scaler)\b")
@@ -57,7 +57,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def members(found: Any) -> list[str]:
-    """Return the public methods and properties of a class, also those it inherits from one of the same package."""
+    """Return a class's public methods and properties, including those inherited within the same package."""
     if not inspect.isclass(found):
         return []
     package = found.__module__.partition(".")[0]
@@ -76,7 +76,7 @@ def members(found: Any) -> list[str]:
 
 
 def fields(found: Any) -> list[str]:
-    """Return the names of a dataclass' or named tuple's fields, and of an enum's members; its docstring has them."""
+    """Return the fields of a dataclass or named tuple, or the members of an enum; the docstring describes them."""
     if not inspect.isclass(found):
         return []
     if dataclasses.is_dataclass(found):
@@ -87,7 +87,7 @@ def fields(found: Any) -> list[str]:
 
 
 def places() -> dict[int, str]:
-    """Return by the id of an object under which name the reference has it."""
+    """Return, by object id, the name under which the reference documents the object."""
     found = {}
     for page in sorted(REFERENCE.glob("*.md")):
         for name in _DIRECTIVE.findall(page.read_text()):
@@ -97,19 +97,19 @@ def places() -> dict[int, str]:
 
 
 def modules() -> set[str]:
-    """Return the modules that a page of the reference is about."""
+    """Return the modules that have a page in the reference."""
     return {name for page in REFERENCE.glob("*.md") for name in _MODULE.findall(page.read_text())}
 
 
 @functools.cache
 def _with_parts() -> set[str]:
-    """Return the classes that the reference shows with what they inherit."""
+    """Return the classes that the reference documents with their inherited members."""
     return {name for page in REFERENCE.glob("*.md") for name in _WITH_PARTS.findall(page.read_text())}
 
 
 @functools.cache
 def internal() -> dict[int, set[str]]:
-    """Return by the id of a class the members that its page leaves out: other packages call them, users do not."""
+    """Return, by class id, the members that the class's page omits because only other packages call them."""
     found = {}
     for page in sorted(REFERENCE.glob("*.md")):
         for name, left_out in _EXCLUDED.findall(page.read_text()):
@@ -119,7 +119,7 @@ def internal() -> dict[int, set[str]]:
 
 
 def owner(member: str, found: Any, where: dict[int, str]) -> Any:
-    """Return the class under which the reference has a member of a class; None if under no class."""
+    """Return the class under which the reference documents a member; None if there is none."""
     made_by = next(base for base in found.__mro__ if member in vars(base))
     wholes = (base for base in found.__mro__ if issubclass(base, made_by) and where.get(id(base)) in _with_parts())
     return made_by if id(made_by) in where else next(wholes, None)
@@ -132,7 +132,7 @@ def _place(found: Any, where: dict[int, str], member: str = "") -> str:
 
 
 def _of_module(name: str, where: dict[int, str]) -> dict[str, str]:
-    """Return the names in a module, each with that in the reference."""
+    """Return the names in a module, each with its name in the reference."""
     module = import_module(name)
     counterpart = import_module(name.replace("torch", "castwise", 1)) if name.startswith("torch") else module
     found = {}
@@ -147,10 +147,10 @@ def _of_module(name: str, where: dict[int, str]) -> dict[str, str]:
 
 
 def keywords() -> dict[str, str]:
-    """Return every public name, by module, with the name in the reference that says what it does.
+    """Return every public name, by module, with the name in the reference that documents it.
 
     Raises:
-        LookupError: Of one there is no page.
+        LookupError: A name has no page.
     """
     where, with_page = places(), modules()
     found = {"torch.autocast": _place(castwise.autocast, where), "torch.GradScaler": _place(castwise.GradScaler, where)}
@@ -160,7 +160,7 @@ def keywords() -> dict[str, str]:
         if ours not in with_page:
             raise LookupError(f"docs/reference has no page for {ours}")
         found[module] = ours
-    for name in where.values():  # what is documented and in none of these modules
+    for name in where.values():  # names that are documented but not in these modules
         found.setdefault(name, name)
         module, _, last = name.rpartition(".")
         documented = getattr(import_module(module), last)
@@ -174,7 +174,7 @@ def keywords() -> dict[str, str]:
 
 
 def index() -> str:
-    """Return the table of keywords by their last part, so that all of `unscale_` stand under u."""
+    """Return a table of names, sorted by their last part, so that every `unscale_` is listed under u."""
     by_last_part: dict[str, list[str]] = {}
     for name, place in sorted(keywords().items()):
         by_last_part.setdefault(name.rpartition(".")[2], []).append(f"{{py:obj}}`{name} <{place}>`")
@@ -183,7 +183,7 @@ def index() -> str:
 
 
 def face() -> str:
-    """Return what `import castwise` offers, each with its first sentence."""
+    """Return a table of castwise's top-level names, each with the first sentence of its docstring."""
     where, with_page = places(), modules()
     lines = ["| | |", "|---|---|"]
     for name in castwise.__all__:

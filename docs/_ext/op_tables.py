@@ -1,8 +1,7 @@
-"""`{op-table}`: what autocast does to each op that it knows, asked of the torch that is installed.
+"""`{op-table}`: what autocast does to each op, found by calling the installed torch.
 
-Torch keeps no table that says so: an op has an autocast kernel, or not. So each of them is called with tensors of one
-dtype and another, down to the first op that its kernel calls: a cast, or the op itself. Tensors are fake: of any
-device, on any machine.
+Torch has no table of these rules, only autocast kernels. Each such op is called with tensors of several dtypes, up to
+the first op that its kernel calls: a cast, or the op itself. The tensors are fake, so any machine covers all devices.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 LOW, FP32, RESULT, WIDEST, REFUSED = "low", "fp32", "fp32 result", "widest", "refused"
 MEANING = {
-    LOW: "floating-point inputs are cast to the region's dtype",
-    FP32: "inputs in fp16 or bf16 are cast to fp32",
-    RESULT: "inputs stay as they are; the op is asked to compute and return fp32, unless a dtype is given",
-    WIDEST: "inputs of several dtypes are cast to the widest of them",
-    REFUSED: "raises `RuntimeError` for inputs in fp16 or bf16",
+    LOW: "casts floating-point inputs to the region's dtype",
+    FP32: "casts fp16 and bf16 inputs to fp32",
+    RESULT: "does not cast inputs, but computes and returns fp32, unless the call sets a dtype",
+    WIDEST: "casts inputs of different dtypes to the widest of them",
+    REFUSED: "raises `RuntimeError` for fp16 and bf16 inputs",
 }
 
 
 class _FirstOp(BaseException):
-    """Stops a call where it comes to."""
+    """Ends a call at its first op, which it carries."""
 
 
 class _StopAtFirstOp(TorchDispatchMode):
@@ -45,7 +44,7 @@ class _StopAtFirstOp(TorchDispatchMode):
 
 @contextmanager
 def _autocast(device: str) -> Iterator[None]:
-    # A region of `castwise.autocast("cuda")` or torch's is off where there is no such device; what it sets is this.
+    # Both `castwise.autocast` and torch's are disabled on machines without the device, so set the flags directly.
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, torch.bfloat16)
@@ -59,8 +58,8 @@ def _autocast(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _deprecations_unsaid() -> Iterator[None]:
-    # Torch writes them to the file itself, as an exception is under way.
+def _deprecations_silenced() -> Iterator[None]:
+    # Torch writes them directly to the file descriptor, because an exception is being raised.
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -84,7 +83,7 @@ def _given(kind: str, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _first(op: Any, device: str, first: torch.dtype, others: torch.dtype) -> tuple[Any, Any] | Exception:
-    """Return the first op that a call with such tensors comes to, and the dtype it asks for; or what is raised."""
+    """Return the first op that a call with such tensors reaches, and its `dtype` argument; or the exception raised."""
     dtypes = itertools.chain([first], itertools.repeat(others))
     tensors = (torch.empty(2, 2, 2, 2, device=device, dtype=dtype) for dtype in dtypes)
     wanted = [each for each in op._schema.arguments if "Tensor" in str(each.type) or not each.has_default_value()]
@@ -100,10 +99,10 @@ def _first(op: Any, device: str, first: torch.dtype, others: torch.dtype) -> tup
 
 
 def rule(op: Any, device: str) -> str:
-    """Return which of `MEANING` holds of an op.
+    """Return the key of `MEANING` that applies to an op.
 
     Raises:
-        ValueError: None.
+        ValueError: None applies.
     """
     low, high = torch.bfloat16, torch.float32
     cast = torch.ops.aten._to_copy.default
@@ -119,17 +118,17 @@ def rule(op: Any, device: str) -> str:
         return RESULT
     if (cast, high) in (_first(op, device, low, high), _first(op, device, high, low)):
         return WIDEST
-    raise ValueError(f"what autocast does to {op} on {device} cannot be told: {of_high}, {of_low}")
+    raise ValueError(f"cannot determine what autocast does to {op} on {device}: {of_high}, {of_low}")
 
 
 def rules(device: str) -> dict[str, str]:
-    """Return by op what autocast does to it on a device; of overloads that differ, each."""
+    """Return the rule of each op on a device; all rules, if its overloads differ."""
     found: dict[str, set[str]] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), _deprecations_unsaid():
+    with FakeTensorMode(allow_non_fake_inputs=True), _deprecations_silenced():
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device]):
             library, _, own = name.partition("::")
             if library != "aten":
-                continue  # of another library, in this process by chance
+                continue  # registered by another library
             bare, _, overload = own.partition(".")
             op = getattr(getattr(torch.ops.aten, bare), overload or "default")
             found.setdefault(bare, set()).add(rule(op, device))
@@ -140,7 +139,7 @@ def table() -> str:
     """Return the rules of all devices, one op a row."""
     of_device = {device: rules(device) for device in DEVICES}
     names = sorted({name for known in of_device.values() for name in known}, key=lambda name: name.lstrip("_"))
-    lines = [f"As torch {torch.__version__} has it:", "", "| | |", "|---|---|"]
+    lines = [f"These are the rules of torch {torch.__version__}:", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {meaning} |" for name, meaning in MEANING.items()]
     lines += ["", f"| op | {' | '.join(DEVICES)} |", "|---" * (len(DEVICES) + 1) + "|"]
     for name in names:

@@ -1,4 +1,4 @@
-"""`{picture}`: a drawing from `docs/pictures`, in the colours of the page, which scrolls where the screen is narrow."""
+"""`{picture}`: an inline drawing from `docs/pictures` that uses the page's colours and scrolls on narrow screens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sphinx.util.docutils import SphinxDirective
 
 
 class Picture(SphinxDirective):
-    """Put an SVG file into the page, so that it takes the page's colours."""
+    """Insert an SVG file into the page, so that it uses the page's colours."""
 
     required_arguments = 1
 

@@ -1,7 +1,7 @@
-"""Names in prose: those in docstrings link if there is something to link to, and files have to exist.
+"""Links in prose: names in docstrings become links if they are documented, and named files must exist.
 
-In docstrings backticks quote, as in Markdown. What they quote is a link if the manual documents it. Types in signatures
-that the manual does not document have to be importable: torch's, Python's, and our own that are not public.
+In docstrings, backticks quote names as in Markdown. A quoted name becomes a link if the manual documents it. Types in
+signatures that the manual does not document (torch's, Python's and castwise's private ones) must be importable.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
 
 ROOT = Path(__file__).parents[2]
-_COLON = "\ue000"  # one that napoleon does not see
+_COLON = "\ue000"  # a placeholder that napoleon ignores
 _A_NAME = re.compile(r"[A-Za-z_][\w.]*\w(\(\))?")
 
 
 class _Name(SphinxRole):
-    """`unscale_` in a docstring."""
+    """A quoted name such as `unscale_` in a docstring."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         text = nodes.literal(text=self.text)
@@ -40,13 +40,13 @@ class _File(SphinxRole):
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         if not (ROOT / self.text.partition("::")[0]).exists():
-            message = self.inliner.reporter.warning(f"no {self.text!r} in the repository", line=self.lineno)
+            message = self.inliner.reporter.warning(f"there is no {self.text!r} in the repository", line=self.lineno)
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
         return [nodes.literal(text=self.text, classes=["file"])], []
 
 
 def is_importable(name: str) -> bool:
-    """Return True if a dotted name, or one of `builtins` or `typing`, leads to something."""
+    """Return True if a dotted name, or a name in `builtins` or `typing`, exists."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -64,15 +64,15 @@ def is_importable(name: str) -> bool:
 def _leave_as_text(app: Sphinx, env: Any, node: addnodes.pending_xref, text: nodes.Node) -> nodes.Node | None:
     if node.get("refdomain") != "py":
         return None
-    # Only signatures may name what the manual does not have.
+    # Only signatures may contain names that the manual does not document.
     is_signature = node["refdoc"].startswith("reference/")
     return text if node.get("quoted") or (is_signature and is_importable(node["reftarget"])) else None
 
 
 def _for_docutils(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Turn what napoleon does not know into what docutils does: fenced code, and `Returns:` without a type.
+    """Convert syntax that napoleon does not support: fenced code, and `Returns:` without a type.
 
-    Napoleon takes what is before the first colon for a type; ours are in the signatures.
+    Napoleon parses text before the first colon as a type; castwise's types are in the signatures.
     """
     converted: list[str] = []
     if what in {"attribute", "data", "property"} and lines:

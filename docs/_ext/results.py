@@ -1,9 +1,9 @@
-"""Figures that are taken from the files in `benchmarks/results` when the manual is built.
+"""Roles that insert numbers from `benchmarks/results` when the manual is built.
 
     {result}`weight_cache-cpu.json#/cases/MLP, inference, batch 1/torch ~1 castwise/median|.1f`
     {machine}`weight_cache-cpu.json, step_cost-cpu.json`
 
-A file, a pointer or a format that does not hold is a warning, and warnings are errors.
+An invalid file, pointer or format is a warning, and warnings are errors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def at(document: Any, pointer: str) -> Any:
-    """Return what an RFC 6901 pointer points at.
+    """Return the value at an RFC 6901 pointer.
 
     Raises:
-        ValueError: There is nothing.
+        ValueError: There is no value.
     """
     if pointer and not pointer.startswith("/"):
         raise ValueError(f"a JSON pointer begins with /, got {pointer!r}")
@@ -36,13 +36,13 @@ def at(document: Any, pointer: str) -> Any:
         try:
             found = found[int(key)] if isinstance(found, list) else found[key]
         except (LookupError, TypeError, ValueError):
-            has = f": there are {', '.join(found)}" if isinstance(found, dict) else ""
-            raise ValueError(f"nothing at {key!r} of {pointer!r}{has}") from None
+            has = f"; keys are {', '.join(found)}" if isinstance(found, dict) else ""
+            raise ValueError(f"there is nothing at {key!r} in {pointer!r}{has}") from None
     return found
 
 
 def read(file: str, folder: Path = RESULTS) -> Any:
-    """Return what a result file holds.
+    """Return the contents of a result file.
 
     Raises:
         ValueError: There is no such file.
@@ -50,31 +50,31 @@ def read(file: str, folder: Path = RESULTS) -> Any:
     try:
         return json.loads((folder / file).read_text())
     except FileNotFoundError:
-        raise ValueError(f"no result file {file!r} in benchmarks/results") from None
+        raise ValueError(f"there is no file {file!r} in benchmarks/results") from None
 
 
 def figure(reference: str, folder: Path = RESULTS) -> str:
     """Return the text of `FILE#/pointer|format`.
 
     Raises:
-        ValueError: There is no such file, nothing at the pointer, or what is there cannot be formatted so.
+        ValueError: There is no such file, no value at the pointer, or the value cannot be formatted in this way.
     """
     where, _, spec = reference.partition("|")
     file, _, pointer = where.partition("#")
     found = at(read(file, folder), pointer)
     if isinstance(found, (dict, list)) or found is None:
-        raise ValueError(f"{where!r} is no figure but a {type(found).__name__}")
+        raise ValueError(f"{where!r} must be a number or text, got {type(found).__name__}")
     try:
         return format(found, spec)
     except ValueError as error:
-        raise ValueError(f"{found!r} at {where!r} cannot be formatted by {spec!r}: {error}") from None
+        raise ValueError(f"{found!r} at {where!r} cannot be formatted with {spec!r}: {error}") from None
 
 
 def machines(files: str, folder: Path = RESULTS) -> dict[str, list[str]]:
-    """Return where and when some files (`a.json, b.json`) were measured, each with the commands that did.
+    """Return the machines and dates of files (`a.json, b.json`), each with the commands that measured them.
 
     Raises:
-        ValueError: There is no such file, or it does not say.
+        ValueError: There is no such file, or it does not name its machine.
     """
     found: dict[str, list[str]] = {}
     for file in files.split(","):

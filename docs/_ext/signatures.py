@@ -1,4 +1,4 @@
-"""Signatures as users write them: defaults by their values, and none for enums, whose members are all there is."""
+"""Readable signatures: defaults are shown as values, and enums have no signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONSTANT = re.compile(r"(?<== )(_?[A-Z][A-Z0-9_]*|\d+ << \d+)(?=[,)])")
 
 
 def as_written(signature: str, found: Any) -> str:
-    """Replace defaults that are names of constants, or made anew by a dataclass, by their values.
+    """Replace defaults that are constants or dataclass factories with their values.
 
     `init_scale: float = INIT_SCALE` becomes `init_scale: float = 65536.0`.
     """

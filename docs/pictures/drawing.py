@@ -1,8 +1,8 @@
-"""What the pictures of the manual share: a drawing as SVG that is put into a page, so that it takes the page's colours.
+"""Shared code for the manual's pictures: SVG drawings that are inlined in a page and use its colours.
 
-Text and lines are in `currentColor`, which is dark on a light page and light on a dark one. The colours of data are of
-a middling lightness, so that they are seen on both; they are those of Okabe and Ito, "Color Universal Design", 2008,
-which people with a colour vision deficiency can tell apart.
+Text and lines use `currentColor`, which is dark on a light page and light on a dark one. Data uses the palette of Okabe
+and Ito ("Color Universal Design", 2008): its medium lightness works on both, and people with a colour vision deficiency
+can tell the colours apart.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 BLUE, ORANGE, GREEN, PINK, GREY = "#2b87c7", "#d9730d", "#0a9b72", "#c2679a", "#8a8f98"
 FONT = "system-ui, sans-serif"
+READABLE = 620
+"""Pixels below which wide drawings scroll instead of shrinking, so that their text can be read on a phone."""
 
 
 def result(name: str) -> Any:
@@ -24,22 +26,22 @@ def result(name: str) -> Any:
 
 
 def number(value: float) -> str:
-    """Write a coordinate the same way on every machine."""
+    """Format a coordinate identically on every machine."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def power_of_two(exponent: int) -> str:
-    """Write 2 to the power of something with small raised digits."""
+    """Format a power of two with superscript digits."""
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 class Picture:
-    """A drawing that grows from the first shape to the last.
+    """A drawing to which shapes are added in order.
 
     Args:
-        width: Of the coordinates, in pixels where the page is wide enough.
-        height: The same.
-        says: What the picture shows, for screen readers.
+        width: Width of the coordinate system, in pixels if the page is wide enough.
+        height: Height of the coordinate system.
+        says: Description for screen readers.
     """
 
     def __init__(self, width: int, height: int, says: str) -> None:
@@ -47,7 +49,7 @@ class Picture:
         self.shapes: list[str] = []
 
     def rectangle(self, x: float, y: float, width: float, height: float, colour: str, opacity: float = 1.0) -> None:
-        """Fill a rectangle, given by its upper left corner."""
+        """Draw a filled rectangle with the given upper left corner."""
         place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
         self.shapes.append(f'<rect {place} fill="{colour}" fill-opacity="{number(opacity)}"/>')
 
@@ -74,7 +76,7 @@ class Picture:
     def text(
         self, x: float, y: float, words: str, *, anchor: str = "start", size: float = 13, colour: str = "currentColor"
     ) -> None:
-        """Write a line of text; x is its start, middle or end."""
+        """Draw a line of text; `x` is its start, middle or end."""
         self.shapes.append(
             f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" font-size="{number(size)}" '
             f'fill="{colour}">{escape(words)}</text>'
@@ -85,7 +87,8 @@ class Picture:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" '
                 f"aria-label={quoteattr(self.says)} "
-                f'style="width: 100%; max-width: {self.width}px; height: auto; font-family: {FONT}">',
+                f'style="width: 100%; min-width: {min(self.width, READABLE)}px; max-width: {self.width}px; '
+                f'height: auto; font-family: {FONT}">',
                 *self.shapes,
                 "</svg>",
                 "",
@@ -93,5 +96,5 @@ class Picture:
         )
 
     def write(self, name: str) -> None:
-        """Write the drawing beside the scripts."""
+        """Write the drawing to the scripts' folder."""
         (HERE / f"{name}.svg").write_text(str(self), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Draw what fp16 keeps of the gradients of a run, and how the scale moves: of explanation/loss-scaling.md.
+"""Draw the gradients that fp16 keeps, and how the scale moves, for explanation/loss-scaling.md.
 
 python docs/pictures/loss_scaling.py
 """
@@ -12,7 +12,7 @@ from drawing import BLUE, GREY, ORANGE, Picture, power_of_two, result
 
 from castwise.monitor.formats import FP16
 
-LOWEST, HIGHEST = -40, 16  # exponents that are shown
+LOWEST, HIGHEST = -40, 16  # range of exponents shown
 LEFT, BAR = 40, 11
 
 
@@ -22,7 +22,7 @@ def exponents(found: dict[str, Any]) -> Picture:
     parts = [
         ("fp32", "in fp32", 0),
         ("fp16", "in fp16, without a scale", 0),
-        ("fp16, scaled", f"in fp16, the loss times {power_of_two(shift)}; as the backward sees them", shift),
+        ("fp16, scaled", f"in fp16, with the loss scaled by {power_of_two(shift)}", shift),
     ]
     kind = "outputs of linear layers"
     most = max(max(found["gradients"][name][kind]["by exponent"].values()) for name, _, _ in parts)
@@ -34,7 +34,7 @@ def exponents(found: dict[str, Any]) -> Picture:
 
 
 def _histogram(picture: Picture, base: float, title: str, tally: dict[str, Any], moved: int, most: int) -> None:
-    # What is above half of the smallest subnormal number is rounded up to it.
+    # Numbers above half of the smallest subnormal round up to it.
     subnormal, normal = FP16.smallest_subnormal_exponent - 1, FP16.smallest_normal_exponent
     top = math.floor(math.log2(FP16.largest)) + 1
     picture.rectangle(_x(LOWEST), base - 100, _x(subnormal) - _x(LOWEST), 100, ORANGE, 0.14)
@@ -61,7 +61,7 @@ def _x(exponent: int) -> float:
 
 
 def scale(run: dict[str, Any]) -> Picture:
-    """Draw the scale of each step, and the steps that were skipped."""
+    """Draw the scale at each step, and mark skipped steps."""
     scales = run["scales"]
     low, high = (int(math.log2(bound(scales))) for bound in (min, max))
     picture = Picture(
@@ -96,7 +96,7 @@ def scale(run: dict[str, Any]) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw the committed result."""
+    """Return the pictures of the committed result."""
     found = result("gradient_exponents-cpu")
     return {"gradient-exponents": exponents(found), "moving-scale": scale(found["run"])}
 

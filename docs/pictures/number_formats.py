@@ -1,4 +1,4 @@
-"""Draw number formats: of explanation/number-formats.md. All that is drawn is computed from the formats' definitions.
+"""Draw number formats for explanation/number-formats.md, computed from their definitions.
 
 python docs/pictures/number_formats.py
 """
@@ -12,12 +12,12 @@ from drawing import BLUE, GREEN, GREY, ORANGE, Picture, power_of_two
 from castwise.monitor.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 SHOWN = (FP32, BF16, FP16, E5M2, E4M3)
-# Of the OCP Microscaling specification; 6 is its largest number, as it has neither inf nor NaN.
+# From the OCP Microscaling specification. Its largest number is 6, because it has neither inf nor NaN.
 E2M1 = Format("e2m1", exponent_bits=2, mantissa_bits=1, has_infinity=False)
 
 
 def bits(formats: tuple[Format, ...] = (*SHOWN, E2M1)) -> Picture:
-    """Draw what the bits of each format are for."""
+    """Draw the bit layout of each format."""
     picture = Picture(720, 46 + 34 * len(formats), "The bits of each format: sign, exponent and mantissa")
     for place, (colour, word) in enumerate(
         ((GREY, "sign"), (ORANGE, "exponent: range"), (BLUE, "mantissa: precision"))
@@ -34,7 +34,7 @@ def bits(formats: tuple[Format, ...] = (*SHOWN, E2M1)) -> Picture:
 
 
 def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
-    """Draw from where to where each format goes, on an axis of powers of two."""
+    """Draw the range of each format on an axis of powers of two."""
     lowest = min(each.smallest_subnormal_exponent for each in formats)
     highest = max(math.log2(each.largest) for each in formats)
     left, width = 62, 640
@@ -45,9 +45,9 @@ def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
         return left + width * (exponent - lowest) / (highest - lowest)
 
     picture.rectangle(62, 8, 14, 14, BLUE)
-    picture.text(82, 20, "normal numbers, of full precision")
+    picture.text(82, 20, "normal numbers, with full precision")
     picture.rectangle(322, 8, 14, 14, BLUE, 0.4)
-    picture.text(342, 20, "subnormal numbers, the smaller the fewer bits")
+    picture.text(342, 20, "subnormal numbers, with fewer bits")
     for row, each in enumerate(formats):
         y = 38 + 40 * row
         smallest, normal = each.smallest_subnormal_exponent, each.smallest_normal_exponent
@@ -56,7 +56,7 @@ def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
         picture.rectangle(x(smallest), y, x(normal) - x(smallest), 20, BLUE, 0.4)
         picture.rectangle(x(normal), y, x(largest) - x(normal), 20, BLUE)
         name = f"{each.largest:,.0f}" if each.largest < 1e6 else f"{each.largest:.2e}"
-        if x(largest) - x(smallest) > width / 2:  # the names fit beneath
+        if x(largest) - x(smallest) > width / 2:  # the names fit below
             picture.text(x(smallest), y + 33, power_of_two(smallest), size=12)
             picture.text(x(largest), y + 33, name, anchor="end", size=12)
         else:
@@ -69,7 +69,7 @@ def ranges(formats: tuple[Format, ...] = SHOWN) -> Picture:
     return picture
 
 
-# The element types of the specification's section 5.3, by their smallest subnormal, smallest normal and largest number.
+# Element types of the specification's section 5.3, with their smallest subnormal, smallest normal and largest number.
 MX = {
     "MXFP4 (e2m1)": (0.5, 1.0, 6.0),
     "MXFP6 (e2m3)": (2.0**-3, 1.0, 7.5),
@@ -78,11 +78,11 @@ MX = {
     "MXFP8 (e5m2)": (E5M2.smallest_subnormal, E5M2.smallest_normal, E5M2.largest),
 }
 SCALES = (-127, 127)  # exponents of E8M0
-OF_A_BLOCK = -10  # the exponent of the scale that is drawn
+OF_A_BLOCK = -10  # exponent of the scale in the drawing
 
 
 def blocks() -> Picture:
-    """Draw where the numbers of a block are that share a scale, and how far any scale can move them."""
+    """Draw the range of numbers in a block with a shared scale, and the range over all scales."""
     left, width = 122, 580
     lowest = SCALES[0] + min(math.log2(smallest) for smallest, _, _ in MX.values())
     highest = SCALES[1] + max(math.log2(largest) for _, _, largest in MX.values())
@@ -119,7 +119,7 @@ def positive(each: Format, up_to: float) -> list[float]:
 
 
 def spacing(formats: tuple[Format, ...] = (E4M3, E5M2, E2M1)) -> Picture:
-    """Draw each number of a format between 0 and 6 as a stroke."""
+    """Draw each number of a format between 0 and 6 as a tick."""
     up_to, left, width = 6.0, 62, 640
     picture = Picture(720, 60 + 46 * len(formats), "The numbers that each format has between 0 and 6")
     for row, each in enumerate(formats):
@@ -141,7 +141,7 @@ def spacing(formats: tuple[Format, ...] = (E4M3, E5M2, E2M1)) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw the formats that the manual speaks of."""
+    """Return the pictures of the formats."""
     return {"format-bits": bits(), "format-ranges": ranges(), "format-spacing": spacing(), "format-blocks": blocks()}
 
 

@@ -1,4 +1,4 @@
-"""Draw ranks that drift apart, and what agreement costs on many of them: of explanation/why-ranks-must-agree.md.
+"""Draw ranks that drift apart, and the cost of agreement on many ranks, for explanation/why-ranks-must-agree.md.
 
 python docs/pictures/ranks.py
 """
@@ -14,7 +14,7 @@ WINDOW = 10  # steps that losses are averaged over
 
 
 def apart(ranks: dict[str, list[list[dict[str, Any]]]]) -> Picture:
-    """Draw the scale of each rank under both libraries, and the losses beneath."""
+    """Draw the scale of each rank with both libraries, and the losses below."""
     picture = Picture(720, 440, "The scales of two ranks and their mean loss, under torch and under castwise")
     steps = len(ranks["torch"][0])
 
@@ -71,17 +71,17 @@ def _smoothed(values: list[float]) -> list[float]:
 
 
 def hops_of_tree(ranks: int) -> int:
-    """Up a binary tree and down again."""
+    """Return the hops up a binary tree and down again."""
     return 2 * math.ceil(math.log2(ranks))
 
 
 def hops_of_ring(ranks: int) -> int:
-    """Around a ring, for the sum and for telling it."""
+    """Return the hops around a ring, for the sum and for its distribution."""
     return 2 * (ranks - 1)
 
 
 def model() -> Picture:
-    """Draw the alpha-beta model's time of an all-reduce of 16 bytes, on both axes in powers of ten."""
+    """Draw the time of a 16-byte all-reduce in the alpha-beta model, with logarithmic axes."""
     picture = Picture(720, 380, "Time of a small all-reduce by number of ranks, of a tree and of a ring: a model")
     counts = [2**power for power in range(1, 18)]
 
@@ -114,7 +114,7 @@ def model() -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw the committed result, and the model."""
+    """Return the pictures of the committed result and of the model."""
     return {"ranks-apart": apart(result("ranks_apart-cpu")["ranks"]), "scale-out-model": model()}
 
 

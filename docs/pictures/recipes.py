@@ -1,4 +1,4 @@
-"""Draw what recipes of 8 and 4 bits scale together, keep of numbers, and learn: of explanation/recipes.md.
+"""Draw the scale groups, errors and learning curves of 8- and 4-bit recipes, for explanation/recipes.md.
 
 python docs/pictures/recipes.py
 """
@@ -45,7 +45,7 @@ def groups() -> Picture:
         x, y = 30 + 236 * (place % 3), 22 + (SIDE + 62) * (place // 3)
         cell = SIDE / 256
         picture.rectangle(x, y, SIDE, SIDE, GREY, 0.25)
-        # A row is thinner than a line can be drawn: one of 24.
+        # Rows are too thin to draw, so one line stands for 24.
         height = max(rows * cell, SIDE / 24)
         top = y + (0 if rows > 1 else SIDE / 24 * 5)
         picture.rectangle(x, top, columns * cell, height, BLUE)
@@ -56,7 +56,7 @@ def groups() -> Picture:
 
 
 def kept(scaling: Scaling, bits: int) -> float:
-    """Return the RMS relative error of numbers so many bits below the largest that they share their scale with."""
+    """Return the RMS relative error of numbers that are `bits` below the largest number of their group."""
     generator = torch.Generator().manual_seed(bits)
     operand = (1 + torch.rand(512, 16, generator=generator)) * 2.0**-bits
     operand[:, 0] = 1.0  # in each group
@@ -65,7 +65,7 @@ def kept(scaling: Scaling, bits: int) -> float:
 
 
 def errors() -> Picture:
-    """Draw the relative error of numbers by how far they are below the largest number of their group."""
+    """Draw the relative error of numbers by their distance below the largest number of their group."""
     top, bottom = 46, 270
     picture = Picture(720, bottom + 46, "Relative error of numbers, by their distance to the largest of their group")
 
@@ -86,13 +86,13 @@ def errors() -> Picture:
         picture.line(points, colour, 2.0)
     for bits in range(0, BITS_BELOW + 1, 5):
         picture.text(x(bits), bottom + 18, str(bits), anchor="middle", size=12)
-    words = "bits below the largest number that shares the scale; at 100% a number has become zero"
+    words = "bits below the largest number that shares the scale; at 100%, a number becomes zero"
     picture.text((LEFT + RIGHT) / 2, bottom + 38, words, anchor="middle", size=12)
     return picture
 
 
 def learning(methods: dict[str, Any], steps: int) -> Picture:
-    """Draw the training loss of each recipe over that of bf16, in means of 25 steps."""
+    """Draw the training loss of each recipe minus that of bf16, in means of 25 steps."""
     key = "training loss, means of 25 steps"
     curves = {
         name: [loss - of_bf16 for loss, of_bf16 in zip(methods[name][key], methods["bf16"][key], strict=True)]
@@ -100,7 +100,7 @@ def learning(methods: dict[str, Any], steps: int) -> Picture:
     }
     top, bottom = 66, 290
     lowest, highest = min(0.0, *map(min, curves.values())), max(map(max, curves.values()))
-    picture = Picture(720, bottom + 46, "Training loss by recipe, over that of bf16")
+    picture = Picture(720, bottom + 46, "Training loss by recipe, minus that of bf16")
 
     def x(step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / steps
@@ -125,7 +125,7 @@ def learning(methods: dict[str, Any], steps: int) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw all, the last from a committed result."""
+    """Return all pictures; the last one shows a committed result."""
     record = result("recipes-cpu")
     return {
         "recipe-groups": groups(),

@@ -1,9 +1,9 @@
-"""Train a small GPT with something wrong, and photograph the report: the pictures of tutorials/report.md.
+"""Train a small GPT with a fault and take screenshots of its report, for tutorials/report.md.
 
-    python docs/pictures/report.py --train    # first: writes benchmarks/results/report_run/monitor.jsonl anew
-    python docs/pictures/report.py            # docs/pictures/report-*.png, each by day and by night
+    python docs/pictures/report.py --train    # also rewrites benchmarks/results/report_run/monitor.jsonl
+    python docs/pictures/report.py            # docs/pictures/report-*.png, each in light and dark
 
-Needs chromium and chromedriver, as the tests of the report do.
+Needs chromium and chromedriver, like the tests of the report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECTIONS = ("verdict", "timeline", "maps", "exponents", "skips")  # by their ids
 
 
 def train(folder: Path, size: gpt.Size = gpt.EMULATED, steps: int = 240, every: int = 40) -> None:
-    """Train in fp16, with one batch whose loss is not finite; the record goes into a folder."""
+    """Train in fp16 with one batch whose loss is not finite, and record to a folder."""
     torch.manual_seed(0)
     corpus = Corpus(read_text(None), size.context)
     model = gpt.GPT(size)
@@ -52,7 +52,7 @@ def train(folder: Path, size: gpt.Size = gpt.EMULATED, steps: int = 240, every: 
 
 
 def photograph(page: Path, sections: Sequence[str], folder: Path) -> None:
-    """Write a picture of each section of a page, by day and by night."""
+    """Write a screenshot of each section of a page, in light and dark."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.support.ui import WebDriverWait
@@ -80,7 +80,7 @@ def photograph(page: Path, sections: Sequence[str], folder: Path) -> None:
 
 
 def main() -> None:
-    """Train if asked to, then photograph."""
+    """Train with --train, then take the screenshots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true")
     if parser.parse_args().train:

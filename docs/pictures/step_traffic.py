@@ -1,4 +1,4 @@
-"""Draw how often a step reads and writes the gradients before the optimizer does: of explanation/one-read.md.
+"""Draw how often a step reads and writes gradients before the optimizer, for explanation/one-read.md.
 
 python docs/pictures/step_traffic.py
 """
@@ -47,7 +47,7 @@ def traffic(results: dict[str, Any], size: str = "124M") -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw the committed result."""
+    """Return the picture of the committed result."""
     return {"step-traffic": traffic(result("step_cost-cpu")["results"])}
 
 

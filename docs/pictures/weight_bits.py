@@ -1,4 +1,4 @@
-"""Draw the loss that 16-bit weights cost against the bytes that they take: of explanation/master-weights.md.
+"""Draw the loss increase of 16-bit weights against their size, for explanation/master-weights.md.
 
 python docs/pictures/weight_bits.py
 """
@@ -15,16 +15,16 @@ FEWEST, MOST = 4, 18  # bytes
 
 
 def colour_of(method: str) -> str:
-    """Return the colour of a method: what is compared, peers, or MasterWeights."""
+    """Return the colour of a method: reference, bare bf16 weights, peers or MasterWeights."""
     if method in (REFERENCE, BARE):
         return GREY if method == REFERENCE else ORANGE
     return PINK if ":" in method else BLUE
 
 
 def gaps(optimizers: dict[str, Any]) -> Picture:
-    """Draw a panel for each optimizer, with a dot and the interval of its mean for each method."""
+    """Draw a panel for each optimizer, with the mean and its interval for each method."""
     picture = Picture(
-        720, 70 + len(optimizers) * (HEIGHT + BELOW), "Loss over that of fp32 weights, by bytes of a parameter"
+        720, 70 + len(optimizers) * (HEIGHT + BELOW), "Loss minus that of fp32 weights, by bytes per parameter"
     )
     legend = {GREY: "fp32 weights", ORANGE: "bf16 weights alone", PINK: "other libraries", BLUE: "MasterWeights"}
     for place, (colour, name) in enumerate(legend.items()):
@@ -34,7 +34,7 @@ def gaps(optimizers: dict[str, Any]) -> Picture:
     for name, result_of in optimizers.items():
         panel(picture, top, name, {key: row for key, row in result_of["methods"].items() if "skipped" not in row})
         top += HEIGHT + BELOW
-    words = "bytes of a parameter: weight, autocast's copy or what is kept beside it, gradient, state"
+    words = "bytes per parameter: weight, autocast's copy or extra bits, gradient, state"
     picture.text((LEFT + RIGHT) / 2, top + 6, words, anchor="middle", size=12)
     return picture
 
@@ -50,7 +50,7 @@ def panel(picture: Picture, top: float, name: str, rows: dict[str, Any]) -> None
     def y(gap: float) -> float:
         return zero - (HEIGHT - 14) * gap / most
 
-    picture.text(LEFT + 8, top + 4, f"{name}: held-out loss over that of fp32 weights", size=13)
+    picture.text(LEFT + 8, top + 4, f"{name}: held-out loss minus that of fp32 weights", size=13)
     step = next(each for each in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if most / each <= 4)
     for times in range(int(most / step) + 1):
         picture.line([(LEFT, y(times * step)), (RIGHT, y(times * step))], opacity=0.15 if times else 0.6)
@@ -58,7 +58,7 @@ def panel(picture: Picture, top: float, name: str, rows: dict[str, Any]) -> None
     for nbytes in range(FEWEST, MOST + 1, 2):
         picture.line([(x(nbytes), zero), (x(nbytes), zero + 4)], opacity=0.6)
         picture.text(x(nbytes), zero + 16, str(nbytes), anchor="middle", size=11, colour=GREY)
-    columns: dict[int, int] = {}  # lines of text that are below a number of bytes
+    columns: dict[int, int] = {}  # number of text lines already below a number of bytes
     for key, row in rows.items():
         place, colour = x(row["bytes per parameter"]), colour_of(key)
         if key != REFERENCE:
@@ -76,14 +76,14 @@ def panel(picture: Picture, top: float, name: str, rows: dict[str, Any]) -> None
 
 
 def label(method: str) -> list[str]:
-    """Return lines that are no wider than a column: of peers the package, of roundings their name."""
+    """Return lines that fit into a column: the package of a peer, or the name of a rounding."""
     if method.endswith("bf16 states"):
         return [method.removesuffix(" bf16 states"), "bf16 states"]
     return [method.partition(":")[0].removeprefix("split, ")]
 
 
 def pictures() -> dict[str, Picture]:
-    """Draw the committed result."""
+    """Return the picture of the committed result."""
     return {"weight-bits": gaps(result("learning-cpu")["optimizers"])}
 
 

@@ -275,6 +275,26 @@ def test_an_accelerators_facts_come_two_updates_later_and_all_of_them(implementa
     assert [facts.parameters for facts in world.told] == [(), (world.bad,), (), ()]
 
 
+@pytest.mark.usefixtures("slow_host")
+def test_a_finite_step_that_is_known_earlier_than_skips_before_it_ends_their_streak(
+    implementation: dict[str, Any],
+) -> None:
+    world = World(**implementation)
+    for gradient in (math.inf, 1.0, math.inf, math.inf):
+        world.step(gradient=gradient)
+    assert world.scaler.state_dict()["skips_in_a_row"] == 2
+    world.step()
+    assert world.scaler.state_dict()["skips_in_a_row"] == 0
+
+
+@pytest.mark.usefixtures("slow_host")
+def test_skips_with_finite_steps_between_them_exhaust_no_patience(implementation: dict[str, Any]) -> None:
+    world = World(Dynamic(2.0**60, patience=2, on_exhausted="raise"), **implementation)
+    for gradient in (math.inf, 1.0) * 20:
+        world.step(gradient=gradient)
+    world.scaler.synchronize()
+
+
 # -- gradients, as they are before anything is done to them ------------------------------------------------------------
 
 

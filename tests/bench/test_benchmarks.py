@@ -256,7 +256,7 @@ def test_master_weights() -> None:
     assert [len(verdicts(record)), len(rows)] == [6, 10]
 
 
-@pytest.mark.parametrize(("found", "cell"), [(2.0, "2: kept"), (2.1, "2: MISSED")])
+@pytest.mark.parametrize(("found", "cell"), [(2.0, "2: met"), (2.1, "2: MISSED")])
 def test_a_missed_limit_is_said_to_be(found: float, cell: str) -> None:
     assert master_weights._limit(master_weights.with_limit({"median": found}, "median", 2.0)) == cell
 
@@ -324,7 +324,7 @@ def test_a_rank_that_fails_ends_all_of_them_with_its_own_words(monkeypatch: pyte
 
 
 def test_ranks_that_take_too_long_are_ended() -> None:
-    with pytest.raises(RuntimeError, match=r"^2 ranks were not ready after 0 s$"):
+    with pytest.raises(RuntimeError, match=r"^2 ranks did not finish within 0 s$"):
         scale_out.on_ranks(2, 1, 5, patience_s=0.2)
 
 

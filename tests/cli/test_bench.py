@@ -88,7 +88,7 @@ def test_full_and_only(tmp_path: Path) -> None:
 
 def test_it_warns_where_the_machine_is_too_noisy_to_tell(tmp_path: Path) -> None:
     _, printed = run("--device", "cpu", "--out", tmp_path)
-    assert "warning: this machine is too noisy to tell everything; stop what else runs on it, or take --full" in printed
+    assert "warning: this machine is too noisy for some comparisons; stop other programs, or use --full" in printed
     assert "two: cannot tell in 1 of 1 comparisons" in printed
     assert "warning" not in run("--only", "one", "--device", "cpu", "--out", tmp_path)[1]
 
@@ -108,7 +108,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     assert run("--device", "cuda", "--out", tmp_path) == (
         2,
-        "castwise bench: --device cuda: torch sees no CUDA device here; leave it out, or give --device cpu\n",
+        "castwise bench: --device cuda: torch finds no CUDA device; omit the option or use --device cpu\n",
     )
     assert run("--only", "one", "--out", tmp_path)[0] == 0
     assert sorted(results(tmp_path)) == ["one-cpu"]
@@ -118,7 +118,7 @@ def test_a_page_of_somebody_elses_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Mine\n")
     assert run("--device", "cpu", "--out", tmp_path) == (
         2,
-        f"castwise bench: {tmp_path / 'README.md'} was not written by castwise bench: give another --out\n",
+        f"castwise bench: {tmp_path / 'README.md'} was not written by castwise bench: choose another --out\n",
     )
     assert (tmp_path / "README.md").read_text() == "# Mine\n"
     assert os.listdir(tmp_path) == ["README.md"]
@@ -148,7 +148,7 @@ def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 130
-    assert f"castwise bench: stopped; what was finished is in {tmp_path}\n" in printed
+    assert f"castwise bench: stopped; finished results are in {tmp_path}\n" in printed
     assert "Traceback" not in printed
     assert sorted(os.listdir(tmp_path)) == ["README.md", "one-cpu.json"]
 
@@ -167,5 +167,5 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == f"castwise bench: stopped; what was finished is in {tmp_path}\n"
+    assert errors == f"castwise bench: stopped; finished results are in {tmp_path}\n"
     assert os.listdir(tmp_path) == []

@@ -30,10 +30,10 @@ def test_it_prints_what_each_device_computes_and_what_to_train_with() -> None:
     assert code == 0
     assert printed.startswith(f"castwise {castwise.__version__}, torch {torch.__version__}")
     assert f" {torch.get_num_threads()} thread" in f" {printed}".replace("\n", " ")
-    computed = {True: "by units", False: "emulated", None: "not known"}
+    computed = {True: "in hardware", False: "emulated", None: "unknown"}
     lines = printed.partition("cpu: ")[2].partition("policy")[0].splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith("  ") and line.split()}
-    assert "by units" in rows["fp32"]
+    assert "in hardware" in rows["fp32"]
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         assert computed[is_native_here(dtype)] in rows[name]
         assert any(word in rows[name] for word in ("faster", "as fast", "slower", "too noisy to tell"))

@@ -183,7 +183,10 @@ def test_what_went_wrong_on_rank_1_is_not_taken_for_an_overflow_of_rank_0(tmp_pa
     page = (tmp_path / "out" / "report.html").read_text()
     text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
     for shown in (page, text):
-        assert "The loss was inf or NaN on rank 1 at 1 step, first at step 4: the forward or the data" in shown
+        assert (
+            "The loss was inf or NaN on rank 1 at 1 step, first at step 4: the cause is the forward or the data"
+            in shown
+        )
         assert "Input 0 is nan at (1, 2)." in shown
         assert "Step 4 on rank 1" in shown
         assert "1 step skipped for overflow on rank 1" in shown
@@ -267,7 +270,7 @@ def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trai
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     run = forked("--out", tmp_path, script)
-    assert run.stderr == "castwise: no optimizer of a module has stepped: nothing was recorded\n"
+    assert run.stderr == "castwise: no optimizer of a module has stepped, so nothing was recorded\n"
 
 
 BY_HAND = """
@@ -314,8 +317,8 @@ optimizer.step()
     ("source", "seen"),
     [
         (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16"),
-        (HOGWILD, "2 processes that were started"),
-        (NO_MODULE, "1 optimizer of parameters of no module"),
+        (HOGWILD, "2 child processes"),
+        (NO_MODULE, "1 optimizer without a module"),
     ],
     ids=["weights updated by hand", "hogwild", "no module"],
 )
@@ -325,7 +328,7 @@ def test_a_run_without_a_modules_optimizer_says_what_was_seen(source: str, seen:
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stderr.splitlines()[-1].startswith(
-        f"castwise: no optimizer of a module has stepped in this process, which has seen {seen}"
+        f"castwise: no optimizer of a module has stepped in this process, which saw {seen}"
     )
 
 
@@ -334,7 +337,7 @@ def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> N
     script.write_text(HOGWILD.replace('"spawn"', '"fork"'))
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.rstrip().endswith(f"there are records: castwise report {tmp_path / 'out'}")
+    assert run.stderr.rstrip().endswith(f"left records: run castwise report {tmp_path / 'out'}")
     files = [*(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
     assert len(files) == 2
     assert all('"kind":"run"' in file.read_text() for file in files)
@@ -393,9 +396,12 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
     ("arguments", "message"),
     [
         (["missing.py"], "cannot read missing.py: No such file or directory"),
-        (["--lr", "3", "broken.py"], "it has no option --lr; options of the script go after it, as in `castwise run "),
-        (["--lr=3", "--out", "x", "broken.py"], "it has no option --lr; options of the script go after it"),
-        (["--polcy", "fp16", "broken.py"], "it has no option --polcy; did you mean 'policy'?; options of the script"),
+        (
+            ["--lr", "3", "broken.py"],
+            "there is no option --lr; put options of the script after it, as in `castwise run ",
+        ),
+        (["--lr=3", "--out", "x", "broken.py"], "there is no option --lr; put options of the script after it"),
+        (["--polcy", "fp16", "broken.py"], "there is no option --polcy; did you mean 'policy'?; put options of the"),
         (["n" * 300], "n: File name too long"),
         (["--out", "n" * 300, "broken.py"], "n: File name too long"),
         (["-m", "missing.module"], "there is no module 'missing'"),
@@ -406,9 +412,9 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["--schedule", "Static(1024.0**1024)", "broken.py"], "finite real number, got 1024.0 ** 1024"),
         (["--schedule", "Static(0.0**-1)", "broken.py"], "finite real number, got 0.0 ** "),
         (["--schedule", "Static((-2)**0.5)", "broken.py"], "finite real number, got (-2) ** 0.5"),
-        (["--schedule", "Static(2**'a')", "broken.py"], "a power must be one of numbers, got 2 ** 'a'"),
+        (["--schedule", "Static(2**'a')", "broken.py"], "base and exponent of a power must be numbers, got 2 ** 'a'"),
         (["--schedule", "Static(2.0**abs(3))", "broken.py"], "malformed node or string"),
-        (["--out", "broken.py", "broken.py"], "--out must be a folder, and broken.py is a file"),
+        (["--out", "broken.py", "broken.py"], "--out must be a folder, but broken.py is a file"),
         (["--policy", "castwise.Policy()", "broken.py"], "Policy(...).to_file('policy.toml') writes such a file"),
         (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
     ],
@@ -469,7 +475,7 @@ def test_a_batch_with_a_nan_is_named_down_to_the_element(tmp_path: Path) -> None
     run = forked("--out", tmp_path, "broken.py", "--nan-batch", 10)
     said = finding(run, tmp_path)
     assert "step 10" in said
-    assert "the scale is not the cause" in said
+    assert "the forward or the data, not the scale" in said
     assert "Input 0 is nan at (1, 2, 3)" in said
     assert "drop or repair" in said
     first, last = losses(forked("--out", tmp_path, "broken.py"))  # without it
@@ -480,7 +486,7 @@ def test_a_learning_rate_that_is_far_too_high_is_called_divergence(tmp_path: Pat
     run = forked("--out", tmp_path, "broken.py", "--lr", 3)
     said = finding(run, tmp_path)
     assert said.startswith("Training diverged: the loss grew from ")
-    assert "Lower the learning rate (3 at the beginning), warm it up, or clip" in said
+    assert "Lower the learning rate (initially 3), warm it up, or clip" in said
     assert "Policy" not in said
     first, last = losses(forked("--out", tmp_path, "broken.py", "--lr", 0.1))
     assert last < 0.7 * first
@@ -529,7 +535,7 @@ optimizer.step()
 
 def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNSCALED)
-    why = "no step was diagnosed: only steps that a GradScaler skips are, and no enabled one was used. "
+    why = "no step was diagnosed, because only steps skipped by a GradScaler are and no enabled one was used. "
     run = forked("--out", tmp_path / "out", tmp_path / "train.py")
     assert f"castwise: {why}" in run.stderr
     assert "castwise.diagnose(model, loss_fn, batch)" in run.stderr
@@ -537,7 +543,7 @@ def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) 
     *_, last = forked("--out", tmp_path / "out", *options, tmp_path / "train.py").stderr.splitlines()
     (note,) = json.loads(last)["notes"]
     assert note.startswith("the schedule Guard(")
-    assert note.endswith(" had no effect: no enabled GradScaler of torch was made")
+    assert note.endswith(" had no effect: the script created no enabled torch GradScaler")
     run = forked("--out", tmp_path / "out", "--schedule", "Guard", "broken.py", "--steps", 2)
     assert "no step was diagnosed" not in run.stderr
     assert "had no effect" not in run.stderr

@@ -102,7 +102,7 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
         (["--model", "nowhere:f"], "there is no module 'nowhere'"),
         (["--model", "traced_by_test:bot"], "'traced_by_test' has no function 'bot'; did you mean 'both'?"),
         (["--model", "traced_by_test:wrong"], "traced_by_test:wrong returned int, not a torch.nn.Module"),
-        (["--model", "traced_by_test:model"], "returned a model without inputs for it: add --input"),
+        (["--model", "traced_by_test:model"], "returned a model without inputs: add --input"),
         (["--model", "traced_by_test:model", "--input", "3x"], "--input must be a shape such as 8x128"),
         (["--model", "traced_by_test:model", "--input", "3x4:foat"], "'foat' is not a dtype of torch"),
         (

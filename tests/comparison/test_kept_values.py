@@ -22,7 +22,7 @@ def test_containers_are_made_again_with_other_tensors() -> None:
     value = (Pair(a, [b, None]), {"same": a, "number": 3, "dtype": torch.float32})
     kept = Kept(value)
     assert [tensor.shape for tensor in kept.tensors] == [tensor.shape for tensor in tensors_in(value)]
-    again = kept.made_of([tensor + 1 for tensor in kept.tensors])
+    again = kept.with_tensors([tensor + 1 for tensor in kept.tensors])
     assert isinstance(again[0], Pair)
     assert torch.equal(again[0].second[0], b + 1)
     assert torch.equal(again[1]["same"], a + 1)
@@ -35,7 +35,7 @@ def test_an_object_is_copied_as_it_was_and_its_tensors_are_not() -> None:
     kept = Kept((box, 1))
     box.inside.append("later")
     assert tensors_in((box, 1))[0] is weight
-    first, second = kept.made_of(kept.tensors)[0], kept.made_of([torch.zeros(2)])[0]
+    first, second = kept.with_tensors(kept.tensors)[0], kept.with_tensors([torch.zeros(2)])[0]
     assert first is not box
     assert len(first.inside) == 3
     assert first.inside[0].data_ptr() == weight.data_ptr()
@@ -49,7 +49,7 @@ def test_what_cannot_be_copied_is_passed_on() -> None:
         pass
 
     local = Local()
-    assert Kept([local]).made_of([])[0] is local
+    assert Kept([local]).with_tensors([])[0] is local
 
 
 def test_writes_are_noticed_and_what_will_be_written_is_copied() -> None:

@@ -528,7 +528,7 @@ def test_a_reentrant_checkpoint_without_gradients_in_training_has_none_in_the_re
     drift = castwise.compare(model, [(x, target)], BF16, loss=F.cross_entropy)
     assert drift["bf16"].summary.gradient_cosine is None
     assert {module.effect for module in drift["bf16"].modules if module.name} == {None}
-    assert "the loss has no gradient, so effects are not known" in drift.notes
+    assert "the loss has no gradient, so effects are unknown" in drift.notes
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -562,7 +562,7 @@ def test_the_effect_of_a_module_whose_output_is_detached_is_not_known() -> None:
     assert drift["bf16"]["last"].effect
     assert drift["fp32"]["first"].effect == 0.0  # it has no errors
     assert drift.notes == (
-        "bf16: first gets no gradient, as what it returns is detached or not used, so its effect is not known",
+        "bf16: first gets no gradient because its output is detached or unused, so its effect is unknown",
     )
 
 
@@ -579,7 +579,7 @@ def test_what_many_modules_have_in_common_is_one_note() -> None:
 
     names = ", ".join(f"encoder.{place}" for place in range(5))
     drift = castwise.compare(Frozen(), [batch()], BF16, loss=F.cross_entropy)
-    assert drift.notes == (f"bf16: each of {names} and 3 more runs under torch.no_grad(), so its effect is not known",)
+    assert drift.notes == (f"bf16: each of {names} and 3 more runs under torch.no_grad(), so its effect is unknown",)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -685,7 +685,7 @@ def test_fsdp2_units_are_compared_on_each_rank(tmp_path: Path) -> None:
         assert of_rank["is_restored"]
         assert of_rank["effects"] == pytest.approx(of_rank["effects_without"])
         assert of_rank["cosine"] > 0.999
-        assert "tune the model before it is sharded" in of_rank["tune"]
+        assert "Tune the model before sharding it" in of_rank["tune"]
 
 
 def test_a_model_in_flattened_shards_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def test_what_is_compiled_is_compared_as_its_eager_original() -> None:
     expected = castwise.compare(model, [batch()], BF16, loss=F.cross_entropy)
     found = castwise.compare(torch.compile(model), [batch()], BF16, loss=F.cross_entropy)  # type: ignore[arg-type]
     assert found["bf16"].modules == expected["bf16"].modules
-    assert found.notes[0] == "what is compiled was compared as its eager original"
+    assert found.notes[0] == "compiled modules ran eagerly"
 
 
 @pytest.mark.parametrize(
@@ -830,16 +830,16 @@ def test_what_makes_a_loss_or_gradients_that_are_not_finite_is_named() -> None:
         model[2].weight.mul_(1e6)
 
     drift = castwise.compare(model, [(x, target)], fp16, loss=F.cross_entropy)
-    assert "2 (Linear) makes values that are not finite of finite ones" in drift["fp16"].failure
+    assert "2 (Linear) produces non-finite values from finite inputs" in drift["fp16"].failure
     assert f"fp16: {drift['fp16'].failure}" in drift.notes
 
     def infinite(output: Tensor, target: Tensor) -> Tensor:
         return output.sum() * (1.0 if output.dtype is torch.float32 else math.inf)
 
     drift = castwise.compare(mlp(), [(x, target)], fp16, loss=infinite)
-    assert "so the loss function makes it" in drift["fp16"].failure
+    assert "so it comes from the loss function" in drift["fp16"].failure
     drift = castwise.compare(mlp(), [(x, target)], fp16, loss=lambda y, t: (y.float() * 1e9).sum())
-    assert "its gradients are not finite, though the loss is multiplied by only 1" in drift["fp16"].failure
+    assert "its gradients are not finite, though the loss scale is only 1" in drift["fp16"].failure
 
 
 # Everything is put back.
@@ -1133,13 +1133,13 @@ def test_the_effect_of_a_module_that_runs_without_gradients_is_not_known() -> No
     assert drift["bf16"]["encoder"].loss_shift is None
     assert relative_rms(drift["bf16"]["encoder"].introduced) > 0
     assert drift["fp32"]["encoder"].effect == 0.0  # it has no errors
-    assert "bf16: encoder runs under torch.no_grad(), so its effect is not known" in drift.notes
+    assert "bf16: encoder runs under torch.no_grad(), so its effect is unknown" in drift.notes
 
 
 def test_effects_on_a_loss_without_a_gradient_are_not_known() -> None:
     drift = castwise.compare(mlp(), [batch()], BF16, loss=lambda out, target: F.cross_entropy(out, target).detach())
     assert {module.effect for module in drift["bf16"].modules} == {None}
-    assert drift.notes == ("the loss has no gradient, so effects are not known",)
+    assert drift.notes == ("the loss has no gradient, so effects are unknown",)
 
 
 def test_the_loss_scale_is_the_least_that_a_batch_has_needed() -> None:
@@ -1229,7 +1229,7 @@ def test_an_effect_whose_gradient_is_not_finite_in_the_reference_is_not_known() 
     drift = castwise.compare(Root(), [batch()], BF16, loss=F.cross_entropy)
     assert drift["bf16"]["first"].effect is None
     assert drift["bf16"].modules[0].name == "head"
-    assert "bf16: first gets a gradient that is not finite in the reference, so its effect is not known" in drift.notes
+    assert "bf16: first gets a non-finite gradient in the reference, so its effect is unknown" in drift.notes
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -1274,17 +1274,17 @@ def test_the_noise_of_what_has_no_samples_first_is_none_that_another_order_makes
     assert relative_rms(noise["places"].total) == 0.0
     assert relative_rms(noise["head"].total) < 1e-6
     assert noise["flat"].total is None
-    assert "shapes" in noise["flat"].problem or "first dimension is not that of the samples" in noise["flat"].problem
+    assert "shapes" in noise["flat"].problem or "first dimension is not the samples" in noise["flat"].problem
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"policies": {1: policies.bf16}}, TypeError, "policies must have strings as names, got 1"),
+        ({"policies": {1: policies.bf16}}, TypeError, "names of policies must be strings, got 1"),
         (
             {"policies": {"batch_size": policies.bf16}},
             ValueError,
-            "policies['batch_size'] has the name of the noise of vary='batch_size': give another",
+            "policies['batch_size'] has the name of the noise of vary='batch_size': rename it",
         ),
         ({"batches": [(torch.ones(0, 8), torch.ones(0, 4))]}, ValueError, "vary needs batches of samples, got one "),
     ],
@@ -1390,4 +1390,4 @@ def test_what_torch_jit_has_compiled_has_a_summary_and_a_note() -> None:
     assert drift["bf16"].summary.reference_loss == pytest.approx(expected["bf16"].summary.reference_loss)
     assert drift["bf16"].summary.relative_loss_error > 0
     assert drift["bf16"].modules == ()
-    assert "(root), 0, 1, 2: compiled by torch.jit, so without figures of its own" in drift.notes
+    assert "(root), 0, 1, 2: compiled by torch.jit, so without separate figures" in drift.notes

@@ -62,7 +62,7 @@ def test_torch_load_opens_a_checkpoint(path: Path) -> None:
 
 def test_another_programs_torch_file_is_refused(path: Path) -> None:
     torch.save({"model": {}}, path)
-    with pytest.raises(UserError, match="no checkpoint of castwise demo"):
+    with pytest.raises(UserError, match="not a checkpoint of castwise demo"):
         checkpoint.load(path)
 
 

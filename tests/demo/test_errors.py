@@ -43,20 +43,20 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 def test_a_missing_path(refusal: Refusal, tmp_path: Path) -> None:
     path = tmp_path / "none"
-    assert refusal("--data", path) == f"--data {path} does not exist: give a file or folder of text"
+    assert refusal("--data", path) == f"--data {path} does not exist: use a text file, or a folder of text files"
 
 
 def test_a_folder_without_text(refusal: Refusal, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(1000))
     (tmp_path / "empty").touch()
-    message = f"--data {tmp_path} holds no text: give a file or folder with some that is not binary or unreadable"
+    message = f"--data {tmp_path} contains no readable text: use a text file, or a folder of text files"
     assert refusal("--data", tmp_path) == message
 
 
 def test_less_text_than_two_contexts(refusal: Refusal, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"x" * 257)
     message = "needs at least 258 bytes of text (a context of 128 to train on, another to validate), got 257"
-    assert refusal("--data", tmp_path) == f"{message}: give --data more text"
+    assert refusal("--data", tmp_path) == f"{message}: use --data with more text"
 
 
 def test_an_unwritable_folder(refusal: Refusal, demo: Demo) -> None:
@@ -81,7 +81,7 @@ def test_a_device_the_demo_does_not_know(refusal: Refusal, device: str) -> None:
 
 def test_a_gpu_that_is_not_there(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert refusal("--device", "cuda:1") == "--device cuda:1: torch sees 1 CUDA devices here"
+    assert refusal("--device", "cuda:1") == "--device cuda:1: torch finds 1 CUDA devices"
 
 
 def test_resuming_a_folder_that_is_no_run(refusal: Refusal, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_resuming_a_run_of_another_version(refusal: Refusal, demo: Demo) -> None
 
 def test_resuming_with_other_settings(refusal: Refusal, demo: Demo) -> None:
     message = refusal("--resume", demo.prepare(1, 1), "--steps", 3, "--checkpoint-every", 2)
-    assert message == "--resume takes its settings from the run's folder: leave out --steps, --checkpoint-every"
+    assert message == "--resume uses the settings in the run's folder: omit --steps, --checkpoint-every"
 
 
 def test_resuming_on_changed_text(refusal: Refusal, demo: Demo) -> None:
@@ -113,12 +113,12 @@ def test_resuming_on_changed_text(refusal: Refusal, demo: Demo) -> None:
 def test_resuming_with_metrics_shorter_than_the_checkpoint_knows(refusal: Refusal, demo: Demo) -> None:
     folder = demo.prepare(1, 1)
     checkpoint.save(folder / "checkpoint.pt", Checkpoint([], None, metrics_bytes=9))
-    message = f"{folder / 'metrics.jsonl'} has 0 bytes, its checkpoint knows of 9: the file was changed"
+    message = f"{folder / 'metrics.jsonl'} was changed: it has 0 bytes, but its checkpoint expects at least 9"
     assert refusal("--resume", folder) == message
 
 
 def damaged(path: Path) -> str:
-    return f"{path} is damaged or no checkpoint of castwise demo: delete it to start this run over"
+    return f"{path} is damaged or not a checkpoint of castwise demo: delete it to start this run over"
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 and no more"])
@@ -131,7 +131,7 @@ def test_resuming_from_something_else_than_a_checkpoint(refusal: Refusal, demo: 
 def test_resuming_from_a_checkpoint_of_another_model(refusal: Refusal, demo: Demo) -> None:
     path = demo.prepare(1, 1) / "checkpoint.pt"
     checkpoint.save(path, Checkpoint([], {"model": {"weight": torch.ones(1)}}, 0))
-    message = f"{path} belongs to another model than its run's settings: delete it to start over"
+    message = f"{path} does not fit the model in the run's settings: delete it to start over"
     assert refusal("--resume", path.parent) == message
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_option_shows_no_traceback(demo: Demo) -> None:
 def test_a_name_that_no_file_can_have(refusal: Refusal) -> None:
     path = "a" * 300
     message = f"--data {path} cannot be read ([Errno 36] File name too long: '{path}')"
-    assert refusal("--data", path) == f"{message}: give a file or folder of text"
+    assert refusal("--data", path) == f"{message}: use a text file, or a folder of text files"
 
 
 @pytest.mark.parametrize(

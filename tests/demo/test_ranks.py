@@ -103,7 +103,7 @@ def test_a_split_run_that_was_killed_resumes_to_the_same_bits(
     (folder,) = demo.out.glob("[0-9]*")
     code, _, stderr = run(3, "--resume", folder)
     assert code != 0
-    assert stderr.count("the run was started with 2 processes: resume it with as many") == 1
+    assert stderr.count("the run was started with 2 processes: resume it with the same number") == 1
     code, _, stderr = run(2, "--resume", folder)
     if "SIGSEGV" in stderr or "SIGABRT" in stderr:  # gloo when it ends, now and then: one more run that was killed
         code, _, stderr = run(2, "--resume", folder)
@@ -123,7 +123,7 @@ def test_a_split_run_that_was_killed_resumes_to_the_same_bits(
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
             [],
-            "2 processes were started: say by --strategy how to split the model between them",
+            "2 processes were started: choose with --strategy how to split the model",
         ),
     ],
 )

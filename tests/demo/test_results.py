@@ -145,7 +145,7 @@ def test_libraries_that_differ_exit_with_one_and_say_where(outcome: Outcome) -> 
 def test_a_precision_the_cpu_emulates_has_a_footnote(demo: Demo) -> None:
     _, stdout, _ = demo.run("--resume", demo.prepare(steps=1, checkpoint_every=1))
     assert "fp16*" in stdout
-    assert "* fp32 and bf16 and fp16: very slow on this CPU, so trained on a much smaller model." in stdout
+    assert "* fp32 and bf16 and fp16: very slow on this CPU, so trained with a much smaller model." in stdout
 
 
 @pytest.mark.gpu

@@ -532,7 +532,7 @@ def test_a_model_without_gradients_is_replayed_forward() -> None:
         (
             lambda m: diagnose(m, F.mse_loss, ONES, ONES),
             TypeError,
-            r"got Tensor\. loss_fn takes the model's output alone: lambda out: loss_fn\(out, targets\)$",
+            r"got Tensor\. loss_fn receives only the model's output: lambda out: loss_fn\(out, targets\)$",
         ),
     ],
 )
@@ -572,7 +572,7 @@ def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_no_fault() 
     (harmless,) = found.harmless
     assert (harmless.module, harmless.op, harmless.value) == ("gate.2", "aten.convolution", "inf")
     assert harmless.is_finite_in_float32
-    assert "  seen and harmless: gate.2: aten.convolution gives inf (finite in fp32)" in str(found).splitlines()
+    assert "  harmless: gate.2: aten.convolution gives inf (finite in fp32)" in str(found).splitlines()
 
 
 @pytest.mark.filterwarnings("ignore:this CPU has no units for torch.float16:UserWarning")
@@ -582,7 +582,7 @@ def test_an_overflow_before_a_sigmoid_is_not_called_harmless_beside_a_fault_in_t
     assert found.harmless == ()  # the backward has not run
     assert [(each.module, each.op) for each in found.also] == [("gate.2", "aten.convolution")]
     assert (
-        "  also: gate.2: aten.convolution gives inf (finite in fp32); look again after the first is repaired"
+        "  also: gate.2: aten.convolution gives inf (finite in fp32); diagnose again after fixing the first"
         in str(found).splitlines()
     )
 
@@ -607,7 +607,7 @@ def test_a_second_fault_is_not_called_harmless() -> None:
     found = diagnose(model, mean, torch.randn(3, 4))
     assert (found.module, found.op, found.harmless) == ("1", "aten.exp", ())
     assert [str(each) for each in found.also] == ["3: aten.exp gives inf"]  # and was given NaN
-    assert "  also: 3: aten.exp gives inf; look again after the first is repaired" in str(found).splitlines()
+    assert "  also: 3: aten.exp gives inf; diagnose again after fixing the first" in str(found).splitlines()
     model[1] = nn.Identity()
     again = diagnose(model, mean, torch.randn(3, 4))
     assert (again.module, again.op, again.also) == ("3", "aten.exp", ())

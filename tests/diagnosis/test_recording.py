@@ -148,7 +148,7 @@ def test_a_finite_loss_whose_own_gradient_is_not_is_no_fault_of_the_scale(record
     (model(torch.ones(2, 4))["logits"][0].sqrt().sum() * 2.0**10).backward()
     found = recording.take().diagnose(2.0**10, Cause.OVERFLOW)
     assert (found.phase, found.remedy) == ("loss", "code")
-    assert "the loss's own backward makes it, as that of a square root at 0 does" in found.advice
+    assert "the value arises in the loss's backward, as for a square root at 0" in found.advice
 
 
 def test_a_loss_that_is_not_finite_of_outputs_that_are_is_the_loss_functions(record: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_of_outputs_that_are_is_the_loss_functions(rec
     (model(torch.ones(2, 4))["logits"][0].sum() * torch.nan).backward()
     found = recording.take().diagnose(2.0**16, Cause.NONFINITE_LOSS)
     assert (found.phase, found.remedy) == ("loss", "code")
-    assert found.advice.endswith("look at the loss function and its targets")
+    assert found.advice.endswith("check the loss function and its targets")
 
 
 class WithLoss(nn.Module):

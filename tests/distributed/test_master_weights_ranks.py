@@ -40,13 +40,13 @@ def test_what_cannot_be_narrowed_is_named(ranks: list[dict[str, Any]]) -> None:
     unit, below_ddp, flattened, shaped, in_fp32 = ranks[0]["errors"]
     assert unit == (
         "FSDP2 gathers the weights of the model in one dtype, and '1.weight', '1.bias' would stay in fp32 beside "
-        'torch.bfloat16 ones: give these a unit of their own (fully_shard), or use narrow="all"'
+        'torch.bfloat16 ones: put these in a separate unit (fully_shard), or use narrow="all"'
     )
-    assert below_ddp.startswith("'module.0.weight' is in DistributedDataParallel, which has made its buckets for fp32")
+    assert below_ddp.startswith("'module.0.weight' is in DistributedDataParallel, whose buckets are for fp32")
     assert "is flattened by FSDP1 in torch.float32: make the model torch.bfloat16 before wrapping it" in flattened
-    assert "is flattened by FSDP1, which only optimizers that step each element by itself can take" in shaped
+    assert "is flattened by FSDP1, which works only with optimizers that step each element independently" in shaped
     if hasattr(torch.Tensor, "grad_dtype"):
-        assert in_fp32.startswith("'0.weight' is a DTensor, whose gradients torch keeps in its own dtype: leave grad_")
+        assert in_fp32.startswith("'0.weight' is a DTensor, whose gradients torch keeps in its own dtype: omit grad_")
 
 
 def test_checkpoints_are_resharded_without_losing_a_bit(ranks: list[dict[str, Any]]) -> None:

@@ -57,10 +57,10 @@ def test_weights_that_are_gathered_in_another_dtype_are_refused(ranks: list[dict
     fits, norm, half = ranks[0]["errors"]
     assert fits == ""
     assert norm == (
-        "the policy has '1.norm' compute in float32, but FSDP gathers the weights of '1' in torch.bfloat16: "
+        "the policy runs '1.norm' in float32, but FSDP gathers the weights of '1' in torch.bfloat16: "
         "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"
     )
-    assert half.startswith("the policy has '1.norm' compute in bfloat16, but FSDP gathers the weights of '1' in")
+    assert half.startswith("the policy runs '1.norm' in bfloat16, but FSDP gathers the weights of '1' in")
 
 
 def test_units_come_inner_ones_first_with_the_dtype_that_all_of_their_weights_are_used_in() -> None:

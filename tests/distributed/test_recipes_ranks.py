@@ -34,6 +34,6 @@ def test_weights_of_layers_with_a_recipe_are_gathered_as_they_are(ranks: list[di
 
 def test_weights_that_are_gathered_in_16_bits_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["error"] == (
-        "the policy has '0' quantize its weight by mxfp8, but FSDP gathers the weights of '' in torch.bfloat16, "
-        "rounded once already: shard with the policies that Policy.fsdp(...) yields"
+        "the policy quantizes the weight of '0' by mxfp8, but FSDP gathers the weights of '' already rounded to "
+        "torch.bfloat16: shard with the policies that Policy.fsdp(...) yields"
     )

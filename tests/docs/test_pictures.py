@@ -17,7 +17,7 @@ from castwise.monitor.run import Run
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-SCRIPTS = ["loss_scaling", "number_formats", "ranks", "step_traffic", "weight_bits", "recipes"]
+SCRIPTS = ["loss_scaling", "number_formats", "ranks", "step_traffic", "weight_bits", "recipes", "first_page"]
 TINY = Size(layers=1, heads=1, width=8, context=4, batch=2)
 
 
@@ -47,7 +47,7 @@ def test_each_picture_is_what_its_script_draws_from_committed_results(script: An
 
 def test_each_picture_is_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
-    shown = set(re.findall(r"\.\./pictures/([\w.-]+\.(?:svg|png))", pages))
+    shown = set(re.findall(r"[ (](?:\.\./)?pictures/([\w.-]+\.(?:svg|png))", pages))
     assert shown == {path.name for path in PICTURES.iterdir() if path.suffix in {".svg", ".png"}}
 
 

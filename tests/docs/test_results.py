@@ -34,13 +34,13 @@ def test_a_figure_is_found_and_formatted(reference: str, text: str, folder: Path
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("y.json#/rows", "no result file 'y.json'"),
+        ("y.json#/rows", "no file 'y.json' in"),
         ("x.json#/rows/1/share", "nothing at '1'"),
-        ("x.json#/rows/0/speed", "nothing at 'speed' .* there are torch / castwise, share, none"),
+        ("x.json#/rows/0/speed", "nothing at 'speed' .* keys are torch / castwise, share, none"),
         ("x.json#rows", "begins with /"),
-        ("x.json#/rows/0", "no figure but a dict"),
-        ("x.json#/rows/0/none", "no figure but a NoneType"),
-        ("x.json#/rows/0/share|q", "cannot be formatted by 'q'"),
+        ("x.json#/rows/0", "must be a number or text, got dict"),
+        ("x.json#/rows/0/none", "must be a number or text, got NoneType"),
+        ("x.json#/rows/0/share|q", "cannot be formatted with 'q'"),
         ("x.json#/a~0b/deeper", "nothing at 'deeper'"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_format_without_kernels_is_said_to_be_so(monkeypatch: pytest.MonkeyPat
     assert "\n" not in found["qint8"]
     monkeypatch.setitem(formats.DTYPES, "fp32", torch.qint8)
     without = measure(CPU, ["fp32", "bf16"], budget_s=0.1)
-    assert without["bf16"] == "there is no fp32 to compare with"
+    assert without["bf16"] == "no fp32 result to compare with"
     assert without["fp32"] == found["qint8"]
 
 

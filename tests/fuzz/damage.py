@@ -19,7 +19,7 @@ def a_share(divisor: int) -> settings:
 
 
 @contextmanager
-def soon(seconds: float = 20.0) -> Iterator[None]:
+def soon(seconds: float = 60.0) -> Iterator[None]:
     """Fail after so many seconds, which no example takes on the busiest machine; not to be nested."""
 
     def late(*_: object) -> None:

@@ -119,7 +119,7 @@ def test_what_was_made_of_torchs_before_is_named_once() -> None:
 
 def test_it_is_installed_once() -> None:
     castwise.install()
-    with pytest.raises(RuntimeError, match=r"castwise is installed already: uninstall\(\) it first"):
+    with pytest.raises(RuntimeError, match=r"castwise is already installed: call uninstall\(\) first"):
         castwise.install()
     assert castwise.uninstall() is None
     assert castwise.uninstall() is None
@@ -134,7 +134,7 @@ def test_an_error_in_the_block_undoes_it_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "every must be a number of steps >= 1, got 0"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
         ({"policy": "bf16"}, "policy must be a castwise.Policy or None, got str"),
         ({"schedule": 1024.0}, "schedule must be one of castwise.schedules or None, got 1024.0"),
     ],
@@ -297,7 +297,10 @@ def test_a_policys_output_is_said_to_have_no_effect_on_several_models() -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     castwise.install(policy=castwise.Policy(compute="bfloat16", output="float32"))
     try:
-        with pytest.warns(UserWarning, match="output has no effect: there are several models"), torch.autocast("cpu"):
+        with (
+            pytest.warns(UserWarning, match="output has no effect, because there are several models"),
+            torch.autocast("cpu"),
+        ):
             models[0](torch.ones(1, 2))
     finally:
         castwise.uninstall()
@@ -418,7 +421,7 @@ def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4 - 1)
     with (
         castwise.installed(tmp_path, on_skip="diagnose"),
-        pytest.warns(UserWarning, match="take more than .* MiB: skipped steps are not diagnosed"),
+        pytest.warns(UserWarning, match="takes more than .* MiB, so skipped steps are not diagnosed any more"),
     ):
         trained_on([BAD, BAD], small_model())
     run = Run.read(tmp_path / "Sequential")
@@ -454,7 +457,7 @@ def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: P
 
 
 def test_diagnoses_need_a_folder() -> None:
-    with pytest.raises(ValueError, match=r'on_skip="diagnose" records what it finds: give a folder, out=\.\.\., too'):
+    with pytest.raises(ValueError, match=r'on_skip="diagnose" requires a folder for its records: pass out=\.\.\. too'):
         castwise.install(on_skip="diagnose")
     with pytest.raises(ValueError, match='on_skip must be "diagnose" or None, got 3'):
         castwise.install("x", on_skip=3)  # type: ignore[arg-type]

@@ -679,7 +679,7 @@ def test_a_report_needs_what_is_prepared(tmp_path: Path) -> None:
         report(accelerator, tmp_path)
     accelerator.prepare(net(), net(), sgd(net().parameters()))
     with pytest.raises(
-        RuntimeError, match=r"has prepared 2 models and 1 optimizers.*make a castwise\.Monitor for each"
+        RuntimeError, match=r"has prepared 2 models and 1 optimizers.*create a castwise\.Monitor for each"
     ):
         report(accelerator, tmp_path)
 
@@ -700,13 +700,13 @@ def test_fp16_on_a_cpu_is_pointed_out() -> None:
 def test_what_was_prepared_before_is_named() -> None:
     accelerator = fp16()
     accelerator.prepare(net(), sgd(net().parameters()))
-    with pytest.raises(RuntimeError, match=r"has prepared Sequential, SGD already, .*: call castwise.integrations"):
+    with pytest.raises(RuntimeError, match=r"has already prepared Sequential, SGD, .*: call castwise.integrations"):
         prepare(accelerator)
 
 
 def test_an_accelerator_is_prepared_once() -> None:
     accelerator = prepare(fp16())
-    with pytest.raises(RuntimeError, match="castwise's already"):
+    with pytest.raises(RuntimeError, match="already uses castwise"):
         prepare(accelerator)
 
 
@@ -728,5 +728,5 @@ def test_accelerate_takes_no_kwargs_handler_of_ours() -> None:
 def test_mixed_precision_of_another_library_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = "fp8"
-    with pytest.raises(ValueError, match="mixed_precision='fp8' another library does the mixed precision"):
+    with pytest.raises(ValueError, match="mixed_precision='fp8' another library handles mixed precision"):
         prepare(accelerator)

@@ -258,7 +258,7 @@ def test_a_policy_is_bound_to_the_module() -> None:
     policy = castwise.Policy(compute="bfloat16", modules={"net.2": "float32"})
     fit(MixedPrecision("bf16-mixed", "cpu", policy=policy), Watched(), max_steps=1)
     assert dtypes == {"0": torch.bfloat16, "2": torch.float32}
-    with pytest.raises(RuntimeError, match="bound when a Trainer sets the model up"):
+    with pytest.raises(RuntimeError, match="a Trainer binds it when it sets up the model"):
         MixedPrecision("bf16-mixed", "cpu", policy=policy).autocast_context_manager()
 
 
@@ -312,12 +312,12 @@ def test_a_weight_cache_casts_once_for_all_of_a_validation() -> None:
         (
             lambda: MixedPrecision("bf16-mixed", "cpu", policy=castwise.policies.fp16),
             ValueError,
-            "precision='bf16-mixed' and a policy that computes in float16 contradict",
+            "precision='bf16-mixed' contradicts the policy, which computes in float16",
         ),
         (
             lambda: MixedPrecision("bf16-mixed", "cpu", policy=castwise.policies.bf16.bind(net())),
             TypeError,
-            "policy must be a castwise.Policy, not bound to a model yet, got BoundPolicy",
+            "policy must be an unbound castwise.Policy, got BoundPolicy",
         ),
     ],
     ids=["precision", "precision of Fabric", "torch's scaler", "contradicting policy", "bound policy"],

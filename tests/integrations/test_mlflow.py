@@ -245,7 +245,7 @@ def test_a_training_that_goes_on_in_the_same_run_changes_none_of_its_parameters(
 
 
 def test_a_store_that_fails_ends_the_sink_and_not_the_training(mlflow: Any) -> None:
-    with pytest.warns(RuntimeWarning, match=r"sink MLflow\('no-such-run'\) failed and gets no more records"):
+    with pytest.warns(RuntimeWarning, match=r"sink MLflow\('no-such-run'\) failed and was removed"):
         train([MLflow("no-such-run")])
 
 

@@ -37,7 +37,7 @@ from castwise.monitor.run import Run
 STEPS, BATCH = 4, 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:this CPU has no units for torch:UserWarning"),
-    pytest.mark.filterwarnings("ignore:not replaced by castwise, as they were made before:UserWarning"),
+    pytest.mark.filterwarnings("ignore:not replaced by castwise, because they already existed:UserWarning"),
 ]
 
 

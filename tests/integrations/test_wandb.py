@@ -168,13 +168,13 @@ def test_the_run_that_is_active_is_used_and_goes_on(tmp_path: Path, wandb: Any) 
 def test_a_run_that_is_finished_ends_the_sink_and_not_the_training(wandb: Any) -> None:
     run = wandb.init(id="over")
     run.finish()
-    with pytest.warns(RuntimeWarning, match=r"sink WandB\(run over\) failed and gets no more records"):
+    with pytest.warns(RuntimeWarning, match=r"sink WandB\(run over\) failed and was removed"):
         train([WandB(run)])
 
 
 def test_what_is_no_run_is_refused_with_what_to_write() -> None:
     with pytest.raises(
-        TypeError, match=r"run must be what wandb.init.* got 'gpt': write WandB\(wandb.init\(\.\.\.\)\)$"
+        TypeError, match=r"run must be a run from wandb.init.* got 'gpt': pass WandB\(wandb.init\(\.\.\.\)\)$"
     ):
         WandB("gpt")  # type: ignore[arg-type]
 

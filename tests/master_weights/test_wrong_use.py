@@ -73,7 +73,7 @@ def test_a_write_makes_no_other_bucket_forget() -> None:
     model.up.weight.data.zero_()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    with pytest.warns(UserWarning, match="^2 weights were written .*, 'up.weight', 'up.bias' among them"):
+    with pytest.warns(UserWarning, match="^2 weights were written .*, including 'up.weight', 'up.bias'"):
         optimizer.step()  # the two share a bucket
     after = optimizer.fp32_state_dict(model)
     exact["up.weight"].zero_()
@@ -155,7 +155,7 @@ def test_a_parameter_that_left_its_group_is_named() -> None:
     model, optimizer = wrapped(adamw)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if p is not model.up.bias]
-    with pytest.raises(RuntimeError, match=r"^'up.bias' is in no group any more"):
+    with pytest.raises(RuntimeError, match=r"^'up.bias' is no longer in any group"):
         optimizer.step()
     assert same_bits(model.state_dict(), weights)
 
@@ -186,12 +186,10 @@ class OwnList(optim.Optimizer):
 
 
 def test_optimizers_that_reach_the_parameters_by_another_way_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"^Nested steps the optimizer that it keeps in 'base', which has the parameters"
-    ):
+    with pytest.raises(TypeError, match=r"^Nested wraps the optimizer in its attribute 'base': give MasterWeights"):
         wrapped(Nested)
     model, optimizer = wrapped(OwnList)
-    with pytest.raises(RuntimeError, match=r"^OwnList has written to parameters from a list of its own"):
+    with pytest.raises(RuntimeError, match=r"^OwnList has written to parameters from its own list"):
         train(model, optimizer, 1)
 
 
@@ -226,7 +224,7 @@ def test_scaled_gradients_are_not_clipped_as_if_they_were_not() -> None:
     scaler.scale(loss).backward()
     optimizer.clip_grad_norm_(1.0)
     weights = optimizer.fp32_state_dict(model)
-    with pytest.raises(RuntimeError, match=r"^the gradients are scaled, and were clipped as if they were not"):
+    with pytest.raises(RuntimeError, match=r"^the gradients are scaled, but were clipped as if they were not"):
         scaler.step(optimizer)
     assert same_bits(optimizer.fp32_state_dict(model), weights)
 
@@ -261,7 +259,7 @@ def test_an_optimizer_with_nothing_to_do_is_told_of() -> None:
     model, other = net(), net()
     with pytest.warns(UserWarning, match=r"^MasterWeights has nothing to do"):
         MasterWeights(adamw(other.parameters()), model)
-    with pytest.raises(ValueError, match=r"^'token.weight' is torch.float16 already: say dtype=torch.float16, or make"):
+    with pytest.raises(ValueError, match=r"^'token.weight' is torch.float16 already: give dtype=torch.float16, or"):
         MasterWeights(adamw((half := net().half()).parameters()), half)
 
 
@@ -315,12 +313,12 @@ def test_checkpoints_of_another_choice_of_weights_are_refused() -> None:
     plain = adamw((low := net().bfloat16()).parameters())
     plain.load_state_dict(saved)  # which casts residues to bfloat16
     with pytest.raises(
-        ValueError, match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer has cast it"
+        ValueError, match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer cast it"
     ):
         wrapped(adamw, narrow="all")[1].load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match=r"^the optimizer has state of a MasterWeights for 'token.weight': load"):
         MasterWeights(plain, low)
-    with pytest.raises(ValueError, match=r'^a state_dict of an optimizer has "state" and "param_groups"'):
+    with pytest.raises(ValueError, match=r'^the state_dict of an optimizer must have "state" and "param_groups"'):
         optimizer.load_state_dict({"a": 1})
 
 
@@ -390,10 +388,42 @@ def test_names_of_state_are_not_checked_of_an_optimizer_that_cannot_step_yet() -
     [
         ({"generator": 3}, TypeError, r"^generator must be a torch.Generator, got int"),
         ({"compile": "no"}, TypeError, r"^compile must be True or False, got 'no'"),
-        ({"state_dtype": ["exp_avg"]}, TypeError, r"^state_dtype must be a dict of names and dtypes"),
+        ({"state_dtype": ["exp_avg"]}, TypeError, r"^state_dtype must be a mapping from state names"),
     ],
 )
 def test_types_of_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         wrapped(adamw, **settings)
     gc.collect()
+
+
+@pytest.mark.parametrize("how", ["as it is", "copied", "pickled"])
+def test_the_inner_optimizer_cannot_be_stepped_alone(how: str) -> None:
+    model, optimizer = wrapped(adamw)
+    train(model, optimizer, 1)
+    if how != "as it is":
+        again = copy.deepcopy if how == "copied" else lambda both: pickle.loads(pickle.dumps(both))
+        model, optimizer = again((model, optimizer))
+    before = optimizer.fp32_state_dict(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    for step in (optimizer.inner.step, lambda: scaler.step(optimizer.inner)):
+        with pytest.raises(RuntimeError, match=r"this AdamW is inside a MasterWeights.*call step\(\) of the Master"):
+            step()
+    assert same_bits(before, optimizer.fp32_state_dict(model))
+    optimizer.step()
+    assert not same_bits(before, optimizer.fp32_state_dict(model))
+
+
+def test_an_optimizer_may_be_stepped_alone_when_its_master_weights_are_gone() -> None:
+    model, optimizer = wrapped(adamw)
+    inner = optimizer.inner
+    del optimizer
+    gc.collect()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    inner.step()
+    castwise.MasterWeights(inner, model)
+    assert len(inner._optimizer_step_pre_hooks) == 1

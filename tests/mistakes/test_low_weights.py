@@ -136,7 +136,7 @@ def test_any_optimizer_that_inherits_the_cast_is_told_of() -> None:
 
     Own([weight_of(1.0, 1.0, 1.0)], {}).load_state_dict({**state_of(torch.float32), "param_groups": [{"params": [0]}]})
     (mistake,) = WATCH.found
-    assert mistake.text.startswith("the checkpoint has 'exp_avg' in fp32, and load_state_dict has cast it to bfloat16")
+    assert mistake.text.startswith("the checkpoint has 'exp_avg' in fp32, and load_state_dict casts it to bfloat16")
 
 
 @pytest.mark.parametrize("narrow", [None, "all"])

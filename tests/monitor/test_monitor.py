@@ -580,7 +580,7 @@ def test_it_can_be_attached_once_at_a_time_and_again(tmp_path: Path) -> None:
     training = Training()
     monitor = Monitor(training.model, training.optimizer, training.scaler, sinks=str(tmp_path))  # type: ignore[arg-type]
     monitor.attach()
-    with pytest.raises(RuntimeError, match=r"attached already: detach\(\) it first"):
+    with pytest.raises(RuntimeError, match=r"already attached: call detach\(\) first"):
         monitor.attach()
     training.step()
     monitor.detach()
@@ -758,8 +758,8 @@ def test_a_scaler_that_does_not_tell_of_its_steps_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every must be a number of steps >= 1, got 0"),
-        ({"every": 2.5}, "every must be a number of steps >= 1, got 2.5"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"every": 2.5}, "every must be an integer >= 1, got 2.5"),
         ({"on_skip": "raise"}, "on_skip must be \"diagnose\" or None, got 'raise'"),
     ],
 )
@@ -769,9 +769,9 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_no_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs the optimizer that trains the model"):
+    with pytest.raises(ValueError, match="optimizer must be the model's optimizer or several, got an empty sequence"):
         Monitor(mlp(), [])
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer or several, got Linear"):
+    with pytest.raises(TypeError, match=r"must be one or several torch\.optim\.Optimizer, got Linear"):
         Monitor(mlp(), [nn.Linear(1, 1)])  # type: ignore[list-item]
 
 

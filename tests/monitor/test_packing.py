@@ -232,7 +232,7 @@ def packed(content: bytes) -> str:
         (base64.b85encode(b"no xz").decode(), "it cannot be unpacked"),
         (packed(b"[" * 100_000), "it cannot be unpacked"),
         (packed(b"{}"), "its columns are not those of a sample"),
-        (packed(b" " * ((1 << 28) + 1)), "it is cut off, or too large"),
+        (packed(b" " * ((1 << 28) + 1)), "it is truncated or too large"),
     ],
 )
 def test_what_cannot_be_unpacked_is_no_record(data: str, told: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_after_a_checkpoint_later_records_count(tmp_path: Path) -> None:
 
 STATS = recorded.stats(-10.0, 1.0)
 WRONG = [
-    ({"kind": "step", "step": "1", "skipped": False}, "a step: step must be an integer from 0 on, got '1'"),
+    ({"kind": "step", "step": "1", "skipped": False}, "a step: step must be an integer >= 0, got '1'"),
     ({"kind": "step", "step": 1, "skipped": 0}, "a step: skipped must be true or false, got 0"),
     ({"kind": "step", "step": 1, "skipped": True, "cause": {}}, "a step: cause must be a string, got {}"),
     ({"kind": "step", "step": 1, "skipped": True, "parameters": "a"}, "a step: parameters must be a list, got 'a'"),
@@ -104,7 +104,7 @@ WRONG = [
     ({"kind": "sample", "step": 1, "scale": 1, "modules": []}, "a sample: modules must be an object, got []"),
     (
         {"kind": "sample", "step": 1, "scale": 1, "modules": {"a": {**STATS, "numel": -1}}},
-        "a sample: modules: a: numel must be an integer from 0 on, got -1",
+        "a sample: modules: a: numel must be an integer >= 0, got -1",
     ),
     (
         {
@@ -113,9 +113,9 @@ WRONG = [
             "scale": 1,
             "modules": {"a": {**STATS, "exponents": {"lowest": 1000, "counts": [0] * 99}}},
         },
-        "a sample: modules: a: exponents must be no higher than 1023, got 1098",
+        "a sample: modules: a: exponents must be at most 1023, got 1098",
     ),
-    ({**HEADER, "format": "1"}, "a run: format must be an integer from 1 on, got '1'"),
+    ({**HEADER, "format": "1"}, "a run: format must be an integer >= 1, got '1'"),
     ({**HEADER, "time": 1e20}, "a run: time must be seconds since 1970, less than 17179869184, got 1e+20"),
     ({"kind": "step", "step": 1, "skipped": "x" * 99}, f"a step: skipped must be true or false, got '{'x' * 59}..."),
 ]
@@ -150,7 +150,7 @@ def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path) -> None:
 
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path, HEADER | {"format": 3})
-    with pytest.raises(ValueError, match="has format 3, this castwise reads 2 and earlier: upgrade it"):
+    with pytest.raises(ValueError, match="has format 3, but this castwise reads formats up to 2: upgrade castwise"):
         Run.read(tmp_path)
 
 

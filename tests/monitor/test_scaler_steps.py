@@ -26,7 +26,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, castwise.GradScaler]:
 
 
 def texts(told: list[warnings.WarningMessage]) -> list[str]:
-    return [str(each.message) for each in told if "seen no step" in str(each.message)]
+    return [str(each.message) for each in told if "saw no step" in str(each.message)]
 
 
 def test_another_optimizer_is_named_after_three_updates_and_once() -> None:
@@ -37,8 +37,8 @@ def test_another_optimizer_is_named_after_three_updates_and_once() -> None:
             step(scaler, model, made_later)
             assert len(texts(told)) == (updates >= 3)
     assert texts(told) == [
-        "the monitor has seen no step in 3 updates of the scale, and records none: scaler.step() gets another "
-        "optimizer (AdamW) than the monitor (SGD). Give Monitor the one that scaler.step() gets"
+        "the monitor saw no step in 3 updates of the scale and records nothing: scaler.step() receives a different "
+        "optimizer (AdamW) than the monitor (SGD). Pass Monitor the optimizer that scaler.step() receives"
     ]
     assert told[0].filename == __file__
     assert OBSERVERS == []
@@ -50,7 +50,7 @@ def test_another_scaler_is_told_of() -> None:
         for _ in range(5):
             step(scaler, model, optimizer)
     (text,) = texts(told)
-    assert text.endswith("go through another GradScaler than the monitor's. Give Monitor the one that takes them")
+    assert text.endswith("use a different GradScaler than the monitor's. Pass Monitor the scaler that steps")
 
 
 def test_one_step_that_is_seen_is_enough() -> None:

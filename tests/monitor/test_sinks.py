@@ -103,7 +103,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on(tmp_path: Path) -> No
 
     seen: list[dict[str, Any]] = []
     sinks = Sinks([fail, tmp_path, seen.append])
-    with pytest.warns(RuntimeWarning, match=r"sink <function .*fail.* failed and gets no more records: OSError: no sp"):
+    with pytest.warns(RuntimeWarning, match=r"sink <function .*fail.* failed and was removed: OSError: no sp"):
         sinks(step(1))
     sinks(step(2))  # a second warning would be an error
     sinks.close()
@@ -119,7 +119,7 @@ def test_a_full_disk_ends_the_file_and_not_the_training(tmp_path: Path) -> None:
 
 
 def test_what_is_no_sink_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"a sink is a path or a function of one record \(a dict\), got 3"):
+    with pytest.raises(TypeError, match=r"a sink must be a path or a function of one record \(a dict\), got 3"):
         Sinks([3])  # type: ignore[list-item]
 
 

@@ -80,7 +80,7 @@ WATCHED: dict[str, Watched] = {
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:this CPU has no units for torch:UserWarning"),
-    pytest.mark.filterwarnings("ignore:not replaced by castwise, as they were made before:UserWarning"),
+    pytest.mark.filterwarnings("ignore:not replaced by castwise, because they already existed:UserWarning"),
     pytest.mark.filterwarnings("ignore:this GradScaler scales for bf16:UserWarning"),
 ]
 

@@ -831,7 +831,7 @@ def test_a_module_in_the_place_of_another_is_noticed_whatever_its_id() -> None:
         model.append(nn.Linear(4, 4))
         with castwise.autocast("cpu", policy=policy.bind(model)):
             assert model(x()).dtype is FP32
-        with pytest.raises(RuntimeError, match="the policy was unbound, or bound anew after the model had changed"):
+        with pytest.raises(RuntimeError, match="the policy was unbound, or bound again after the model changed"):
             castwise.autocast("cpu", policy=before)
 
 
@@ -1102,11 +1102,11 @@ def test_what_a_bound_policy_says_of_itself() -> None:
     model = nn.Linear(1, 1)
     bound = Policy("bfloat16").bind(model)
     assert repr(bound) == f"BoundPolicy({Policy('bfloat16')!r})"
-    text = "a bound policy cannot be pickled or copied: do so with the policy and the model, and bind again"
+    text = "a bound policy cannot be pickled or copied: pickle or copy the policy and the model, and bind again"
     with pytest.raises(TypeError, match=f"^{text}$"):
         copy.copy(bound)
     bound.unbind()
-    text = "the policy was unbound, or bound anew after the model had changed: bind it again"
+    text = "the policy was unbound, or bound again after the model changed: bind it again"
     with pytest.raises(RuntimeError, match=f"^{text}$"):
         bound.check_is_bound()
     with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got int$"):
@@ -1141,7 +1141,7 @@ def test_weights_that_fsdp_gathers_in_another_dtype_are_refused(monkeypatch: pyt
     bind_with({"1": BF16, "1.2": None}, {"1.2": "float32"})
     bind_with({"1": BF16}, {"1": "float32", "1.*": "bfloat16"})  # it has no weights of its own
     text = (
-        "the policy has '1.2.0' compute in float32, but FSDP gathers the weights of '1' in torch.bfloat16: "
+        "the policy runs '1.2.0' in float32, but FSDP gathers the weights of '1' in torch.bfloat16: "
         "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

@@ -31,7 +31,7 @@ def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) ->
     assert rows["blocks.1.mlp.0"] == ["Linear", "20", "float32", "blocks.1 (of blocks.1)"]
     assert lines[-3:] == [
         "ops: softmax in float32",
-        "writes in place: the source is cast to the destination",
+        "in-place writes: the source is cast to the destination's dtype",
         "outputs: float32",
     ]
     assert not model._forward_pre_hooks
@@ -44,7 +44,7 @@ def test_an_explanation_says_what_decided(capsys: pytest.CaptureFixture[str]) ->
     assert rows["blocks.0.mlp.0"] == ["Linear", "20", "bfloat16", "bfloat16 with blocks.0.mlp", "compute"]
     assert rows["blocks.0.norm"] == ["LayerNorm", "8", "float32", "own dtype with blocks.0", "*norm"]
     assert rows["token"] == ["Embedding", "32", "bfloat16", "own dtype with (root)", "compute"]
-    with pytest.raises(TypeError, match=re.escape("units must be several keys, as in ['blocks.*']")):
+    with pytest.raises(TypeError, match=re.escape("units must be a list of keys, as in ['blocks.*']")):
         policy.explain(model, units="blocks.*")
 
 

@@ -79,7 +79,7 @@ def test_inner_units_come_first_and_the_model_last_with_the_dtype_of_its_outputs
 
 def test_what_is_no_unit_or_no_dtype_is_refused() -> None:
     policy = Policy(compute="bfloat16")
-    with pytest.raises(TypeError, match=r"^units must be several keys, as in \['head'\]$"):
+    with pytest.raises(TypeError, match=r"^units must be a list of keys, as in \['head'\]$"):
         policy.fsdp(Model(), "head")
     with pytest.raises(ValueError, match=r"^units\['hed'\] matches no module of the model; did you mean 'head'\?$"):
         policy.fsdp(Model(), ["hed"])

@@ -97,12 +97,12 @@ def test_the_last_one_is_the_last_with_a_matrix() -> None:
 
 
 def test_a_rule_for_a_container_is_in_force_in_what_it_holds() -> None:
-    def in_force(modules: dict[Any, str]) -> dict[str, str | None]:
-        return {each.name: each.in_force for each in decide(Policy(compute="bfloat16", modules=modules), Model())}
+    def effective(modules: dict[Any, str]) -> dict[str, str | None]:
+        return {each.name: each.effective for each in decide(Policy(compute="bfloat16", modules=modules), Model())}
 
-    of_list = in_force({"blocks": "float32", "blocks.1": "float16"})
+    of_list = effective({"blocks": "float32", "blocks.1": "float16"})
     assert [of_list[name] for name in ("", "blocks", "blocks.0", "blocks.1")] == [None, "float32", "float32", "float16"]
-    of_sequence = in_force({"blocks.0.mlp": "float32"})
+    of_sequence = effective({"blocks.0.mlp": "float32"})
     assert of_sequence["blocks.0.mlp"] == "float32"
     assert of_sequence["blocks.0.mlp.0"] is None, "its forward is called from that of the Sequential"
 
@@ -157,8 +157,8 @@ def test_rules_that_overlap_in_part_bind() -> None:
         ({"he*": "float16", "head": "float32"}, "modules['he*'] = 'float16' contradicts modules['head'] = 'float32'"),
         (
             {"head": "float32", "he*": "float16"},
-            "modules['he*'] = 'float16' contradicts modules['head'] = 'float32', which decides wherever it matches: "
-            "a name decides over a pattern, a pattern over a type, and a later rule over an earlier one",
+            "modules['he*'] = 'float16' contradicts modules['head'] = 'float32', which overrides it everywhere: "
+            "a name overrides a pattern, a pattern overrides a type, and a later rule overrides an earlier one",
         ),
         ({"h*": "float32", "last:Linear": "float16"}, "modules['last:Linear'] = 'float16' contradicts modules['h*']"),
         ({"*.norm": "float32", "blocks.*": "float16"}, "modules['*.norm'] = 'float32' contradicts modules['blocks.*']"),
@@ -173,7 +173,7 @@ def test_a_module_with_two_names_has_one_rule() -> None:
     model = Model()
     model.decoder = model.head
     assert list(computed({"head": "float32"}, model)) == ["head", "decoder"]
-    with pytest.raises(ValueError, match=re.escape("'head' and 'decoder' are one module, for which modules['head']")):
+    with pytest.raises(ValueError, match=re.escape("'head' and 'decoder' are the same module, but modules['head']")):
         computed({"head": "float32", "decoder": "float16"}, model)
     assert computed({"he*": "float16", "decoder": "float32"}, model) == {"head": "float32", "decoder": "float32"}
     assert list(computed({"token": "float32"}, model)) == ["token"]
@@ -209,7 +209,7 @@ def test_a_rule_for_the_projection_of_an_attention_is_refused_as_nothing_calls_i
         with pytest.raises(ValueError, match=re.escape(f"modules['{key}'] names '0.0.out_proj'")) as caught:
             computed({key: "float32"}, model)
         assert str(caught.value).endswith(
-            "whose forward torch.nn.MultiheadAttention never calls: name the attention itself"
+            "whose forward torch.nn.MultiheadAttention never calls: write the rule for the attention module"
         )
     assert "1" in computed({nn.Linear: "float32"}, model)
     assert list(computed({"out_proj": "float32"}, nn.Sequential(OrderedDict(out_proj=nn.Linear(4, 4))))) == ["out_proj"]

@@ -139,7 +139,7 @@ def test_a_layer_in_two_containers_has_the_recipe_of_either_and_is_listed_so(con
 
 @pytest.mark.parametrize("other", ["mxfp8", "float32"])
 def test_containers_that_contradict_over_a_shared_layer_are_refused(other: str) -> None:
-    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are one module, .* give it a rule of its own"):
+    with pytest.raises(ValueError, match=r"'encoder\.0' and 'decoder\.0' are the same module, .* one rule by name"):
         by_recipe(shared(), {"encoder": other, "decoder": "nvfp4"})
     if other == "float32":
         assert len(by_recipe(shared(), {"encoder": other, "decoder.0": "nvfp4"})) == 2
@@ -364,12 +364,12 @@ def test_weights_of_16_bits_are_quantized_as_they_are(dtype: torch.dtype) -> Non
 
 
 def test_shapes_that_a_recipe_does_not_take_are_refused() -> None:
-    with pytest.raises(ValueError, match="recipe that it cannot take") as raised:
+    with pytest.raises(ValueError, match="recipe that it cannot use") as raised:
         Policy(compute="bfloat16", modules={"head": ROWWISE}).bind(Model())
     assert str(raised.value) == (
-        "modules['head'] = 'float8_rowwise' gives 'head' a recipe that it cannot take: its weight has the shape "
-        "(10, 32), but float8_rowwise needs multiples of 16. Write 'float8_rowwise?' to leave such modules in the "
-        "dtype around them, or give 'head' a rule of its own"
+        "modules['head'] = 'float8_rowwise' gives 'head' a recipe that it cannot use: its weight has the shape "
+        "(10, 32), but float8_rowwise needs multiples of 16. Write 'float8_rowwise?' to run such modules in the "
+        "surrounding dtype, or give 'head' another rule"
     )
     with pytest.raises(
         ValueError, match=r"'blocks\.0\.mlp\.0' .* \(64, 32\), but float8_blockwise needs multiples of 128"
@@ -422,7 +422,7 @@ def test_a_forward_that_others_have_put_on_a_layer_is_not_passed_over() -> None:
 
 
 def test_wrong_recipes_and_backends_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ops\['linear'\] must be one of .* got 'mxfp8': recipes are for modules, nn"):
+    with pytest.raises(ValueError, match=r"ops\['linear'\] must be one of .* got 'mxfp8': recipes are only for nn.L"):
         Policy(compute="bfloat16", ops={"linear": "mxfp8"})
     with pytest.raises(ValueError, match=r"compute must be one of .* got 'mxfp8'"):
         Policy(compute="mxfp8")
@@ -430,7 +430,7 @@ def test_wrong_recipes_and_backends_are_refused() -> None:
         Policy(compute="bfloat16", modules={"a": "float8_rowvise"})
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'emulated', 'torch', 'torchao', got 'cuda'"):
         Policy(compute="bfloat16", backend="cuda")
-    with pytest.raises(ValueError, match=r"modules\['a'\] = 'nvfp4' is emulated alone, got backend='torch'"):
+    with pytest.raises(ValueError, match=r"modules\['a'\] = 'nvfp4' can only be emulated, got backend='torch'"):
         Policy(compute="bfloat16", modules={"a": "nvfp4"}, backend="torch")
 
 

@@ -141,7 +141,7 @@ def test_it_is_plain_why_a_policy_has_failed(browser: Browser, tmp_path: Path) -
     policy = {"fp16": policies.fp16, "overflow": castwise.Policy("float32", modules={"2": "float16"})}
     found = castwise.compare(model, batches(), policy, loss=F.cross_entropy)
     failures = ["cannot be run: ValueError: no <kernel> for Half"]
-    failures.append(f"its loss is {found['overflow'].summary.loss}: 2 (Linear) makes values that are not finite")
+    failures.append(f"its loss is {found['overflow'].summary.loss}: 2 (Linear) produces non-finite values")
     browser.open(found.report(tmp_path / "failed.html"))
     shown = [each.text for each in browser.driver.find_elements(By.CSS_SELECTOR, "#summary .critical")]
     assert len(shown) == 2

@@ -92,7 +92,7 @@ def test_a_scale_that_is_too_high_or_too_low_is_told_by_how_much_to_move(tmp_pat
     assert f"lowered by {22 - highest:.1f} bits to 2^{highest:g}," in high.text
     low = told(write(tmp_path / "b", *steps(scale=2.0**-8), *samples(2.0**-8)), "The scale should be raised")
     lowest, highest = (log2_of(low, f"{end}_safe_scale") for end in ("lowest", "highest"))
-    assert f"raised, by {lowest + 8:.1f} to {highest + 8:.1f} bits: gradients fit from 2^{lowest:g} to" in low.text
+    assert f"raised by {lowest + 8:.1f} to {highest + 8:.1f} bits: gradients fit from 2^{lowest:g} to" in low.text
 
 
 def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path:
 
 def test_underflow_that_no_safe_scale_cures_asks_for_bf16(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(), *samples(gradients={"a": -8.0, "b": -40.0}))
-    assert "bf16, as even the highest safe scale" in told(run, "b loses").text
-    assert "b needs 2^" in told(run, "No scale fits").text
-    assert "a allows no more than 2^" in told(run, "No scale fits").text
+    assert "bf16, because even the highest safe scale" in told(run, "b loses").text
+    assert "b needs at least 2^" in told(run, "No scale fits").text
+    assert "a allows at most 2^" in told(run, "No scale fits").text
 
 
 def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
@@ -146,7 +146,7 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
     outputs = {"": 6.0, "blocks": 6.0, "blocks.1": 6.0, "blocks.2": 1.0}
     run = write(tmp_path, *steps(), *samples(outputs=outputs))
     advice = told(run, "Outputs of")
-    assert 'Outputs of blocks.1 come near to the limit of fp16: keep it in fp32 with Policy(compute="float16", ' in str(
+    assert 'Outputs of blocks.1 are near the limit of fp16: keep it in fp32 with Policy(compute="float16", ' in str(
         advice
     )
     assert 'modules={"blocks.1": "float32"})' in advice.text
@@ -157,11 +157,11 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
 
 
 def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
-    losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "bf16 weights would drop 12%")
+    losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "bf16 weights would lose 12%")
     assert "keep fp32 master weights" in losing.text
     assert "optimizer = castwise.MasterWeights(optimizer, model)" in losing.text
     assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)
-    assert "all right" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
+    assert "are fine here" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
 
 
 def test_of_weights_that_are_16_bit_already_nothing_is_said(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_skips_are_told_by_cause_with_the_parameters_named_most(tmp_path: Path) 
     records[99] = step(100, 2.0**14, "overflow", parameters=["head.weight"])
     records[299] = step(300, 2.0**14, "another rank")
     run = write(tmp_path, *records, *samples())
-    advice = told(run, "3 steps skipped for overflow: the usual price")
+    advice = told(run, "3 steps skipped for overflow: the normal cost")
     assert advice.evidence["parameters_named_most"] == ("head.weight (3x)", "a.bias (2x)")
     assert (advice.evidence["first_step"], advice.evidence["last_step"]) == (50, 250)
     assert told(run, "1 step skipped: because another rank's").severity == "note"
@@ -187,14 +187,14 @@ def test_too_many_overflows_are_a_warning_but_not_those_of_the_warm_up(tmp_path:
     warm_up = [step(i, 2.0**30, "overflow") for i in range(1, 15)] + steps()[14:]
     assert told(write(tmp_path / "a", *warm_up), "14 steps skipped for overflow").severity == "note"
     often = [step(i, 2.0**14, "overflow" if i % 50 == 0 else None) for i in range(1, 401)]
-    assert told(write(tmp_path / "b", *often), "Overflow of gradients cost 2% of all steps").severity == "warning"
+    assert told(write(tmp_path / "b", *often), "Gradient overflow cost 2% of all steps").severity == "warning"
 
 
 def test_losses_that_are_not_finite_clear_the_scale(tmp_path: Path) -> None:
     records = steps()
     records[6] = step(7, 2.0**14, "non-finite loss", loss="nan")
     advice = told(write(tmp_path, *records), "The loss was inf or NaN at 1 step, first at step 7")
-    assert "the scale is not the cause" in advice.text
+    assert "the forward or the data, not the scale" in advice.text
     taken = [step(i, None, loss="inf" if i == 9 else 1.0) for i in range(1, 20)]
     assert told(write(tmp_path / "b", *taken), "The loss was inf or NaN at 1 step").evidence["first_step"] == 9
 
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_the_end(tmp_path: Path) -> None:
     records = [*steps(9), *(step(i, 2.0**14, "non-finite weights", parameters=["a.weight"]) for i in range(10, 12))]
     advice = next(iter(verdict(write(tmp_path, *records))))
     assert advice.severity == "critical"
-    assert advice.text.startswith("Training is lost since step 10")
+    assert advice.text.startswith("Training is lost from step 10 on")
 
 
 def test_a_scale_that_goes_down_without_end_is_critical(tmp_path: Path) -> None:
@@ -219,8 +219,9 @@ def test_a_scale_that_goes_down_without_end_is_critical(tmp_path: Path) -> None:
 def test_overflows_that_ended_at_a_lower_scale_ask_to_start_lower(tmp_path: Path) -> None:
     falling = [step(i, 2.0 ** (41 - i), "overflow") for i in range(1, 24)]
     found = verdict(write(tmp_path, *falling, *(step(i, 2.0**17) for i in range(24, 30))))
-    assert "The first 23 steps were skipped for overflow, until the scale had come down to 2^17: start lower." in str(
-        found
+    assert (
+        "The first 23 steps were skipped for overflow, until the scale had dropped to 2^17: start with a lower scale."
+        in str(found)
     )
     assert "No scale helps" not in str(found)
 
@@ -237,7 +238,7 @@ def test_skips_are_a_usual_price_only_once_a_step_was_taken(tmp_path: Path) -> N
     skips = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 7)]
     assert "none was taken since" in told(write(tmp_path / "a", *skips), "6 steps skipped for overflow").text
     taken = (step(i, 2.0**10) for i in range(7, 9))
-    assert "usual price" in told(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
+    assert "normal cost" in told(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
 
 
 def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_told_again(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_an_overflow_of_a_scale_that_is_sought_is_one_note_without_a_remedy(tmp_
     assert [piece.severity for piece in verdict(run) if "overflow" in piece.finding and "skipped" in piece.text] == [
         "note"
     ]
-    advice = told(run, "1 step skipped for overflow: the usual price")
+    advice = told(run, "1 step skipped for overflow: the normal cost")
     assert advice.text.endswith("finding the scale. Step 1: a overflowed.")
 
 
@@ -290,7 +291,7 @@ def test_an_overflow_that_no_scale_mends_is_one_warning_with_the_first_and_the_l
     skips = {at: step(at, 2.0**14, "overflow") for at in (10, 20, 30, 40)}
     records = [skips.get(each["step"], each) for each in steps()]
     found = [diagnosis(at, "overflow", f"blocks.{at // 20}") for at in skips]
-    advice = told(write(tmp_path, *records, *found), "4 steps skipped for overflow, and a lower scale is not what")
+    advice = told(write(tmp_path, *records, *found), "4 steps skipped for overflow, and a lower scale does not help.")
     assert advice.severity == "warning"
     assert [(each.at, each.module) for each in advice.diagnosed] == [("Step 10", "blocks.0"), ("Step 40", "blocks.2")]
 
@@ -306,7 +307,7 @@ def test_a_collapse_with_a_diagnosis_begins_with_the_cause_and_its_remedy(tmp_pa
     run = write(tmp_path, *falling, diagnosis(1, "overflow", "head", advice="keep head in fp32"))
     first, *others = verdict(run)
     assert first.finding.startswith(
-        "head overflowed. Keep head in fp32. The scale collapsed to 2^-23 at step 40: below"
+        "head overflowed. Keep head in fp32. The scale collapsed to 2^-23 at step 40; below"
     )
     assert first.text == first.finding
     assert [each.module for each in first.diagnosed] == ["head"]
@@ -334,8 +335,8 @@ def test_a_loss_that_grows_by_orders_of_magnitude_before_steps_fail_is_divergenc
     assert advice.severity == "critical"
     assert advice.finding == (
         "Training diverged: the loss grew from 1.76 at step 3 to 8,276 at step 6, and 6 steps failed from step 7 on. "
-        "Lower the learning rate (3 at the beginning), warm it up, or clip the norm of the gradients. "
-        "What overflowed first and last, as a consequence:"
+        "Lower the learning rate (initially 3), warm it up, or clip the gradient norm. "
+        "As a consequence, this overflowed first and last:"
     )
     assert (advice.evidence["growth_steps"], advice.evidence["learning_rate"]) == (3, 3.0)
     assert [each.module for each in advice.diagnosed] == ["blocks.0.attn", "head"]
@@ -426,7 +427,7 @@ def test_a_loss_that_multiplies_within_the_last_few_updates_is_divergence(
     run = write(tmp_path, *taken_and_skipped(*losses, skipped=skipped))
     first, *others = verdict(run)
     assert first.finding.startswith(f"Training diverged: the loss grew from {grew}, and {failed}. Lower")
-    assert "the forward or the data is at fault" not in "".join(map(str, others))
+    assert "the cause is the forward or the data" not in "".join(map(str, others))
 
 
 def test_an_update_larger_than_the_weights_after_which_all_steps_fail_is_divergence(tmp_path: Path) -> None:
@@ -460,7 +461,7 @@ def test_a_bad_batch_from_before_the_divergence_is_told_with_its_diagnosis(tmp_p
     records = taken_and_skipped(*losses, skipped=9 * "." + "x" + 9 * "." + 10 * "x")
     found = [diagnosis(10, "non-finite loss", "emb"), diagnosis(20, "overflow", "head")]
     first, second, *_ = verdict(write(tmp_path, *records, *found))
-    assert first.text.endswith(" What overflowed first, as a consequence: Step 20: head overflowed.")
+    assert first.text.endswith("As a consequence, this overflowed first: Step 20: head overflowed.")
     assert second.finding.startswith("The loss was inf or NaN at 1 step, first at step 10")
     assert second.text.endswith("Step 10: emb overflowed. Keep it.")
 
@@ -468,7 +469,7 @@ def test_a_bad_batch_from_before_the_divergence_is_told_with_its_diagnosis(tmp_p
 def test_what_overflowed_first_is_called_a_consequence_of_divergence(tmp_path: Path) -> None:
     found = [diagnosis(7, "overflow", "blocks.0.attn"), diagnosis(12, "overflow", "head")]
     (advice, *_) = verdict(write(tmp_path, *diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0]), *found))
-    assert " What overflowed first and last, as a consequence: Step 7: blocks.0.attn overflowed. Step 12: head" in (
+    assert "As a consequence, this overflowed first and last: Step 7: blocks.0.attn overflowed. Step 12: head" in (
         advice.text
     )
 
@@ -477,7 +478,7 @@ def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path
     search = [step(i, 2.0 ** (20 - i), "overflow") for i in (1, 2)]
     later = [{**each, "step": each["step"] + 2} for each in diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0])]
     run = write(tmp_path, *search, *later)
-    assert told(run, "2 steps skipped for overflow: the usual price").evidence["last_step"] == 2
+    assert told(run, "2 steps skipped for overflow: the normal cost").evidence["last_step"] == 2
 
 
 def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
@@ -495,15 +496,15 @@ def test_more_steps_are_not_asked_for_where_all_were_sampled_and_not_finite(
     taken = [step(i, 2.0**14, None if i <= finite else "non-finite loss") for i in range(1, 21)]
     advice = told(write(tmp_path, *taken, *kept, *broken), "No format can be judged")
     assert advice.text == (
-        f"No format can be judged: of 20 samples {told_of} had finite gradients only, and 3 such samples are needed. "
-        "Find out first where inf and NaN come from."
+        f"No format can be judged: of 20 samples, {told_of} had only finite gradients, and 3 such samples are needed. "
+        "First find where inf and NaN come from."
     )
     assert advice.evidence == {"finite_samples": finite, "taken_samples": 20, "recorded_steps": 20}
 
 
 def test_a_run_without_scaling_is_told_what_fp16_would_need(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=None), *samples(1.0))
-    assert told(run, "Nothing was scaled here. With fp16, gradients fit from 2^").severity == "note"
+    assert told(run, "The loss was not scaled. In fp16, gradients fit from 2^").severity == "note"
 
 
 def test_samples_that_are_not_finite_count_nowhere_else(tmp_path: Path) -> None:

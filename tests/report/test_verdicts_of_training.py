@@ -55,7 +55,7 @@ def test_a_layer_whose_gradients_all_vanish_beside_others_is_named() -> None:
     worst = next(iter(found))
     assert (worst.severity, worst.evidence["mean_flushed_share"]) == ("critical", 1.0)
     assert worst.text.startswith("0 loses up to 100% of its gradients to underflow in fp16")
-    assert "bf16, or a higher scale" in worst.text
+    assert "bf16 or a higher scale" in worst.text
     assert "safe" not in str([piece.text for piece in found])
     assert not [piece for piece in underflowing(2.0**12, torch.float16, 1.0) if piece.severity == "critical"]
 
@@ -70,7 +70,7 @@ def test_fp16_without_a_scale_is_told_what_it_loses() -> None:
     for factor in (3e-5, 1e-5):
         found = str(underflowing(1.0, torch.float16, factor))
         assert "0 loses up to" in found
-        assert "Nothing was scaled here. With fp16, gradients fit" not in found
+        assert "The loss was not scaled. In fp16, gradients fit" not in found
 
 
 def test_zeros_of_what_a_batch_does_not_use_are_no_underflow() -> None:
@@ -92,13 +92,13 @@ def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
     worst = next(iter(found))
     assert worst.severity == "critical"
     assert worst.text == (
-        "Training is lost: gradients became inf or NaN between step 6 (the last sampled step that was finite) and step "
-        "8, and the steps were taken. Go back to a checkpoint of step 6 or before: a later one may hold inf or NaN. "
-        "Train on with GradScaler(device, schedule=castwise.schedules.Guard()), which skips such steps."
+        "Training is lost: gradients became inf or NaN between step 6 (the last finite sample) and step "
+        "8, and steps were taken. Resume from a checkpoint of step 6 or earlier: a later one may contain inf or NaN. "
+        "Continue with GradScaler(device, schedule=castwise.schedules.Guard()), which skips such steps."
     )
     assert worst.evidence["last_finite_sample_step"] == 6
     worst = next(iter(trained(nn.Linear(4, 1), None, lambda _: torch.full((6, 4), math.nan), torch.bfloat16)))
-    assert "inf or NaN at step 1, the first that was sampled" in worst.text
+    assert "inf or NaN at step 1, the first sampled step" in worst.text
     assert "No checkpoint of this run is known to be good" in worst.text
     assert "all right" not in str(found)
     assert "gradients fit" not in str(found)
@@ -109,7 +109,7 @@ def test_small_bf16_gradients_with_unused_rows_are_not_taken_for_those_of_fp16()
     model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 1))
     model[2].weight.data.mul_(1e-5)
     found = str(trained(model, None, lambda _: torch.randint(9, (6, 2)), torch.bfloat16))
-    assert "Nothing was scaled here. With fp16, gradients fit" in found
+    assert "The loss was not scaled. In fp16, gradients fit" in found
     assert "vanished" not in found
 
 
@@ -121,5 +121,5 @@ def test_a_learning_rate_that_is_far_too_high_is_divergence() -> None:
     )
     worst = next(iter(found))
     assert worst.finding.startswith("Training diverged: the loss grew from ")
-    assert "usual price" not in str(found)
+    assert "normal cost" not in str(found)
     assert "fp32" not in str(found)

@@ -196,7 +196,7 @@ def test_outputs_of_any_kind_and_none_that_need_a_gradient() -> None:
         (
             lambda: castwise.trace(mlp(), torch.ones(3, 4), weight_cache=WeightCache(mlp())),
             TypeError,
-            "weight_cache needs a policy: it holds in the region that the policy makes",
+            "weight_cache needs a policy, whose region uses it: give policy=",
         ),
         (
             lambda: castwise.trace(mlp(), torch.ones(3, 4), policy="bf16"),
@@ -298,7 +298,7 @@ def test_a_batch_of_any_kind_reaches_the_model_as_it_does_in_diagnose() -> None:
         with pytest.raises(TypeError) as raised:
             call()
         assert str(raised.value) == (
-            "batch must be a tensor, a tuple of positional or a dict of keyword arguments of the model, got list"
+            "batch must be a tensor, a tuple of positional arguments, or a dict of keyword arguments, got list"
         )
 
 

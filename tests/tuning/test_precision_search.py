@@ -90,7 +90,7 @@ def test_a_tolerance_out_of_reach_returns_the_nearest_and_says_so() -> None:
     best = tuned(1e-9, formats=("bfloat16",))
     assert not best.is_within_tolerance
     assert best.policy == Policy(compute="bfloat16")
-    assert "this is the nearest" in str(best)
+    assert "this is the closest" in str(best)
 
 
 def test_of_policies_out_of_tolerance_the_one_with_the_least_held_out_error_is_returned() -> None:
@@ -247,13 +247,13 @@ def test_modules_that_only_held_out_batches_call_are_not_listed_as_never_called(
     given = [((x, which), target) for (x, target), which in zip(batches(), (0, 1, 0, 1), strict=True)]
     best = castwise.tune(Two(), given, loss=F.cross_entropy, tolerance=0.5)
     assert best.not_called == ("third",)
-    assert "formats for what only held-out batches call: second" in best.not_tried
+    assert "formats for modules that only held-out batches call: second" in best.not_tried
 
 
 def test_bad_input_is_refused_with_what_to_do() -> None:
     tune: Any = castwise.tune
     model, given = Model(), batches()
-    with pytest.raises(ValueError, match="at least two batches, as every second is held out, got one"):
+    with pytest.raises(ValueError, match="at least two batches, because every second one is held out, got one"):
         tune(model, given[:1], loss=F.cross_entropy)
     with pytest.raises(ValueError, match="got 'float8'; did you mean 'float32' or 'float16'"):
         tune(model, given, loss=F.cross_entropy, formats=("float8",))
@@ -265,7 +265,7 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         tune(model, given, loss=F.cross_entropy, tolerance=0)
     with pytest.raises(ValueError, match="tolerance must be a finite number > 0, got True"):
         tune(model, given, loss=F.cross_entropy, tolerance=True)
-    with pytest.raises(ValueError, match="formats must have one besides 'float32'"):
+    with pytest.raises(ValueError, match="formats must include one other than 'float32'"):
         tune(model, given, loss=F.cross_entropy, formats=("float32",))
     with pytest.raises(ValueError, match=r"formats must be some of .* got torch.bfloat16"):
         tune(model, given, loss=F.cross_entropy, formats=torch.bfloat16)
@@ -306,8 +306,8 @@ def test_a_format_that_the_model_does_not_run_in_is_left_out_and_named(error: ty
     model = nn.Sequential(RefusesHalf(8, 8), nn.Linear(8, 4))
     best = castwise.tune(model, batches(), loss=F.cross_entropy)
     assert best.policy == Policy(compute="bfloat16")
-    assert f"float16, in which the model cannot be run: {error.__name__}: no kernel for Half" in best.not_tried
-    with pytest.raises(ValueError, match="the model runs in none of the formats but float32; float16: cannot be run"):
+    assert f"float16: the model cannot be run: {error.__name__}: no kernel for Half" in best.not_tried
+    with pytest.raises(ValueError, match="the model runs in no format except float32; float16: cannot be run"):
         castwise.tune(model, batches(), loss=F.cross_entropy, formats=("float16", "float32"))
 
 
@@ -326,7 +326,7 @@ def test_modules_that_run_without_gradients_are_not_taken_for_free() -> None:
     )
     assert best.formats == {"encoder": "float32", "head": "bfloat16"}
     assert any("encoder runs under torch.no_grad()" in note for note in best.notes)
-    assert "lower formats for what has no known effect: encoder" in best.not_tried
+    assert "lower formats for modules with an unknown effect: encoder" in best.not_tried
 
 
 def test_formats_may_be_an_iterator() -> None:

@@ -128,6 +128,8 @@ class _Pending:
     numbers: Readback | None = None
     """All of these and the scale after the step, once the transfer to the host has begun."""
     sent_at: int = 0
+    ends_streak: bool = False
+    """Whether the optimizer's next step is known to be finite, which may be known before this one is."""
 
 
 class Outcomes:
@@ -211,6 +213,8 @@ class Outcomes:
                     )
                 )
                 self._scale = scale
+            elif last := next((each for each in reversed(self.pending) if each.optimizer() is step.optimizer), None):
+                last.ends_streak = True
             elif self._streaks or self._first_streak:
                 self._streak(step.optimizer, is_skipped=False)
 
@@ -229,9 +233,12 @@ class Outcomes:
         exhausted: ScaleExhausted | None = None
         self._send(all_=all_)
         while self.pending and (all_ or self._is_due(self.pending[0])):
-            facts, after = _facts_of(self.pending.popleft(), ranks_agree=ranks_agree)
+            pending = self.pending.popleft()
+            facts, after = _facts_of(pending, ranks_agree=ranks_agree)
             self.skips += facts.skipped
             message = _exhaustion(facts, after, self._streak(facts.optimizer, facts.skipped), schedule)
+            if pending.ends_streak:
+                self._streak(facts.optimizer, is_skipped=False)
             if message and schedule.on_exhausted == "raise":
                 exhausted = exhausted or ScaleExhausted(message, facts)
             self._diagnosis = self._diagnosis if facts.skipped else None

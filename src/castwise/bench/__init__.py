@@ -1,1 +1,1 @@
-"""What `castwise bench` measures: castwise beside torch.amp, one file per benchmark, on whatever machine it runs."""
+"""The benchmarks of `castwise bench`, which compare castwise with torch.amp; one file per benchmark."""

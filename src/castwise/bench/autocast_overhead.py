@@ -1,4 +1,4 @@
-"""What a region costs: to enter, to leave, and for each op inside it."""
+"""The cost of an autocast region: entering, leaving, and each op inside."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Plan:
-    """How often; a round repeats a call `repetitions` times, or fewer if there is an op in it."""
+    """Numbers of rounds and of repetitions per round; calls that contain ops are repeated less often."""
 
     rounds: Rounds
     repetitions: int
 
 
 def cases(autocast: Any, device: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return what is timed, each with the times that it does what its name says."""
+    """Return the timed calls, each with the number of times that it does the named work."""
     ready = autocast(device, dtype=BF16)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).to(device)
@@ -44,7 +44,7 @@ def cases(autocast: Any, device: str) -> dict[str, tuple[Callable[[], object], i
         with ready:
             pass
 
-    @ready  # type: ignore[untyped-decorator]  # of either library
+    @ready  # type: ignore[untyped-decorator]  # from either library
     def decorated() -> None:
         pass
 
@@ -88,7 +88,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each case."""
+    """Return a table with one row per case."""
     table = Table(["", "torch.amp", "castwise", "castwise / torch.amp (quartiles)", "verdict"])
     for name, result in record["results"].items():
         times = [f"{result['median_us'][library]:,.2f} us" for library in (TORCH, CASTWISE)]
@@ -99,7 +99,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="autocast_overhead",
     title="A region's cost",
-    about="What it costs to enter and leave a region in bf16, and what an op costs in it that is little but overhead.",
+    about="The cost of entering and leaving a region in bf16, and of a tiny op inside it, which is mostly overhead.",
     quick=Plan(rounds=Rounds(15, QUICK_S), repetitions=1000),
     full=Plan(rounds=Rounds(60), repetitions=2000),
     measure=measure,

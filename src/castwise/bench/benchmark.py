@@ -1,4 +1,4 @@
-"""What a benchmark is: how to measure, and how to show what was measured."""
+"""The parts of a benchmark: how to measure, and how to show the results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True)
 class Table:
-    """Cells, and what is said of them.
+    """A table with optional lines of text.
 
     Args:
-        columns: The first row.
-        rows: The others, as long as the first one.
-        above: A line above it.
-        below: A line below it.
+        columns: The header row.
+        rows: The other rows, as long as the header.
+        above: A line above the table.
+        below: A line below the table.
     """
 
     columns: list[str]
@@ -29,7 +29,7 @@ class Table:
     below: str = ""
 
     def markdown(self) -> str:
-        """Return it as GitHub's Markdown.
+        """Return the table as GitHub Markdown.
 
         Example:
             >>> print(Table(["", "us"], [["castwise", "2"]], below="Of one call.").markdown())
@@ -49,17 +49,17 @@ def _line(cells: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Benchmark(Generic[Plan]):
-    """One file of results.
+    """A benchmark with its own file of results.
 
     Args:
-        name: Of its file, and for `--only`.
-        title: Above its tables.
-        about: What is measured, for a reader of the tables.
-        quick: What `--quick` measures.
-        full: What `--full` measures.
-        measure: Takes "cpu" or "cuda" and a plan; returns what JSON can hold.
-        tables: Shows what `measure` has returned.
-        on_cpu_alone: Whether it is about the CPU, whatever the device.
+        name: Name of the file, and for `--only`.
+        title: Title of the tables.
+        about: Explanation for readers of the tables.
+        quick: Plan for `--quick`.
+        full: Plan for `--full`.
+        measure: Runs a plan on "cpu" or "cuda"; returns JSON-compatible values.
+        tables: Builds tables from a result of `measure`.
+        on_cpu_alone: Whether it always measures the CPU.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Benchmark(Generic[Plan]):
 
 
 def left_out(cases: dict[str, Record]) -> str:
-    """Return why cases are missing, for a line below a table.
+    """Return the reasons why cases are missing, for the line below a table.
 
     Example:
         >>> left_out({"500M": {"skipped": "left out: no room"}, "1M": {"seconds": 1.0}})

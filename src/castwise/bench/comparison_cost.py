@@ -1,4 +1,4 @@
-"""What `compare` and `tune` cost: time and memory beside a forward and backward of the same model."""
+"""The cost of `compare` and `tune`: time and memory relative to a forward and backward of the same model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TUNED_FORMATS = ("bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on what."""
+    """Rounds and model size."""
 
     rounds: Rounds
     size: gpt.Size
 
 
 def task(size: gpt.Size, device: str) -> tuple[gpt.GPT, list[tuple[Tensor, Tensor]]]:
-    """Return a model and two batches for it."""
+    """Return a model and two batches."""
     torch.manual_seed(0)
     model = gpt.GPT(size).to(device)
     tokens = torch.randint(gpt.BYTES, (2, size.batch, size.context + 1), device=device)
@@ -40,7 +40,7 @@ def task(size: gpt.Size, device: str) -> tuple[gpt.GPT, list[tuple[Tensor, Tenso
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Let a step without an optimizer and comparisons of the same batch take turns; count the forwards of a search."""
+    """Time a forward and backward against comparisons of the same batch, and count the forwards of a search."""
     model, batches = task(plan.size, device)
     bf16, stable = castwise.policies.bf16, castwise.policies.bf16_stable
     forwards = 0
@@ -87,7 +87,7 @@ def _timed(run: Callable[[], object], device: str) -> Callable[[], float]:
 
 
 def largest_output(model: torch.nn.Module, inputs: Tensor) -> int:
-    """Return the bytes of the largest tensor that a module of a model returns."""
+    """Return the bytes of the largest tensor returned by a leaf module."""
     sizes: list[int] = []
     handles = [
         module.register_forward_hook(lambda module, args, output: sizes.append(output.nbytes))
@@ -101,7 +101,7 @@ def largest_output(model: torch.nn.Module, inputs: Tensor) -> int:
 
 
 def keeping_outputs(model: torch.nn.Module, run: Callable[[], object]) -> None:
-    """Run something, with all that modules of a model are given and return kept until its end."""
+    """Run a function while keeping all inputs and outputs of a model's modules until it ends."""
     kept: list[Any] = []
     handles = [
         module.register_forward_hook(lambda module, args, output: kept.append((args, output)))
@@ -113,7 +113,7 @@ def keeping_outputs(model: torch.nn.Module, run: Callable[[], object]) -> None:
 
 
 def peak(run: Callable[[], object]) -> int:
-    """Return how many bytes more than at its begin a run has allocated on the CPU at once."""
+    """Return the peak of the bytes that a run allocates on the CPU, above those at its start."""
     with _without_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     now = most = 0
@@ -126,7 +126,7 @@ def peak(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Leave out what torch's profiler writes to the stream itself when it begins and ends."""
+    """Suppress what torch's profiler writes to standard error when it starts and ends."""
     sys.stderr.flush()
     before = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -140,7 +140,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show a row for each kind of comparison."""
+    """Return tables with a row for each kind of comparison."""
     times = Table(
         ["", "time", "/ forward and backward in fp32 (quartiles)"],
         [
@@ -149,23 +149,23 @@ def tables(record: Record) -> list[Table]:
         ],
         below=(
             f"`tune` ran {record['tune']['policies']} policies for {record['tune']['modules']} modules: "
-            f"{record['tune']['forwards of a batch']:.0f} forwards of each batch, backwards included."
+            f"{record['tune']['forwards of a batch']:.0f} forwards per batch, some of them with a backward."
         ),
     )
     if "bytes" not in record:
         return [times]
     found = record["bytes"]
     memory = Table(
-        ["", "memory at once"],
+        ["", "peak memory"],
         [
             ["forward and backward in fp32", _mib(found[ALONE])],
-            ["the same, and all inputs and outputs of modules kept", _mib(found["outputs kept"])],
+            ["the same, with the inputs and outputs of all modules kept", _mib(found["outputs kept"])],
             ["compare, one policy", _mib(found[ONE])],
             ["compare, two policies", _mib(found[TWO])],
         ],
         below=(
-            f"The largest output of a module has {_mib(found['largest output'])}, the weights, which are copied to be "
-            f"put back, {_mib(found['weights'])}."
+            f"The largest output of a module has {_mib(found['largest output'])}. The weights, which are copied to be "
+            f"restored afterwards, have {_mib(found['weights'])}."
         ),
     )
     return [times, memory]
@@ -178,7 +178,7 @@ def _mib(count: int) -> str:
 BENCHMARK = Benchmark(
     name="comparison_cost",
     title="The cost of a comparison",
-    about="`castwise.compare` of bf16 with fp32 on one batch of the demo's GPT, and a search of `castwise.tune`.",
+    about="`castwise.compare` of bf16 with fp32 on one batch of the demo's GPT, and a search with `castwise.tune`.",
     quick=Plan(rounds=Rounds(9, QUICK_S), size=gpt.Size(layers=2, heads=4, width=128, context=64, batch=4)),
     full=Plan(rounds=Rounds(20), size=gpt.Size(layers=4, heads=4, width=256, context=128, batch=8)),
     measure=measure,

@@ -1,4 +1,4 @@
-"""How much of the gradients' memory a step touches before its optimizer runs: counted, so the same on every machine."""
+"""The gradient memory that a step touches before its optimizer runs: counted, so identical on every machine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from castwise._torch_private import TorchDispatchMode, schema_of
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts the bytes of gradients that ops read and write, and the bytes that they allocate.
+    """Count the bytes of gradients that ops read and write, and the bytes that ops allocate.
 
-    An op that writes to a gradient is taken to read it as well, which holds for all that are used here. Fused
-    optimizers do nothing in here; of others `step` has to be replaced for the while.
+    An op that writes to a gradient counts as reading it too, which is true of all ops used here. Fused optimizers are
+    skipped in this mode; for other optimizers, replace `step` while counting.
 
     Args:
-        gradients: Whose bytes count.
+        gradients: The gradients to count.
 
     Attributes:
-        read: Bytes.
-        written: Bytes.
-        allocated: Bytes of results that are neither gradients nor any argument.
+        read: Bytes read.
+        written: Bytes written.
+        allocated: Bytes of results that are neither gradients nor arguments.
     """
 
     def __init__(self, gradients: list[Tensor]) -> None:
@@ -31,14 +31,14 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.read = self.written = self.allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and count."""
+        """Run an op and count its bytes."""
         kwargs = kwargs or {}
         if func.overloadpacket.__name__.startswith("_fused_"):
             return None
         result = func(*args, **kwargs)
         schema = schema_of(func)
         if any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns):
-            return result  # a view touches nothing
+            return result  # a view accesses no memory
         touched: dict[tuple[int, int], bool] = {}
         for argument, value in zip(schema.arguments, args, strict=False):
             for tensor in _tensors(value):

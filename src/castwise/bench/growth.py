@@ -1,4 +1,4 @@
-"""How costs grow: with the number of parameters, and with the number of tensors that they are in."""
+"""How costs grow with the number of parameters, and with the number of tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from castwise.demo.gpt import Size
 from castwise.demo.settings import CASTWISE, Training
 
 OPTIMIZER = "fused AdamW"
-TENSORS = 100  # while parameters grow
-PARAMETERS = 1_000_000  # while tensors grow
+TENSORS = 100  # fixed while parameters grow
+PARAMETERS = 1_000_000  # fixed while tensors grow
 MILLION = 1_000_000
 HOST = ("foreach SGD", "unscale_, then step + update")
-WIDTHS_SQUARED = 48  # parameters of weight_cache's MLP over its width's square, and of a GPT with four layers
-CACHE_BYTES = 20  # of each parameter: four models in fp32 while one is converted, and two of casts
-MONITOR_BYTES = 4 * 16 + 8  # of each parameter: four models with gradients and AdamW's state, and copies of a sample
+WIDTHS_SQUARED = 48  # parameters per squared width, for weight_cache's MLP and for a GPT with four layers
+CACHE_BYTES = 20  # per parameter: four models in fp32 while one is converted, and two with casts
+MONITOR_BYTES = 4 * 16 + 8  # per parameter: four models with gradients and AdamW's state, and a sample's copies
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and the sizes: millions of parameters, of each thing that grows with them, and numbers of tensors."""
+    """Rounds and sizes: millions of parameters for each measured cost, and numbers of tensors."""
 
     rounds: Rounds
     millions: tuple[int, ...]
@@ -39,30 +39,30 @@ class Plan:
 
 
 def fits(needed: int, device: str, measured: Callable[[], Record]) -> Record:
-    """Measure what needs so many bytes, or say why not."""
+    """Run a measurement that needs the given bytes, or return the reason why it was skipped."""
     reason = why_it_does_not_fit(needed, device)
     return {"skipped": reason} if reason else measured()
 
 
 def step(parameters: int, tensors: int, device: str, rounds: Rounds) -> Record:
-    """Measure ways to step so many parameters in so many equal tensors."""
+    """Measure optimizer steps on the given number of parameters in equal tensors."""
     shapes: Shapes = [(parameters // tensors,)] * tensors
     found = fits(needed_bytes(shapes, OPTIMIZER), device, lambda: timings(Case(shapes, OPTIMIZER, device), rounds))
     return {"parameters": parameters, "tensors": tensors, "optimizer": OPTIMIZER, **found}
 
 
 def mlp(parameters: int) -> torch.nn.Sequential:
-    """Return the weight cache's MLP with about so many parameters."""
+    """Return the weight cache's MLP with about the given number of parameters."""
     return weight_cache.mlp(round(math.sqrt(parameters / WIDTHS_SQUARED)))
 
 
 def gpt_size(parameters: int) -> Size:
-    """Return the size of a GPT with about so many parameters, for few tokens."""
+    """Return the size of a GPT with about the given number of parameters, for few tokens."""
     return Size(layers=4, heads=4, width=4 * round(math.sqrt(parameters / WIDTHS_SQUARED) / 4), context=64, batch=1)
 
 
 def cache(parameters: int, device: str, rounds: Rounds) -> Record:
-    """Measure inference of one row by an MLP of about so many parameters, under a WeightCache."""
+    """Measure inference of one row with an MLP of about the given size, under a WeightCache."""
 
     def measured() -> Record:
         model = mlp(parameters)
@@ -73,7 +73,7 @@ def cache(parameters: int, device: str, rounds: Rounds) -> Record:
 
 
 def monitor(parameters: int, corpus: Corpus, device: str, rounds: Rounds) -> Record:
-    """Measure steps of a GPT of about so many parameters under a monitor; few tokens make a sample dear beside them."""
+    """Measure steps of a GPT of about the given size under a monitor, with few tokens, so that samples stand out."""
     training = Training("fp32", CASTWISE, gpt_size(parameters), 0)
     return fits(MONITOR_BYTES * parameters, device, lambda: monitor_cost.race_of(training, corpus, device, rounds))
 
@@ -100,16 +100,16 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show how each grows."""
+    """Return tables of each cost by size."""
     steps = [
         times_table(grows, {f"{result[grows]:,}": result for result in record[grows]}, above)
         for grows, above in (
-            ("parameters", f"{OPTIMIZER}, parameters in {TENSORS} tensors. "),
-            ("tensors", f"{OPTIMIZER}, tensors that {PARAMETERS:,} parameters are in. "),
+            ("parameters", f"{OPTIMIZER}, {TENSORS} tensors, by number of parameters. "),
+            ("tensors", f"{OPTIMIZER}, {PARAMETERS:,} parameters, by number of tensors. "),
         )
     ]
     others = [
-        host_time.times_table(record["host"], f"The host's time, {': '.join(HOST)}:"),
+        host_time.times_table(record["host"], f"Host time, {': '.join(HOST)}:"),
         weight_cache.times_table(record["weight cache"], "A WeightCache, inference of one row by the MLP:"),
         monitor_cost.times_table(record["monitor"], "A monitor, steps of a GPT with four layers on 64 tokens, fp32:"),
     ]
@@ -120,9 +120,10 @@ BENCHMARK = Benchmark(
     name="growth",
     title="How costs grow",
     about=(
-        "The other benchmarks on models of many sizes: the calls of a step by parameters and by tensors, a WeightCache "
-        "and a monitor by parameters (`tensor_growth` has them by tensors). The costs of a region and of an import do "
-        "not depend on the model; `training` has whole training runs, `scale_out` ranks with more layers."
+        "The other benchmarks on models of many sizes: the calls of a step by number of parameters and of tensors, a "
+        "WeightCache and a monitor by number of parameters (by number of tensors: `tensor_growth`). The costs of a "
+        "region and of an import do not depend on the model. `training` has complete training steps, and `scale_out` "
+        "has ranks with more layers."
     ),
     quick=Plan(
         rounds=Rounds(9, QUICK_S),

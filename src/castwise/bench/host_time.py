@@ -1,4 +1,4 @@
-"""What the host has to do for each tensor: 1,000 of one number each, so that there is nothing else to do."""
+"""Host time per tensor, measured on 1,000 tensors of one element each, so that there is little other work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS = ("scale a loss", "unscale_", "step + update", "unscale_, then step + upd
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on how many tensors."""
+    """Rounds and number of tensors."""
 
     rounds: Rounds
     tensors: int = 1000
@@ -41,7 +41,7 @@ class Host:
         self.scaler.scale(self.loss)
 
     def seconds(self, call: str) -> float:
-        """Return how long the host is kept by a call; what has to come before or after it is done untimed."""
+        """Return the seconds that a call blocks the host; work required before or after it is not timed."""
         with torch.no_grad():
             torch._foreach_add_(self.gradients, 1.0)
         if call == "scale a loss":
@@ -67,7 +67,7 @@ class Host:
 
 
 def race_of(optimizer: str, call: str, tensors: int, device: str, rounds: Rounds) -> Record:
-    """Let the libraries take turns at one call."""
+    """Time one call of both libraries in turns."""
 
     def timed(library: str) -> Callable[[], float]:
         host = Host(library, optimizer, tensors, device)
@@ -93,12 +93,12 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each call."""
+    """Return a table with one row per call."""
     return [times_table(record["rows"])]
 
 
 def times_table(rows: dict[str, Record], above: str = "") -> Table:
-    """Show what `race_of` has found, by name."""
+    """Build a table from results of `race_of`, by name."""
     table = Table(["", "tensors", "torch.amp", "castwise", "castwise / torch.amp (quartiles)", "verdict"], above=above)
     for name, row in rows.items():
         times = [f"{row['median_us'][library]:,.1f} us" for library in (TORCH, CASTWISE)]
@@ -109,8 +109,8 @@ def times_table(rows: dict[str, Record], above: str = "") -> Table:
 
 BENCHMARK = Benchmark(
     name="host_time",
-    title="The host's time",
-    about="How long calls keep the host, with tensors of one number each. On a GPU nothing is waited for.",
+    title="Host time",
+    about="How long calls occupy the host, with tensors of one number each. On a GPU, kernels are not waited for.",
     quick=Plan(rounds=Rounds(15, QUICK_S)),
     full=Plan(rounds=Rounds(100)),
     measure=measure,

@@ -1,4 +1,4 @@
-"""What `import castwise` takes on top of `import torch`."""
+"""The time of `import castwise` on top of `import torch`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from castwise._child_process import python
 from castwise.bench.benchmark import Benchmark, Record, Table, shown
 from castwise.bench.pairing import ratio
 
-# Both in one process: what a process takes to start and to read torch varies more than what castwise adds to it.
-# `import castwise` alone imports nothing more: names are imported on first use.
+# Both are timed in one process: the time to start and to load torch varies more than castwise adds to it.
+# `import castwise` alone would load nothing, because names are imported on first use.
 USED = "castwise.GradScaler, castwise.autocast, castwise.Policy, castwise.WeightCache, castwise.trace"
 CODE = f"""\
 import json, time
@@ -28,14 +28,14 @@ print(json.dumps([between - start, time.perf_counter() - between]))
 
 @dataclass(frozen=True)
 class Plan:
-    """How many processes are started."""
+    """Number of processes."""
 
     rounds: int
 
 
 def seconds() -> tuple[float, float]:
-    """Return how long a new process takes to import torch, and then castwise."""
-    # An installed package has its bytecode; without this a checkout might be compiled again at every import.
+    """Return the seconds that a new process takes to import torch, and then castwise."""
+    # Installed packages have bytecode; a checkout might otherwise be compiled again at every import.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.run(python(CODE), check=True, env=environment, stdout=subprocess.PIPE, text=True)
     torch_s, castwise_s = json.loads(run.stdout)
@@ -43,7 +43,7 @@ def seconds() -> tuple[float, float]:
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Start processes, the first of which is not counted: it may have to compile or to read from a disk."""
+    """Start processes and ignore the first one, which may have to compile or read from disk."""
     taken = [seconds() for _ in range(plan.rounds + 1)][1:]
     of_torch = [torch_s for torch_s, _ in taken]
     return {
@@ -60,7 +60,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show the one row."""
+    """Return a table with one row."""
     table = Table(["", "torch", "castwise, after torch", "both / torch (quartiles)"])
     for name, row in record["rows"].items():
         times = [f"{value:,.1f} ms" for value in row["median_ms"].values()]
@@ -71,7 +71,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="imports",
     title="Import time",
-    about="`import castwise` needs torch, so in each new process torch is imported first, then castwise.",
+    about="Each new process imports torch, then castwise and the names that a training script uses.",
     quick=Plan(rounds=5),
     full=Plan(rounds=20),
     measure=measure,

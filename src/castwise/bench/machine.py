@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, the versions, and the room there is in memory."""
+"""The machine, the versions and the free memory, which measurements depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import castwise
 
 _CPUS = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
-# What a container may use, in both versions of the kernel's groups: the limit, then what is taken.
+# A container's memory limit and use, in both versions of the kernel's control groups.
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -27,7 +27,7 @@ def machine(device: str, command: str) -> dict[str, Any]:
 
     Args:
         device: "cpu" or "cuda".
-        command: What repeats it.
+        command: The command that repeats the measurement.
 
     Example:
         >>> machine("cpu", "castwise bench")["command"]
@@ -46,7 +46,7 @@ def machine(device: str, command: str) -> dict[str, Any]:
 
 
 def described(about: dict[str, Any]) -> str:
-    """Return what `machine` has found, but the command, for a line above figures.
+    """Format a result of `machine`, without the command, for a line above measurements.
 
     Example:
         >>> of = {"device": "a CPU", "cores": 4, "threads": 1, "torch": "2.13.0", "python": "3.12.1"}
@@ -72,8 +72,8 @@ def _cpu() -> str:
 
 
 def free_bytes(device: str) -> int | None:
-    """Return how much memory can still be taken on a device, None where it is not known."""
-    gc.collect()  # optimizers and their tensors end up in cycles
+    """Return the free memory of a device in bytes, or None if unknown."""
+    gc.collect()  # optimizers and their tensors form reference cycles
     if device == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
@@ -84,13 +84,13 @@ def free_bytes(device: str) -> int | None:
     for limit, taken in _GROUPS:
         try:
             free.append(int(Path(limit).read_text()) - int(Path(taken).read_text()))
-        except (OSError, ValueError):  # no such group, or its limit is "max"
+        except (OSError, ValueError):  # no such control group, or its limit is "max"
             continue
     return min(free)
 
 
 def why_it_does_not_fit(needed: int, device: str) -> str | None:
-    """Say why a measurement that needs so many bytes is left out; None if it need not be."""
+    """Return the reason to skip a measurement that needs the given bytes; None if it fits."""
     free = free_bytes(device)
     if free is None or needed <= free:
         return None

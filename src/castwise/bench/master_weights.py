@@ -1,4 +1,4 @@
-"""What 16-bit weights with `MasterWeights` take and save: bytes, optimizer steps and whole training steps."""
+"""The cost and savings of 16-bit weights with `MasterWeights`: memory, optimizer steps and whole training steps."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     STOCHASTIC_LOW: {"method": "stochastic", "state_dtype": LOW_STATE},
 }
 KEPT_IN_MEMORY = (FP32, SPLIT, SPLIT_LOW, STOCHASTIC_LOW)
-# What was promised: bytes of a 16-bit parameter, and seconds over those with fp32 weights.
+# Documented limits: bytes per 16-bit parameter, and time relative to fp32 weights.
 BYTES = {SPLIT: 14.2, SPLIT_LOW: 10.2, STOCHASTIC_LOW: 8.1}
 OPTIMIZER_STEP = {SPLIT: 2.0, COMPILED: 1.3}
 TRAINING_STEP = {SPLIT: 1.03}
 AS_IT_IS, GIVES_BACK = "malloc as it is", "malloc that gives back"
 PEAKS = ((GIVES_BACK, "of steps"), (AS_IT_IS, "of steps"), (GIVES_BACK, "until the first step"))
-ROWS = 8  # of a batch for the blocks, so that activations are small beside weights
+ROWS = 8  # in a batch for the blocks; few, so that activations are small relative to weights
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on what.
+    """Rounds and sizes.
 
     Args:
-        rounds: Of optimizer steps and training steps.
-        blocks: Transformer blocks that optimizers step and children train.
-        width: Of them.
-        gpt: Of the whole training steps.
-        optimizers: Names of `OPTIMIZERS` in `step_cost`.
-        children: Which variants train in a process of their own for their peak.
+        rounds: Rounds of optimizer steps and training steps.
+        blocks: Number of transformer blocks for optimizer steps and child processes.
+        width: Width of the blocks.
+        gpt: Size of the GPT for whole training steps.
+        optimizers: Names in `OPTIMIZERS` of `step_cost`.
+        children: Variants whose peak memory is measured, each in its own process.
         compiles: Whether to measure `COMPILED`.
     """
 
@@ -72,17 +72,17 @@ class Plan:
     compiles: bool = True
 
     def variants(self, *names: str) -> list[str]:
-        """Return those of some variants that are to be measured."""
+        """Return those of the given variants that are measured."""
         return [name for name in names if self.compiles or name != COMPILED]
 
 
 class Rival:
-    """A model with an optimizer: around it `MasterWeights` in one of the variants, or nothing for fp32 weights.
+    """A model with an optimizer, wrapped in a variant of `MasterWeights` unless weights are fp32.
 
     Args:
-        variant: A name in `VARIANTS`, or `FP32`, `TORCH`, `AGAIN`: fp32 weights.
-        model: Is on its device, in fp32.
-        optimizer: A name of `OPTIMIZERS` in `step_cost`.
+        variant: A name in `VARIANTS`; or `FP32`, `TORCH` or `AGAIN` for fp32 weights.
+        model: An fp32 model, already on its device.
+        optimizer: A name in `OPTIMIZERS` of `step_cost`.
         lr: The learning rate.
     """
 
@@ -95,7 +95,7 @@ class Rival:
         self.region = castwise.autocast if self.master else torch.autocast
 
     def backward(self, loss: Callable[[nn.Module], Tensor], device: str) -> Tensor:
-        """Compute gradients as training in bf16 does, and return the loss."""
+        """Compute gradients under autocast in bf16, and return the loss."""
         with self.region(device, dtype=BF16):
             found = loss(self.model)
         found.backward()  # type: ignore[no-untyped-call]  # torch's
@@ -114,14 +114,14 @@ class Rival:
 
 
 def blocks(count: int, width: int) -> nn.Sequential:
-    """Return transformer blocks of the demo's GPT: the shapes of `step_cost` without its embeddings."""
+    """Return transformer blocks of the demo's GPT, with the shapes of `step_cost` but no embeddings."""
     torch.manual_seed(0)
     size = Size(layers=count, heads=max(1, width // 64), width=width, context=1, batch=ROWS)
     return nn.Sequential(*(Block(size) for _ in range(count)))
 
 
 class CastBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts the bytes of copies in another dtype that are made of parameters."""
+    """Count the bytes of casts of parameters to another dtype."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -129,7 +129,7 @@ class CastBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and count."""
+        """Run an op and count its bytes."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self._params:
             self.count += result.nbytes
@@ -137,7 +137,7 @@ class CastBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def bytes_of(variant: str, device: str, width: int = 256) -> Record:
-    """Count what a linear layer's parameter takes after a step of AdamW: per parameter, and in all."""
+    """Count the bytes of a linear layer's parameters after a step of AdamW, per parameter and in total."""
     model = blocks(1, width).to(device)
     low = [param for each in model.modules() if isinstance(each, nn.Linear) for param in each.parameters()]
     rival = Rival(variant, model)
@@ -161,20 +161,20 @@ def bytes_of(variant: str, device: str, width: int = 256) -> Record:
 
 
 def with_limit(record: Record, name: str, limit: float | None) -> Record:
-    """Return a record with what was promised of one of its figures, and whether it was kept."""
+    """Return a record with the limit of one of its values, and whether it is met."""
     return record if limit is None else {**record, "limit": limit, "within the limit": record[name] <= limit}
 
 
 def peaks(variant: str, count: int, width: int, device: str) -> Record:
-    """Train a few steps; return the most bytes taken, over all parameters, by making the optimizer and by the steps.
+    """Train a few steps and return the peak bytes per parameter, when the optimizer is created and during the steps.
 
-    Call it in its own process: what others have freed would seem to need no memory.
+    Call it in a separate process, because memory freed earlier would hide a peak.
     """
-    _few_steps(Rival(variant, blocks(1, 64).to(device)), 64, device)  # loads what first steps load
+    _few_steps(Rival(variant, blocks(1, 64).to(device)), 64, device)  # loads everything that a first step loads
     memory = PeakMemory(torch.device(device))
     rival = Rival(variant, blocks(count, width).to(device))
     made = memory.read()
-    PeakMemory(torch.device(device))  # forgets the mark; growth is counted from the same start
+    PeakMemory(torch.device(device))  # resets the mark; growth is counted from the same start
     _few_steps(rival, width, device)
     number = sum(param.numel() for param in rival.model.parameters())
     taken = {"until the first step": made, "of steps": memory.read()}
@@ -198,14 +198,14 @@ print(json.dumps(peaks(variant, int(blocks), int(width), device)))
 
 
 def peaks_of_a_child(variant: str, count: int, width: int, device: str, *, gives_back: bool) -> Record:
-    """Return `peaks` of a new process.
+    """Return `peaks` measured in a new process.
 
     Args:
-        variant: Which.
-        count: Transformer blocks.
-        width: Of them.
+        variant: A name in `VARIANTS`, or `FP32`.
+        count: Number of transformer blocks.
+        width: Width of the blocks.
         device: "cpu" or "cuda".
-        gives_back: Whether glibc's malloc gives back what is freed, so that the peak is what tensors need.
+        gives_back: Whether glibc's malloc returns freed memory, so that the peak shows what tensors need.
     """
     asked = python(_CHILD, variant, str(count), str(width), device)
     environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": str(1 << 16)} if gives_back else {})}
@@ -216,13 +216,13 @@ def peaks_of_a_child(variant: str, count: int, width: int, device: str, *, gives
 
 @contextmanager
 def _emptied() -> Iterator[None]:
-    """Free what the body has made: optimizers and their tensors end up in cycles."""
+    """Free the body's memory afterwards; optimizers and their tensors form reference cycles."""
     yield
     gc.collect()
 
 
 def optimizer_steps(optimizer: str, device: str, plan: Plan) -> Record:
-    """Let optimizers step the same shapes in turns."""
+    """Time steps of the optimizers on the same shapes in turns."""
     rivals = {}
     for name in (TORCH, *plan.variants(*VARIANTS)):
         rivals[name] = Rival(name, blocks(plan.blocks, plan.width).to(device), optimizer)
@@ -238,7 +238,7 @@ def optimizer_steps(optimizer: str, device: str, plan: Plan) -> Record:
 
 
 def compared(times: dict[str, list[float]], limits: dict[str, float]) -> Record:
-    """Return medians, and each variant's ratio to torch's fp32 weights."""
+    """Return median times, and each variant's ratio to torch with fp32 weights."""
     null = ratio(times[AGAIN], times[TORCH])
     return {
         "seconds": {name: statistics.median(of_name) for name, of_name in times.items()},
@@ -251,7 +251,7 @@ def compared(times: dict[str, list[float]], limits: dict[str, float]) -> Record:
 
 
 def training_steps(device: str, plan: Plan) -> Record:
-    """Let training runs of the demo's GPT on the same batches take turns at taking a clipped step."""
+    """Time clipped training steps of the demo's GPT on the same batches in turns."""
     corpus = Corpus(read_text(None), plan.gpt.context)
     rivals, losses = {}, {}
     variants = plan.variants(SPLIT, COMPILED, AWAY)
@@ -290,7 +290,7 @@ def training_steps(device: str, plan: Plan) -> Record:
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure bytes, peaks of children, optimizer steps and training steps."""
+    """Measure bytes, peaks of child processes, optimizer steps and training steps."""
     record: Record = {
         "bytes per parameter": {name: bytes_of(name, device) for name in KEPT_IN_MEMORY},
         "peaks": {
@@ -311,7 +311,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show bytes, then times."""
+    """Return tables of bytes and of times."""
     return [_bytes_table(record), *_times_tables(record)]
 
 
@@ -319,9 +319,9 @@ def _bytes_table(record: Record) -> Table:
     kinds = ("weights", "casts", "kept", "gradients", "state")
     table = Table(
         ["", *kinds, "sum", "limit", *(f"peak {when}, {malloc}" for malloc, when in PEAKS)],
-        above="Bytes of a parameter, AdamW, linear layers in bf16:",
-        below="Peaks are the growth of processes that train the blocks of the next table, over all their parameters. "
-        "glibc's malloc keeps much of what is freed, unless MALLOC_MMAP_THRESHOLD_ is set to a low number of bytes.",
+        above="Bytes per parameter, AdamW, linear layers in bf16:",
+        below="Peaks are the memory growth per parameter of processes that train the blocks of the next table. glibc's "
+        "malloc keeps much of the memory that is freed, unless MALLOC_MMAP_THRESHOLD_ is set to a low number of bytes.",
     )
     for name, found in record["bytes per parameter"].items():
         cells = [name, *(f"{found[kind]:.3f}" for kind in kinds), f"{found['sum']:.3f}", _limit(found)]
@@ -336,7 +336,7 @@ def _bytes_table(record: Record) -> Table:
 def _limit(found: Record) -> str:
     if "limit" not in found:
         return "-"
-    return f"{found['limit']:g}: {'kept' if found['within the limit'] else 'MISSED'}"
+    return f"{found['limit']:g}: {'met' if found['within the limit'] else 'MISSED'}"
 
 
 def _times_tables(record: Record) -> list[Table]:
@@ -349,7 +349,7 @@ def _times_tables(record: Record) -> list[Table]:
     same = found["same losses as fp32 weights"]
     rows = [[*row, "yes" if same[row[0]] else "no"] for row in _times(found)]
     above = f"Clipped training steps of the demo's GPT, {found['parameters']:,} parameters, {found['tokens']:,} tokens:"
-    below = f"Losses are those of {found['steps']} steps, compared bit for bit with those of torch.autocast."
+    below = f"Losses of {found['steps']} steps are compared bit for bit with those of torch.autocast."
     tables.append(Table([*columns, "same losses"], rows, above=above, below=below))
     return tables
 
@@ -365,9 +365,9 @@ def _times(found: Record) -> list[list[str]]:
 BENCHMARK = Benchmark(
     name="master_weights",
     title="16-bit weights",
-    about="`MasterWeights` around AdamW against the same optimizer on fp32 weights, both under autocast in bf16. Of "
-    "the bytes, copies that autocast makes of weights are there from the forward to the backward, gradients from the "
-    "backward to the step. Memory that buckets use is of one size for all models.",
+    about="AdamW in `MasterWeights`, compared with the same optimizer on fp32 weights, both under autocast in bf16. "
+    "Autocast's copies of weights exist from the forward to the backward, gradients from the backward to the step. "
+    "The memory used by buckets does not depend on the size of the model.",
     quick=Plan(
         rounds=Rounds(9, QUICK_S),
         blocks=2,

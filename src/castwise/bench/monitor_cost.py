@@ -1,4 +1,4 @@
-"""What a monitor costs: steps of the demo alone, under a monitor that does not sample them, and under one that does."""
+"""The cost of a monitor: steps of the demo without one, with one that does not sample them, and with one that does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED = "alone", "alone again", "not sampled"
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on what; a precision that the device emulates is measured on the demo's own size for that."""
+    """Rounds and sizes; a precision that the device emulates uses the demo's size for emulation."""
 
     rounds: Rounds
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -36,10 +36,10 @@ class Plan:
 
 
 def race_of(training: Training, corpus: Corpus, device: str, rounds: Rounds) -> Record:
-    """Let trainers take the same steps; the first sample, which is taken whatever is asked for, is in the warm-up.
+    """Time the same steps of the trainers in turns; the first sample, which is unconditional, is part of the warm-up.
 
     Raises:
-        AssertionError: A monitor has changed a loss.
+        AssertionError: A monitor changed a loss.
     """
     where, names = torch.device(device), (ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED)
     losses: dict[str, list[float]] = {name: [] for name in names}
@@ -57,7 +57,7 @@ def race_of(training: Training, corpus: Corpus, device: str, rounds: Rounds) -> 
         "seconds": {name: statistics.median(of_name) for name, of_name in times.items()},
         "not sampled / alone": compare(times[NOT_SAMPLED], times[ALONE], ratio(times[ALONE_AGAIN], times[ALONE])),
         "sampled / alone": sampled,
-        # The sample's share is what it takes over the step that it is, spread over all steps up to the next.
+        # The extra time of a sampled step, spread over all steps up to the next sample.
         "more at the default": (sampled["median"] - 1) / EVERY,
         "bytes of a sample": max(map(len, records)),
     }
@@ -76,16 +76,16 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each precision."""
+    """Return a table with one row per precision."""
     return [times_table(record["cases"])]
 
 
 def times_table(cases: dict[str, Record], above: str = "") -> Table:
-    """Show what `race_of` has found, by name, and why it is missing where something was left out."""
+    """Build a table from results of `race_of`, by name, with reasons for skipped cases."""
     table = Table(
         [
             *("", "step alone", "not sampled / alone (quartiles)", "verdict", "sampled / alone (quartiles)"),
-            *(f"samples, one in {EVERY} steps", "bytes of a sample"),
+            *(f"cost of one sample in {EVERY} steps", "bytes per sample"),
         ],
         above=above,
         below=left_out(cases),
@@ -104,9 +104,9 @@ BENCHMARK = Benchmark(
     name="monitor_cost",
     title="A monitor's cost",
     about=(
-        "Steps of the demo's GPT alone, under a monitor that does not sample them, and under one that does. A sample "
-        "reads every gradient and every module's output once and copies the weights; at the default one step of "
-        f"{EVERY} is sampled. Records go to a file; losses are the same bit for bit."
+        "Steps of the demo's GPT without a monitor, under a monitor that does not sample them, and under one that "
+        "does. A sample reads every gradient and every module's output once and copies the weights. By default, one "
+        f"step in {EVERY} is sampled. Records are written to a file, and losses are the same bit for bit."
     ),
     quick=Plan(rounds=Rounds(9, QUICK_S), precisions=("fp32", "fp16")),
     full=Plan(rounds=Rounds(40)),

@@ -1,8 +1,8 @@
-"""Rivals that take turns, and what may be said of the difference between them.
+"""Paired timing of rivals, and the verdict on their difference.
 
-In each round every rival runs once, in random order: a change of clock or a busy neighbour hits all of them, and a
-ratio is one of times of the same round. torch's library runs twice in a round, as `TORCH` and as `AGAIN`. How far it
-seems to be from itself is what this machine makes of no difference at all, and nothing smaller than that is believed.
+In each round every rival runs once, in random order, so that a clock change or a busy neighbour affects all of them.
+Ratios compare times of the same round. torch runs twice in a round, as `TORCH` and as `AGAIN`; the apparent difference
+between the two is the machine's noise, and smaller differences do not count.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 TORCH, CASTWISE, AGAIN = "torch", "castwise", "torch again"
 CONFIDENCE = 0.95
-FEWEST = 9  # rounds of which the lowest and the highest ratio may be forgotten at this confidence
+FEWEST = 9  # with this many rounds, the interval excludes the lowest and the highest ratio
 QUICK_S = 2.0  # patience of `--quick`
-SAME_WITHIN = 0.05  # no reason to train with another library
+SAME_WITHIN = 0.05  # a smaller difference is no reason to switch libraries
 
 Verdict = Literal["faster", "slower", "as fast", "cannot tell"]
 CANNOT_TELL: Verdict = "cannot tell"
@@ -31,11 +31,11 @@ _Rival = TypeVar("_Rival")
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often rivals take turns.
+    """The number of rounds.
 
     Args:
-        most: So many times, if that is soon enough; at least 2.
-        patience_s: After so many seconds nine rounds are enough.
+        most: Maximum number of rounds; at least 2.
+        patience_s: Seconds after which nine rounds are enough.
     """
 
     most: int
@@ -43,13 +43,13 @@ class Rounds:
 
 
 class Ratio(TypedDict):
-    """Ratios of times that were taken in pairs.
+    """Ratios of paired times.
 
     Attributes:
         median: The median ratio.
         quartiles: First and third quartile.
-        interval: Bounds that hold the median of all rounds there could be, with a confidence of 95%.
-        rounds: How many there were.
+        interval: Confidence interval of the median, at 95%.
+        rounds: Number of rounds.
     """
 
     median: float
@@ -59,11 +59,11 @@ class Ratio(TypedDict):
 
 
 class Comparison(Ratio):
-    """castwise's seconds over torch's, and what may be said of them.
+    """castwise's seconds over torch's, with a verdict.
 
     Attributes:
-        null: Of torch to itself; how far it is from 1 is what nothing makes on this machine.
-        verdict: Of castwise.
+        null: Ratio of torch to itself; its distance from 1 is the machine's noise.
+        verdict: The verdict on castwise.
     """
 
     null: Ratio
@@ -73,13 +73,13 @@ class Comparison(Ratio):
 def race(
     rivals: Mapping[_Rival, Callable[[], float]], rounds: Rounds, warm_up: int = 2, seed: int = 0
 ) -> dict[_Rival, list[float]]:
-    """Let rivals take turns, in an order that is drawn anew for each round.
+    """Run rivals in turns, in a new random order for each round.
 
     Args:
-        rivals: By name, what runs a rival once and returns how many seconds that took.
-        rounds: How many to keep.
-        warm_up: How many rounds to forget: these load kernels and fill caches.
-        seed: Decides the orders; ranks that take turns together draw the same ones.
+        rivals: By name, a function that runs a rival once and returns the seconds it took.
+        rounds: Number of rounds to keep.
+        warm_up: Number of rounds to discard, which load kernels and fill caches.
+        seed: Seed for the orders; ranks that run together need the same one.
 
     Returns:
         The seconds of each rival, by round.
@@ -102,7 +102,7 @@ def race(
 
 
 def seconds(call: Callable[[], object], device: str, repetitions: int = 1) -> float:
-    """Return how many seconds a call takes, the mean of some, with all that it has started on the device."""
+    """Return the mean seconds of a call over some repetitions, including the work it starts on the device."""
     _wait_for(device)
     start = time.perf_counter()
     for _ in range(repetitions):
@@ -112,7 +112,7 @@ def seconds(call: Callable[[], object], device: str, repetitions: int = 1) -> fl
 
 
 def host_seconds(call: Callable[[], object], device: str) -> float:
-    """Return how many seconds a call takes to return, whatever the device is still busy with then."""
+    """Return the seconds until a call returns, without waiting for the device."""
     _wait_for(device)
     start = time.perf_counter()
     call()
@@ -125,7 +125,7 @@ def _wait_for(device: str) -> None:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Return the ratios of two rivals' seconds, by round; two rounds at least.
+    """Compute statistics of the ratios of two rivals' seconds, by round; at least two rounds are needed.
 
     Example:
         >>> ratio([2.0, 2.0, 3.0], [1.0, 2.0, 2.0])
@@ -138,10 +138,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds on the median that assume nothing about how values are distributed.
+    """Return a confidence interval of the median that assumes nothing about the distribution (the sign test).
 
-    The median lies below the k-th smallest of n values if fewer than k fall below it, and each value does so with a
-    probability of 1/2: the sign test. Fewer than six values cannot give a confidence of 95%; all of them are in then.
+    The median lies below the k-th smallest of n values if fewer than k values are below the median, and each value is
+    below it with probability 1/2. Fewer than six values cannot give 95% confidence; the interval then spans them all.
 
     Example:
         >>> interval_of_median([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0])
@@ -154,16 +154,16 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float], null: Ratio) -> Comparison:
-    """Return the ratios of castwise's seconds to torch's, by round, with a verdict."""
+    """Compare castwise's seconds with torch's, by round."""
     found = ratio(ours, theirs)
     return {**found, "null": null, "verdict": verdict(found, null)}
 
 
 def verdict(ours_to_theirs: Ratio, theirs_to_itself: Ratio) -> Verdict:
-    """Say which of two rivals is faster, if the machine was quiet enough to tell.
+    """Return which of two rivals is faster, if the machine was quiet enough to tell.
 
-    A rival is faster or slower if the whole interval of the ratio lies beyond what the other shows against itself.
-    Both are as fast if neither interval leaves 1 by more than 5%. Otherwise the rounds do not tell.
+    A rival is faster or slower if the whole interval of the ratio lies outside the noise, which is the other's ratio to
+    itself. They are as fast if neither interval deviates from 1 by more than 5%. Otherwise the verdict is open.
 
     Example:
         >>> quiet = ratio([1.0, 1.01, 0.99] * 5, [1.0] * 15)

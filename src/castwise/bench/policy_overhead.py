@@ -1,4 +1,4 @@
-"""What a policy costs: small layers under torch.autocast, with nested regions by hand, and under policies."""
+"""The cost of a policy: small layers under torch.autocast, with nested regions by hand, and under policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.bench.pairing import AGAIN, QUICK_S, Rounds, compare, race, ratio,
 LAYERS, REPETITIONS = 50, 20
 BF16 = torch.bfloat16
 BASE = "torch.autocast"
-# Rows of a policy, each with the way in which torch does the same.
+# Policies, each with the equivalent in torch.
 RIVALS = {
     "policy, without rules": BASE,
     "policy, every layer in fp32": "torch.autocast, every layer in fp32 by a region of its own",
@@ -27,13 +27,13 @@ RIVALS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How often."""
+    """Number of rounds."""
 
     rounds: Rounds
 
 
 class Nothing(TorchFunctionMode):
-    """What any mode costs."""
+    """A mode that does nothing, to measure the cost of any mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function."""
@@ -41,28 +41,28 @@ class Nothing(TorchFunctionMode):
 
 
 class ByHand(nn.Module):
-    """A layer in fp32, as one writes it without policies."""
+    """A layer kept in fp32 by hand, without policies."""
 
     def __init__(self, layer: nn.Module, device: str) -> None:
         super().__init__()
         self.layer, self.device = layer, device
 
     def forward(self, x: Tensor) -> Tensor:
-        """Leave the region for the while."""
+        """Run the layer in fp32, with autocast disabled."""
         with torch.autocast(self.device, enabled=False):
             result: Tensor = self.layer(x.float())
         return result
 
 
 def stack(device: str, by_hand: bool = False) -> nn.Sequential:
-    """Return layers that are little but the cost of calling them."""
+    """Return layers so small that calling them is most of their cost."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(LAYERS)]
     return nn.Sequential(*(ByHand(layer, device) if by_hand else layer for layer in layers)).to(device)
 
 
 def cases(device: str) -> dict[str, Callable[[], object]]:
-    """Return what is timed."""
+    """Return the timed calls by name."""
     x = torch.randn(4, 8, device=device)
     plain, by_hand = stack(device), stack(device, by_hand=True)
 
@@ -101,7 +101,7 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Let all take turns."""
+    """Time all cases in turns."""
 
     def timed(call: Callable[[], object]) -> Callable[[], float]:
         return lambda: seconds(call, device, REPETITIONS)
@@ -122,10 +122,8 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each way."""
-    table = Table(
-        ["", "forward", "/ torch.autocast (quartiles)", "more for each layer", "/ the same by torch", "verdict"]
-    )
+    """Return a table with one row per case."""
+    table = Table(["", "forward", "/ torch.autocast (quartiles)", "extra per layer", "/ the same in torch", "verdict"])
     for name, row in record["results"].items():
         to_torch = row.get("to_torch")
         table.rows.append(
@@ -138,7 +136,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="policy_overhead",
     title="A policy's cost",
-    about=f"{LAYERS} linear layers of 8 x 8 without gradients: a forward is little more than the cost of calling them.",
+    about=f"{LAYERS} linear layers of 8 x 8 without gradients: the cost of a forward is mostly that of the calls.",
     quick=Plan(rounds=Rounds(15, QUICK_S)),
     full=Plan(rounds=Rounds(60)),
     measure=measure,

@@ -1,4 +1,4 @@
-"""Where figures go: a JSON file for each benchmark, and one page of tables that is made from these files."""
+"""Recorded results: a JSON file for each benchmark, and one page of tables generated from these files."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ PAGE = "README.md"
 HEAD = """\
 # castwise beside torch.amp
 
-Written by `castwise bench` from the JSON files in this folder. Both libraries run in the same processes, in an order
-that is drawn anew for each round (for imports it is fixed: torch first); a ratio is the median of ratios within a
-round, with its quartiles. Compare ratios, not times. torch runs twice in each round: where castwise is no further from
-it than it is from itself, and yet not surely within 5%, the verdict is "cannot tell".
+`castwise bench` writes this page from the JSON files in this folder. Both libraries run in the same processes, in a new
+random order in each round (imports: always torch first). Each ratio is the median over the ratios of all rounds, with
+quartiles. Compare ratios, not times. torch runs twice per round to measure the noise. If a difference does not exceed
+the noise but may be larger than 5%, the verdict is "cannot tell".
 """
 
 
 def file_of(benchmark: Benchmark[Any], device: str) -> str:
-    """Return the name of the file of a benchmark's results."""
+    """Return the name of a benchmark's results file."""
     return f"{benchmark.name}-{'cpu' if benchmark.on_cpu_alone else device}.json"
 
 
 def headline(about: dict[str, Any]) -> str:
-    """Return the line above tables: what `machine` has found."""
+    """Return the line above tables, which describes the machine and the command."""
     return f"{described(about)}, `{about['command']}`:"
 
 
 def is_not_ours(folder: Path) -> bool:
-    """Return True if the place of the page is taken by a file that `castwise bench` has not written."""
+    """Return True if the page's file exists and was not written by `castwise bench`."""
     page = folder / PAGE
     return page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(HEAD.partition("\n")[0])
 
 
 def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmark[Any]]) -> None:
-    """Put a record into a folder, and the page of all that is in this folder beside it.
+    """Write a record to a folder, and update the page of all results there.
 
     Raises:
-        UserError: The folder cannot be written to.
+        UserError: The folder is not writable.
     """
     write_json(folder / name, record)
     text = page(folder, benchmarks)
@@ -52,7 +52,7 @@ def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmar
 
 
 def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:
-    """Return the tables of all results in a folder as Markdown; of a file that is not one, say so in their place."""
+    """Return the tables of all results in a folder as Markdown, or a note for a file that is not a result."""
     parts = [HEAD]
     for benchmark in benchmarks:
         of_a_device = re.compile(rf"{benchmark.name}-[a-z]+\.json")
@@ -68,12 +68,12 @@ def _shown(path: Path, benchmark: Benchmark[Any]) -> str:
         record = json.loads(path.read_text(encoding="utf-8"))
         tables = [table.markdown() for table in benchmark.tables(record)]
         return "\n\n".join([headline(record["machine"]), *tables])
-    except Exception:  # whatever another shape of a record may raise
+    except Exception:  # a record of another shape can raise anything
         return f"{path.name} was not written by this version: run `castwise bench --only {benchmark.name}` again."
 
 
 def verdicts(record: object) -> list[str]:
-    """Return all verdicts in a record, wherever they are.
+    """Return all verdicts in a record, at any depth.
 
     Example:
         >>> verdicts({"rows": [{"verdict": "faster"}, {"skipped": "no room"}, {"verdict": "cannot tell"}]})
@@ -86,7 +86,7 @@ def verdicts(record: object) -> list[str]:
 
 
 def doubt(record: Record) -> str | None:
-    """Say how many comparisons of a record the machine was too noisy for; None if all of them told something."""
+    """Return how many comparisons the machine was too noisy for; None if all have a verdict."""
     found = verdicts(record)
     unclear = found.count(CANNOT_TELL)
     return f"cannot tell in {unclear} of {len(found)} comparisons" if unclear else None

@@ -1,4 +1,4 @@
-"""What it costs ranks to agree: castwise's ShardedGradScaler against torch's, over gloo, between local processes."""
+"""The cost of agreement between ranks: castwise's ShardedGradScaler against torch's, over gloo, on one machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S = 1800.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, between how many processes, and between two of them on how many layers, and how wide ones."""
+    """Rounds, numbers of processes, and, for two processes, the numbers and widths of layers."""
 
     rounds: int
     ranks: tuple[int, ...]
@@ -32,10 +32,10 @@ class Plan:
 
 
 def on_ranks(ranks: int, layers: int, rounds: int, width: int = WIDTH, patience_s: float = PATIENCE_S) -> list[Record]:
-    """Start the ranks and return what the first one has measured.
+    """Start the ranks and return the first rank's measurements.
 
     Raises:
-        RuntimeError: A rank failed, with its last words; or the ranks take longer than `patience_s` seconds.
+        RuntimeError: A rank failed (the message has its errors), or the ranks took longer than `patience_s` seconds.
     """
     give_up = time.monotonic() + patience_s
     workers: list[subprocess.Popen[bytes]] = []
@@ -49,10 +49,10 @@ def on_ranks(ranks: int, layers: int, rounds: int, width: int = WIDTH, patience_
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
                 if time.monotonic() > give_up:
-                    raise RuntimeError(f"{ranks} ranks were not ready after {patience_s:.0f} s")
+                    raise RuntimeError(f"{ranks} ranks did not finish within {patience_s:.0f} s")
                 time.sleep(0.1)
                 codes = [worker.poll() for worker in workers]
-        finally:  # one that failed leaves the others waiting for it, and so does Ctrl-C
+        finally:  # after a failure or Ctrl-C, the other ranks would wait forever
             for worker in workers:
                 worker.kill()
                 worker.wait()
@@ -64,7 +64,7 @@ def on_ranks(ranks: int, layers: int, rounds: int, width: int = WIDTH, patience_
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure each number of ranks."""
+    """Measure for each number of ranks."""
     if not dist.is_available() or not dist.is_gloo_available():
         return {
             "ranks": {},
@@ -80,13 +80,13 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each way of splitting and clipping."""
+    """Return a table with one row for each way of splitting and clipping."""
     table = Table(
         [
             *(
                 "ranks",
                 "layers",
-                "of width",
+                "width",
                 "split",
                 "",
                 "torch",
@@ -119,8 +119,9 @@ BENCHMARK = Benchmark(
     name="scale_out",
     title="Ranks that agree",
     about=(
-        "Some layers on processes of this machine, over gloo. A step of small ones is little more than its overhead; "
-        "wide ones have 1, 17 and 67 million parameters. Medians of the first rank's times, every step after a barrier."
+        "Linear layers on several processes of one machine, over gloo. A step of the small models is mostly overhead; "
+        "the wide ones have 1, 17 and 67 million parameters. Times are medians of the first rank, and each step starts "
+        "after a barrier."
     ),
     quick=Plan(rounds=25, ranks=(2,)),
     full=Plan(rounds=100, ranks=(2, 4), layers=(4, 160), widths=(256, 1024, 2048)),

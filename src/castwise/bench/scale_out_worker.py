@@ -41,12 +41,12 @@ class Case:
         self.scaler, self.library, self.clip = SCALERS[library]("cpu"), library, clip
 
     def seconds(self) -> float:
-        """Run a backward, which is not timed, and then a step, which is."""
+        """Run an untimed backward, then return the seconds of a step."""
         self.backward()
         return timed(self.step)
 
     def backward(self) -> None:
-        """Do what comes before a step."""
+        """Compute scaled gradients for the next step."""
         self.optimizer.zero_grad()
         self.scaler.scale(self.model(self.given).sum()).backward()
 
@@ -65,14 +65,14 @@ class Case:
 
 
 def collectives(function: Callable[[], object]) -> int:
-    """Count what the backend is asked for, by whomever."""
+    """Count the collectives that a function issues."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         function()
     return sum(event.name.startswith("gloo:") for event in profiler.events() or [])
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return how many seconds a call takes that all ranks begin at once."""
+    """Return the seconds of a call that all ranks start at the same time."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -80,7 +80,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def measure(layers: int, width: int, rounds: int) -> list[Record]:
-    """Let this rank time every case; the order is the same on all ranks."""
+    """Time every case on this rank, in the same order as on all ranks."""
     rows: list[Record] = []
     for split in ("DDP", "FSDP2"):
         for clip in (False, True):
@@ -106,9 +106,9 @@ def measure(layers: int, width: int, rounds: int) -> list[Record]:
 
 
 def main(store: str, ranks: str, layers: str, width: str, rounds: str, rank: str) -> None:
-    """Join the others, measure, and print what was measured."""
+    """Join the process group, measure, and print the results."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch's class warns of what it does itself
+    warnings.simplefilter("ignore")  # torch's class triggers warnings with its own calls
     dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(ranks))
     print(json.dumps(measure(int(layers), int(width), int(rounds))), flush=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Iterations of small models, where no tensor is large enough to hide what a call costs: scale, step and update."""
+"""Iterations of small models, in which no tensor is large enough to hide call overhead: scale, step and update."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ CALLS = ("scale(loss)", "scale(loss) and its backward", "an autocast region", "a
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on how many tensors."""
+    """Rounds and numbers of tensors."""
 
     rounds: Rounds
     sizes: tuple[str, ...] = tuple(SIZES)
     repeats: int = 20
-    """Calls that are timed together."""
+    """Number of calls timed together."""
 
 
 def iteration(library: str, optimizer: str, step: str, size: str, device: str) -> Callable[[], None]:
-    """Return one library's iteration, without a forward and backward: gradients are there."""
+    """Return one library's iteration without forward and backward; gradients already exist."""
     count, numel = SIZES[size]
     params = [torch.nn.Parameter(torch.ones(numel, device=device)) for _ in range(count)]
     grads = [torch.full_like(param, 2.0**10) for param in params]
-    # Gradients are unscaled in place: with a scale of 1 they do not shrink from step to step.
+    # Gradients are unscaled in place; a scale of 1 keeps them from shrinking at every step.
     stepped, scaler = OPTIMIZERS[optimizer](params), LIBRARIES[library].GradScaler(device, init_scale=1.0)
     loss = torch.ones((), device=device, requires_grad=True)
 
@@ -60,12 +60,12 @@ def iteration(library: str, optimizer: str, step: str, size: str, device: str) -
 
 
 def single_call(library: str, call: str, device: str) -> Callable[[], None]:
-    """Return a call of one library."""
+    """Return one of a library's calls."""
     lib, scaler = LIBRARIES[library], LIBRARIES[library].GradScaler(device)
     loss = torch.ones((), device=device, requires_grad=True)
     low = torch.bfloat16 if device == "cpu" else torch.float16
 
-    @lib.autocast(device, dtype=low)  # type: ignore[untyped-decorator]  # of either library
+    @lib.autocast(device, dtype=low)  # type: ignore[untyped-decorator]  # from either library
     def decorated() -> None:
         pass
 
@@ -81,7 +81,7 @@ def single_call(library: str, call: str, device: str) -> Callable[[], None]:
     }
     run = calls[call]
     run()
-    if call in CALLS[:2]:  # the first iteration is not like the others
+    if call in CALLS[:2]:  # the first iteration differs from later ones
         optimizer = torch.optim.SGD([loss], lr=0.0)
         loss.grad = torch.ones_like(loss)
         scaler.step(optimizer)
@@ -90,7 +90,7 @@ def single_call(library: str, call: str, device: str) -> Callable[[], None]:
 
 
 def measured(make: Callable[[str], Callable[[], None]], device: str, plan: Plan) -> Record:
-    """Let the libraries take turns."""
+    """Time the libraries in turns."""
 
     def timed(library: str) -> Callable[[], float]:
         run = make(library)
@@ -109,7 +109,7 @@ def measured(make: Callable[[str], Callable[[], None]], device: str, plan: Plan)
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure each iteration, and each call by itself."""
+    """Measure each iteration and each single call."""
     return {
         "iterations": {
             f"{optimizer}, {size}, {step}": measured(
@@ -130,7 +130,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 def tables(record: Record) -> list[Table]:
     """Show one row for each iteration and each call."""
-    return [_table(record["iterations"], "Whole iterations:"), _table(record["calls"], "Single calls:")]
+    return [_table(record["iterations"], "Complete iterations:"), _table(record["calls"], "Single calls:")]
 
 
 def _table(rows: dict[str, Record], above: str) -> Table:
@@ -144,7 +144,7 @@ def _table(rows: dict[str, Record], above: str) -> Table:
 BENCHMARK = Benchmark(
     name="small_steps",
     title="Small steps",
-    about="scale, step and update of a few small tensors (so many of so many numbers), without forward and backward.",
+    about='scale, step and update without forward and backward, on small tensors ("10 of 16": 10 tensors of 16).',
     quick=Plan(rounds=Rounds(9, QUICK_S / 4), sizes=("10 of 16",)),
     full=Plan(rounds=Rounds(50, QUICK_S / 2), repeats=5),
     measure=measure,

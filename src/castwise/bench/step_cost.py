@@ -1,4 +1,4 @@
-"""What scaling and clipping add to an optimizer's step."""
+"""The time that scaling and clipping add to an optimizer step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, bool]]] = {
     "fused SGD": (torch.optim.SGD, {"fused": True}),
     "foreach SGD": (torch.optim.SGD, {"foreach": True}),
 }
-# Tensors of the parameters' size that there are at the worst moment: themselves, gradients, state, results of an op.
+# Peak number of tensors of the parameters' size: parameters, gradients, state, and results of ops.
 COPIES = {"fused AdamW": 4, "foreach AdamW": 6, "fused SGD": 2, "foreach SGD": 3}
 BARE, CLIPPED, SCALED, BOTH = "step", "clip + step", "scaled step + update", "scaled + clipped step + update"
 SCALE = 2.0**16
-LARGE = 5_000_000  # parameters from which on one step is long enough to be timed alone
+LARGE = 5_000_000  # with at least this many parameters, a single step is long enough to time
 
 
 class Case:
@@ -48,10 +48,10 @@ class Case:
         torch.manual_seed(0)
         self.device = device
         self.params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        # A learning rate of zero would be a special case of nothing; this one moves the weights by little.
+        # A small learning rate: it barely moves the weights, and avoids any special case for zero.
         kind, options = OPTIMIZERS[optimizer]
         self.optimizer = kind(self.params, lr=1e-6, **options)
-        # One for each shape, not one for each parameter: half of the memory.
+        # One per shape instead of one per parameter, which halves the memory.
         fresh = {shape: torch.randn(shape, device=device) * SCALE for shape in set(shapes)}
         self.fresh = [fresh[shape] for shape in shapes]
         self.gradients = [torch.empty_like(param) for param in self.params]
@@ -65,7 +65,7 @@ class Case:
             scaler.scale(torch.ones((), device=device))
 
     def ways(self) -> dict[Way, Callable[[], object]]:
-        """What is timed, by library and name."""
+        """Return the timed calls, by library and name."""
         return {
             (TORCH, BARE): self.optimizer.step,
             (TORCH, CLIPPED): self._clip_and_step,
@@ -97,11 +97,11 @@ class Case:
         self._step_scaled(CASTWISE)
 
     def refill(self) -> None:
-        """Put scaled gradients into the place of those that a step has unscaled."""
+        """Replace gradients that a step has unscaled with scaled ones."""
         torch._foreach_copy_(self.gradients, self.fresh)
 
     def seconds(self, way: Callable[[], object]) -> float:
-        """Return how long the device takes for one way to step."""
+        """Return the seconds that the device takes for a way to step."""
         self.refill()
         if self.device != "cuda":
             start = time.perf_counter()
@@ -119,19 +119,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: pairs of a size and an optimizer."""
+    """Rounds, and pairs of a size and an optimizer."""
 
     rounds: Rounds
     cases: tuple[tuple[str, str], ...]
 
 
 def needed_bytes(shapes: Shapes, optimizer: str) -> int:
-    """Return how much memory a case takes, about."""
+    """Return the approximate memory of a case, in bytes."""
     return 4 * (COPIES[optimizer] * sum(map(math.prod, shapes)) + sum(map(math.prod, set(shapes))))
 
 
 def timings(case: Case, rounds: Rounds) -> Record:
-    """Let all ways to step take turns, and put them in proportion."""
+    """Time all ways to step in turns, and compute their ratios."""
     is_large = sum(param.numel() for param in case.params) >= LARGE
     repeats = 1 if is_large else 5
 
@@ -152,9 +152,9 @@ def timings(case: Case, rounds: Rounds) -> Record:
 
 
 def traffic(case: Case, optimizer: str) -> dict[str, dict[str, float]]:
-    """Return what is read, written and allocated before the optimizer, in multiples of the gradients' bytes."""
+    """Return the bytes read, written and allocated before the optimizer, in multiples of the gradients' bytes."""
     case.refill()
-    case.optimizer.step()  # makes its state
+    case.optimizer.step()  # creates its state
     if "fused" not in optimizer:
         case.optimizer.step = lambda: None
     total = sum(gradient.nbytes for gradient in case.gradients)
@@ -174,7 +174,7 @@ def traffic(case: Case, optimizer: str) -> dict[str, dict[str, float]]:
 
 
 def result_of(shapes: Shapes, optimizer: str, device: str, rounds: Rounds) -> Record:
-    """Measure one case, or say why not."""
+    """Measure one case, or return the reason why it was skipped."""
     reason = why_it_does_not_fit(needed_bytes(shapes, optimizer), device)
     if reason is not None:
         return {"skipped": reason}
@@ -183,7 +183,7 @@ def result_of(shapes: Shapes, optimizer: str, device: str, rounds: Rounds) -> Re
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure each case that fits into memory."""
+    """Measure each case that fits in memory."""
     return {
         "results": {
             f"{size}, {optimizer}": result_of(SIZES[size], optimizer, device, plan.rounds)
@@ -193,7 +193,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show the times, then the traffic."""
+    """Return tables of times and of memory traffic."""
     results = record["results"]
     traffic_table = Table(
         ["", *(f"{library}: {way}" for way in ("scaled", "scaled + clipped") for library in (TORCH, CASTWISE))],
@@ -209,9 +209,9 @@ def tables(record: Record) -> list[Table]:
 
 
 def times_table(first: str, results: dict[str, Record], above: str = "") -> Table:
-    """Show what `timings` has found, by name, and why it is missing where something was left out."""
+    """Build a table from results of `timings`, by name, with reasons for skipped cases."""
     columns = [first, "step alone", "what", "torch", "castwise", "castwise / torch (quartiles)", "verdict"]
-    about = f"{above}In multiples of a bare `optimizer.step()`, the median of each round's; 1.00 is the step alone:"
+    about = f"{above}Medians, in multiples of the time of `optimizer.step()` alone in the same round:"
     table = Table(columns, above=about, below=left_out(results))
     for name, result in results.items():
         if "skipped" in result:
@@ -228,7 +228,7 @@ def times_table(first: str, results: dict[str, Record], above: str = "") -> Tabl
 BENCHMARK = Benchmark(
     name="step_cost",
     title="A step's cost",
-    about="What scaling and clipping add to an optimizer's step, and what they do to the gradients before it.",
+    about="What scaling and clipping add to an optimizer's step, and the gradient bytes they read and write before it.",
     quick=Plan(
         rounds=Rounds(9, QUICK_S),
         cases=(

@@ -1,4 +1,4 @@
-"""How a WeightCache and a monitor grow with the number of tensors that a model's parameters are in."""
+"""How the costs of a WeightCache and a monitor grow with the number of parameter tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from castwise.demo.corpus import Corpus, read_text
 from castwise.demo.gpt import GPT, Size
 from castwise.demo.settings import CASTWISE, Training
 
-PER_LAYER = 12  # tensors of a GPT's layer
-_LAYERS_OF_WIDTHS = 4  # that `WIDTHS_SQUARED` speaks of
+PER_LAYER = 12  # tensors in a GPT layer
+_LAYERS_OF_WIDTHS = 4  # number of layers that `WIDTHS_SQUARED` refers to
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and about how many tensors."""
+    """Rounds and approximate numbers of tensors."""
 
     rounds: Rounds
     cached: tuple[int, ...]
@@ -30,29 +30,29 @@ class Plan:
 
 
 def chain(parameters: int, tensors: int) -> nn.Sequential:
-    """Return so many square matrices, one after the other, with about so many parameters in all."""
+    """Return a chain of square matrices with about the given total number of parameters."""
     width = round(math.sqrt(parameters / tensors))
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(tensors)))
     for param in model.parameters():
-        nn.init.orthogonal_(param)  # or nothing would be left of the input after some hundred of them
+        nn.init.orthogonal_(param)  # otherwise the input would vanish after a few hundred layers
     return model
 
 
 def gpt_size(parameters: int, tensors: int) -> Size:
-    """Return the size of a GPT with about so many parameters in about so many tensors, for few tokens."""
+    """Return the size of a GPT with about the given numbers of parameters and tensors, for few tokens."""
     layers = max(1, round(tensors / PER_LAYER))
     width = math.sqrt(parameters / WIDTHS_SQUARED * _LAYERS_OF_WIDTHS / layers)
     return Size(layers=layers, heads=4, width=4 * max(1, round(width / 4)), context=64, batch=1)
 
 
 def number_of_tensors(size: Size) -> int:
-    """Return how many parameters a GPT has, as PyTorch counts them."""
+    """Return the number of parameter tensors of a GPT."""
     with torch.device("meta"):
         return len(list(GPT(size).parameters()))
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure all numbers of tensors."""
+    """Measure for all numbers of tensors."""
     corpus = Corpus(read_text(None), context=64)
     cached, monitored = {}, {}
     for count in plan.cached:
@@ -68,7 +68,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show how both grow."""
+    """Return tables of both costs by number of tensors."""
     found = [
         weight_cache.times_table(record["weight cache"], "A WeightCache, inference of one row by a chain of matrices:"),
         monitor_cost.times_table(record["monitor"], "A monitor, steps of a GPT on 64 tokens, fp32:"),
@@ -78,8 +78,8 @@ def tables(record: Record) -> list[Table]:
 
 BENCHMARK = Benchmark(
     name="tensor_growth",
-    title="How a WeightCache and a monitor grow with the number of tensors",
-    about="About a million parameters, in few large tensors and in many small ones.",
+    title="Growth by number of tensors",
+    about="A WeightCache and a monitor with about a million parameters, from few large tensors to many small ones.",
     quick=Plan(Rounds(9, QUICK_S), cached=(10, 100), monitored=()),
     full=Plan(Rounds(51, 15.0), cached=(10, 100, 1000, 10_000), monitored=(10, 100, 1000, 10_000)),
     measure=measure,

@@ -1,4 +1,4 @@
-"""How fast the demo's GPT trains: tokens per second by castwise, by torch.amp, and in fp32."""
+"""Training speed of the demo's GPT: tokens per second with castwise, with torch.amp, and in fp32."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ LIBRARIES = {TORCH: settings.TORCH, AGAIN: settings.TORCH, CASTWISE: settings.CA
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on what."""
+    """Rounds and model sizes."""
 
     rounds: Rounds
     sizes: dict[str, Size] = field(default_factory=lambda: {"tiny": SIZES["tiny"]})
 
 
 def why_not(precision: str, device: str) -> str | None:
-    """Return why there is no figure for a precision, or None if there is one."""
+    """Return the reason why a precision is not measured, or None if it is."""
     if precision != "fp16" or device != "cpu" or is_native_here(torch.float16):
         return None
     return "left out: this CPU has no units for fp16, or torch does not use them"
 
 
 def steps(trainers: Mapping[str, Trainer], losses: Mapping[str, list[float]]) -> dict[str, Callable[[], float]]:
-    """Return what takes a step of each trainer, notes its loss, and returns its seconds."""
+    """Return, for each trainer, a function that takes a step, records the loss, and returns the seconds."""
 
     def of(name: str) -> Callable[[], float]:
         def take() -> float:
@@ -54,7 +54,7 @@ def steps(trainers: Mapping[str, Trainer], losses: Mapping[str, list[float]]) ->
 
 
 def race_of(size: Size, precision: str, corpus: Corpus, device: str, rounds: Rounds) -> Record:
-    """Let training runs of the same model on the same batches take turns at taking a step."""
+    """Time steps of training runs of the same model on the same batches in turns."""
     where = torch.device(device)
     rivals = {FP32: Training(FP32, settings.TORCH, size, 0)}
     rivals |= {name: Training(precision, library, size, 0) for name, library in LIBRARIES.items()}
@@ -71,7 +71,7 @@ def race_of(size: Size, precision: str, corpus: Corpus, device: str, rounds: Rou
 
 
 def measure(device: str, plan: Plan) -> Record:
-    """Measure each size in bf16, and in fp16 where the device has it."""
+    """Measure each size in bf16, and in fp16 if the device supports it."""
     rows: Record = {}
     text = read_text(None)
     for name, size in plan.sizes.items():
@@ -88,7 +88,7 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each size and precision."""
+    """Return a table with one row per size and precision."""
     table = Table(
         [
             *("", "fp32, tokens/s", "torch.amp, tokens/s", "castwise, tokens/s"),
@@ -111,7 +111,7 @@ def tables(record: Record) -> list[Table]:
 BENCHMARK = Benchmark(
     name="training",
     title="Training from end to end",
-    about="The demo's GPT on the text of the standard library: whole steps with clipping, on batches at hand.",
+    about="The demo's GPT on the text of the standard library: complete steps with clipping, on preloaded batches.",
     quick=Plan(rounds=Rounds(9, QUICK_S)),
     full=Plan(rounds=Rounds(40, 240.0), sizes={"tiny": SIZES["tiny"], "wide": WIDE, "large": LARGE}),
     measure=measure,

@@ -1,4 +1,4 @@
-"""What casting weights once saves: a region with a WeightCache against torch.autocast."""
+"""The time saved by casting weights once: a region with a WeightCache against torch.autocast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[[nn.Module, Tensor, Region], Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, and on what: the MLP's width, the GPT's size, tokens to decode, micro-batches of a training step."""
+    """Rounds, the MLP's width, the GPT's size, tokens to decode, and micro-batches per training step."""
 
     rounds: Rounds
     width: int = 1024
@@ -36,7 +36,7 @@ class Plan:
 
 
 def mlp(width: int) -> nn.Sequential:
-    """Return six blocks of width - 4 width - width."""
+    """Return six MLP blocks of width - 4 width - width."""
     torch.manual_seed(0)
     blocks = [[nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)] for _ in range(6)]
     return nn.Sequential(*(layer for block in blocks for layer in block))
@@ -50,7 +50,7 @@ def infer(model: nn.Module, x: Tensor, region: Region) -> Tensor:
 
 
 def decode(n_tokens: int) -> Run:
-    """Generate tokens one by one, each from all before it: nothing but the weights is cached."""
+    """Return a run that generates tokens one by one, each from all tokens before it; only weights are cached."""
 
     def run(model: nn.Module, x: Tensor, region: Region) -> Tensor:
         for _ in range(n_tokens):
@@ -62,7 +62,7 @@ def decode(n_tokens: int) -> Run:
 
 
 def train(micro_batches: int) -> Run:
-    """Take one step, of gradients that are accumulated over some micro-batches."""
+    """Return a run that takes one step with gradients accumulated over micro-batches."""
 
     def run(model: nn.Module, x: Tensor, region: Region) -> Tensor:
         params: list[Tensor] = list(model.parameters())
@@ -80,10 +80,10 @@ def train(micro_batches: int) -> Run:
 
 
 def race_of(model: nn.Module, x: Tensor, run: Run, device: str, rounds: Rounds, trains: bool) -> Record:
-    """Let the ways of running a model take turns; torch's and castwise's are copies of the same weights.
+    """Time the ways of running a model in turns; torch's and castwise's models are copies of the same weights.
 
     Raises:
-        AssertionError: The outputs are not the same bit for bit.
+        AssertionError: The outputs are not bit-identical.
     """
     models = {name: copy.deepcopy(model).to(device) for name in (TORCH, CASTWISE)}
     x = x.to(device)
@@ -95,7 +95,7 @@ def race_of(model: nn.Module, x: Tensor, run: Run, device: str, rounds: Rounds, 
     def by_castwise() -> Tensor:
         return run(models[CASTWISE], x, lambda: castwise.autocast(device, dtype=BF16, weight_cache=cache))
 
-    for _ in range(3):  # the first ones pay for fresh memory
+    for _ in range(3):  # the first ones allocate memory
         if not torch.equal(by_castwise(), by_torch()):
             raise AssertionError("the outputs of castwise and torch.amp differ")
     rivals: dict[str, Callable[[], Tensor]] = {TORCH: by_torch, AGAIN: by_torch, CASTWISE: by_castwise}
@@ -137,12 +137,12 @@ def measure(device: str, plan: Plan) -> Record:
 
 
 def tables(record: Record) -> list[Table]:
-    """Show one row for each case."""
+    """Return a table with one row per case."""
     return [times_table(record["cases"])]
 
 
 def times_table(cases: dict[str, Record], above: str = "") -> Table:
-    """Show what `race_of` has found, by name, and why it is missing where something was left out."""
+    """Build a table from results of `race_of`, by name, with reasons for skipped cases."""
     table = Table(
         [
             *("", "torch.autocast", "WeightCache", "model in bf16", "torch / castwise (quartiles)", "verdict"),
@@ -166,9 +166,9 @@ def times_table(cases: dict[str, Record], above: str = "") -> Table:
 BENCHMARK = Benchmark(
     name="weight_cache",
     title="Weights cast once",
-    about="The MLP has six blocks of 1024 - 4096 - 1024. Outputs and trained weights are bit for bit torch.autocast's. "
-    "With one micro-batch a step there is no cast to save; what is measured there on a CPU is how malloc gets on with "
-    "gradients that come and go: other threads, or other settings of malloc, say another thing.",
+    about="The MLP has six blocks of 1024 - 4096 - 1024. Outputs and trained weights equal those of torch.autocast bit "
+    "for bit. With one micro-batch per step there is no cast to save. On a CPU, that row mostly measures how malloc "
+    "frees and allocates gradients, so it changes with the number of threads and the settings of malloc.",
     quick=Plan(rounds=Rounds(9, QUICK_S), batches=(1,), micro_batches=(1,)),
     full=Plan(rounds=Rounds(25)),
     measure=measure,

@@ -1,8 +1,9 @@
-"""The command line: a file for each command, which declares it and imports what it runs when it runs.
+"""The command line, with one file per command.
 
-Help and completion must not wait for torch, so no file that declares a command imports it, or a module that does, at
-its top. `import castwise` never comes here, so typer and rich are imported freely. typer's own tracebacks stay off: a
-user's mistake is one line and exit code 2 (`castwise._user_error`), and anything else deserves Python's full traceback.
+Help and completion must not wait for torch, so command files import torch, directly or indirectly, only when the
+command runs. `import castwise` does not import this package, so typer and rich may be imported at the top. typer's
+tracebacks are off: a user's mistake prints one line and exits with code 2 (`castwise._user_error`), and any other error
+shows Python's full traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from castwise.cli.report import report as report_command
 from castwise.cli.run import run as run_command
 from castwise.cli.tracing import trace as trace_command
 
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of the click that newer versions of typer contain
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
 
 
 @contextmanager
@@ -34,17 +35,17 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
     try:
         yield
     except _USAGE_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             raise
         called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
-        command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser knows no context
+        command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
         message = " ".join(error.format_message().split()).rstrip(".")
         typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)", err=True)
         raise typer.Exit(error.exit_code) from None
 
 
 class _Commands(TyperGroup):
-    """The commands, which show a wrong option in one line, as they show all else that a user can put right."""
+    """The group of commands; reports usage errors in one line, like other user errors."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _usage_errors_in_one_line():
@@ -56,11 +57,11 @@ class _Commands(TyperGroup):
 
 
 _EXIT_CODES = """\
-Exit codes (`castwise run` exits as the script does):
+Exit codes (`castwise run` uses the script's):
 
-* 0: done
-* 1: the answer is no (weights differ, no policy was found), a benchmark failed, or the model raised an error
-* 2: the command line or its input is wrong; the message says what to do
+* 0: success
+* 1: negative result (weights differ, no policy found), failed benchmark, or error in the model
+* 2: invalid command line or input; the message says what to do
 * 130: Ctrl-C
 """
 
@@ -79,7 +80,7 @@ app.command(epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo_
 app.command(epilog="Example: `castwise doctor --json > machine.json`")(doctor_command)
 app.command(epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report_command)
 app.command(
-    # What `run` does not know is refused by `run` itself, which can say where it belongs.
+    # `run` itself rejects unknown options, so that its message can say where they belong.
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
 )(run_command)
@@ -104,5 +105,5 @@ def main(
     if context.invoked_subcommand == "run":  # the streams are the script's
         return
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not every path or name can be written in every encoding
+        if isinstance(stream, io.TextIOWrapper):  # some paths and names cannot be encoded
             stream.reconfigure(errors="backslashreplace")

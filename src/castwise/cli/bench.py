@@ -1,4 +1,4 @@
-"""`castwise bench`: castwise beside torch.amp on this machine."""
+"""`castwise bench`: benchmark castwise against torch.amp on this machine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 def bench(
     quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Small sizes, in two minutes on two cores, or all sizes.")
+        bool, typer.Option("--quick/--full", help="Run small sizes (two minutes on two cores) or all sizes.")
     ] = True,
     device: Annotated[
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(DEVICES)}]",
-            help="Where to measure. [default: cuda if there is one, else cpu]",
+            help="Device to measure on. [default: cuda if available, else cpu]",
             autocompletion=completing(*DEVICES),
         ),
     ] = None,
@@ -45,17 +45,17 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help=f"Run only this one, repeatable: {', '.join(BENCHMARKS)}. [default: all]",
+            help=f"Benchmark to run; repeatable: {', '.join(BENCHMARKS)}. [default: all]",
             autocompletion=completing(*BENCHMARKS),
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the results.")] = Path("castwise-bench"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:
-    """Measure castwise beside torch.amp on this machine.
+    """Benchmark castwise against torch.amp on this machine.
 
-    Writes a JSON file for each benchmark, and README.md with their tables. Use an idle machine: on a busy one the
-    verdict is "cannot tell".
+    Writes a JSON file for each benchmark, and README.md with the tables. Use an idle machine: on a busy one the verdict
+    is "cannot tell".
     """
     from castwise.bench.catalogue import BENCHMARKS
 
@@ -68,8 +68,8 @@ def bench(
         typer.echo(f"castwise bench: {error}", err=True)
         raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
-        typer.echo(f"castwise bench: stopped; what was finished is in {out}", err=True)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only add a traceback
+        typer.echo(f"castwise bench: stopped; finished results are in {out}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(FAILED if failed else 0)
 
@@ -92,7 +92,7 @@ def _device(name: str | None) -> str:
     if name not in DEVICES:
         raise UserError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; leave it out, or give --device cpu")
+        raise UserError("--device cuda: torch finds no CUDA device; omit the option or use --device cpu")
     return name
 
 
@@ -105,7 +105,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
     if is_taken:
-        raise UserError(f"{folder / PAGE} was not written by castwise bench: give another --out")
+        raise UserError(f"{folder / PAGE} was not written by castwise bench: choose another --out")
 
 
 def _command(quick: bool, device: str | None, only: list[str] | None) -> str:
@@ -123,7 +123,7 @@ def _run(
     all_: tuple[benchmark.Benchmark[Any], ...],
     as_json: bool,
 ) -> list[str]:
-    """Run benchmarks one after the other; returns the names of those that failed, which do not stop the others."""
+    """Run benchmarks in turn and return the names of those that failed; a failure does not stop the others."""
     from castwise.bench.machine import machine
     from castwise.bench.recording import doubt, file_of, headline, write
 
@@ -138,7 +138,7 @@ def _run(
         try:
             with warnings.catch_warnings(), progress_bar() as progress:
                 progress(each.name, done, len(chosen))
-                warnings.simplefilter("ignore")  # about emulated fp16, and those of torch's own classes
+                warnings.simplefilter("ignore")  # about emulated fp16, and from torch's own classes
                 measured = each.measure(device, each.quick if quick else each.full)
         except Exception:
             failed.append(each.name)
@@ -153,7 +153,7 @@ def _run(
         console.print(Text(f"{each.about} Took {taken:.0f} s.", style="dim"))
         unclear = doubt(measured)
         doubts += [f"{each.name}: {unclear}"] if unclear else []
-    _say_what_is_unclear(doubts, quick)
+    _warn_if_unclear(doubts, quick)
     console.print(f"results: {out}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(records, indent=2))
@@ -171,7 +171,9 @@ def _print(console: Console, table: benchmark.Table) -> None:
             console.print(part)
 
 
-def _say_what_is_unclear(doubts: list[str], quick: bool) -> None:
+def _warn_if_unclear(doubts: list[str], quick: bool) -> None:
     if doubts:
-        advice = "stop what else runs on it" + (", or take --full" if quick else "")
-        typer.echo("\n  ".join([f"warning: this machine is too noisy to tell everything; {advice}", *doubts]), err=True)
+        advice = "stop other programs" + (", or use --full" if quick else "")
+        typer.echo(
+            "\n  ".join([f"warning: this machine is too noisy for some comparisons; {advice}", *doubts]), err=True
+        )

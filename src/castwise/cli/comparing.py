@@ -1,4 +1,4 @@
-"""`castwise compare` and `castwise tune`: what precisions do to a model, and the cheapest that keeps its loss."""
+"""`castwise compare` and `castwise tune`: the effect of precision on a model, and the cheapest policy for its loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WIDTH = 160
 UNREACHED, USER_ERROR, INTERRUPTED = 1, 2, 130
 _TASK = (
-    "Function without arguments, in a module or a .py file, that returns a model, a list of (inputs, targets), and a "
+    "Function in a module or .py file that takes no arguments and returns a model, a list of (inputs, targets), and a "
     "loss function of outputs and targets. The default is a small GPT."
 )
 _DEFAULT = "castwise.demo.gpt:task"
@@ -34,7 +34,7 @@ _DEFAULT = "castwise.demo.gpt:task"
 Model = Annotated[str, typer.Option("--model", metavar="MODULE|FILE:FACTORY", help=_TASK)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Report = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page with pictures. [default: none]")
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page with plots. [default: none]")
 ]
 
 
@@ -52,33 +52,31 @@ def compare(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="What to compare with: float32, float64, or a policy.",
+            help="Reference to compare with: float32, float64, or a policy.",
             autocompletion=completing(*REFERENCES, *POLICIES),
         ),
     ] = "float32",
     gradients: Annotated[
         bool,
-        typer.Option(
-            "--gradients/--no-gradients", help="Compare the gradients of weights as well, or only the forward."
-        ),
+        typer.Option("--gradients/--no-gradients", help="Also compare the gradients of weights, or only the forward."),
     ] = True,
     vary: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Also measure the noise of another {' or '.join(VARIATIONS)} in the reference. [default: none]",
+            help=f"Also measure how much another {' or '.join(VARIATIONS)} changes the reference. [default: none]",
             autocompletion=completing(*VARIATIONS),
         ),
     ] = None,
     page: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what precisions do to a model's loss, gradients and modules."""
+    """Show how precision changes a model's loss and gradients, module by module."""
     from castwise.cli.policies import naming, read_policy
     from castwise.cli.traced_model import find_task
     from castwise.comparison.precision_drift import Comparison
 
-    with _told_as("compare"):
+    with _one_line_errors("compare"):
         _check_folder(page)
         net, batches, loss = find_task(model)
         names = _names(policy or ["bf16"])
@@ -106,19 +104,19 @@ def tune(
         typer.Option(
             "--format",
             metavar="NAME",
-            help=f"A format to try, one of {', '.join(FORMATS)}, or a recipe: {', '.join(RECIPES)}; repeatable. "
+            help=f"A format to try ({', '.join(FORMATS)}) or a recipe ({', '.join(RECIPES)}); repeatable. "
             f"[default: {', '.join(FORMATS)}]",
             autocompletion=completing(*FORMATS, *RECIPES),
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="N", help="The largest relative error of the loss to accept.")
+        float, typer.Option(metavar="N", help="Largest acceptable relative error of the loss.")
     ] = 0.01,
     cost: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help=f"What to save: {', '.join(COSTS)} (seconds on this machine).",
+            help=f"Cost to minimize: {', '.join(COSTS)} (seconds on this machine).",
             autocompletion=completing(*COSTS),
         ),
     ] = "flops",
@@ -133,12 +131,12 @@ def tune(
 ) -> None:
     """Search for the cheapest policy that keeps a model's loss on held-out batches.
 
-    It compares the loss of single steps with float32. It does not prove that a long run ends in the same place.
+    The search compares the loss of single steps with float32; it does not prove that a long run ends in the same place.
     """
     from castwise.cli.traced_model import find_task
     from castwise.tuning.precision_search import Search
 
-    with _told_as("tune"):
+    with _one_line_errors("tune"):
         if output is not None and output.suffix not in {".toml", ".json"}:
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
         _check_folder(output)
@@ -156,8 +154,8 @@ def tune(
 
 
 @contextmanager
-def _told_as(command: str) -> Iterator[None]:
-    """Show what a user can put right as one line."""
+def _one_line_errors(command: str) -> Iterator[None]:
+    """Report user errors in one line."""
     from castwise.comparison.precision_drift import NonfiniteReferenceError
 
     try:
@@ -179,7 +177,7 @@ def _told_as(command: str) -> Iterator[None]:
 
 
 def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) -> Any:
-    """Make what is to run, and look at the batches: errors of both are the user's."""
+    """Call `make` and check the batches, turning errors of either into user errors."""
     from castwise.comparison.objective import Objective
 
     try:
@@ -188,19 +186,19 @@ def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) ->
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
     if len(found) < least:
-        raise UserError("the factory must return at least two batches, as every second is held out, got one")
+        raise UserError("the factory must return at least two batches because every second one is held out, got one")
     return made
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return True if castwise has raised an error, and not the model."""
+    """Return True if castwise, not the model, raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = ("castwise.comparison.", "castwise.tuning.", "castwise.tracing.")
     return str(frames[-1].f_globals.get("__name__")).startswith(ours)
 
 
 def _names(policies: list[str]) -> dict[str, str]:
-    """Return what policies are called, each with how it is spelled: files by their stems if these differ."""
+    """Return policies as given by name; a file is named by its stem if that is unique."""
     policies = list(dict.fromkeys(policies))
     stems = [spelled if spelled in POLICIES else Path(spelled).stem for spelled in policies]
     pairs = zip(stems, policies, strict=True)
@@ -222,7 +220,7 @@ def _read_reference(spelled: str) -> Any:
 
 
 def _check_folder(path: Path | None) -> None:
-    """Refuse to write where nothing can be written, before a run whose results would be lost."""
+    """Raise UserError before a long run if its results could not be written."""
     if path is not None and not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no folder {path.parent}")
     if path is not None and path.is_dir():
@@ -257,13 +255,13 @@ def _print(drift: Drift) -> None:
     summary = drift.summary_rows()
     _print_table(console, summary, set(range(1, len(summary[0]))))
     for each in drift:
-        if each.problem:  # which the notes tell
+        if each.problem:  # the notes report it
             continue
         rows = each.rows(drift.noise)
         console.print(f"{each.name}: modules by effect on the loss")
         _print_table(console, rows[: SHOWN_MODULES + 1], MODULE_NUMBERS)
         if len(rows) - 1 > SHOWN_MODULES:
-            console.print(f"and {len(rows) - 1 - SHOWN_MODULES:,} more modules: --json has all")
+            console.print(f"and {len(rows) - 1 - SHOWN_MODULES:,} more modules (--json lists all)")
     if drift.not_called:
         console.print(f"never called: {', '.join(drift.not_called)}")
     for note in drift.notes:

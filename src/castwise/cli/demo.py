@@ -1,4 +1,4 @@
-"""`castwise demo`: a small GPT, trained in three precisions by torch.amp and by castwise."""
+"""`castwise demo`: train a small GPT in three precisions with torch.amp and with castwise."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def demo(
         str | None,
         typer.Option(
             metavar=f"[{'|'.join(DEVICES)}]",
-            help="Where to train. [default: cuda if there is one, else cpu]",
+            help="Device to train on. [default: cuda if available, else cpu]",
             autocompletion=completing(*DEVICES),
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the first weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for the initial weights and the batches.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -45,12 +45,12 @@ def demo(
         str,
         typer.Option(
             metavar=f"[{'|'.join(WEIGHTS)}]",
-            help="bf16-split: compare MasterWeights' bf16 weights with fp32 weights instead, in bf16.",
+            help="With bf16-split, compare MasterWeights (bf16) with fp32 weights instead, training in bf16.",
             autocompletion=completing(*WEIGHTS),
         ),
     ] = "fp32",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the results of runs.")] = Path("runs"),
-    checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Steps between two checkpoints.")] = 50,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for run results.")] = Path("runs"),
+    checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Steps between checkpoints.")] = 50,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Continue the run in this folder, with its settings. [default: a new run]"),
@@ -59,7 +59,8 @@ def demo(
 ) -> None:
     """Train a small GPT in fp32, bf16 and fp16 with torch.amp and with castwise, and compare the results.
 
-    Takes one to two minutes on two CPU cores, and writes a report of an fp16 run. After Ctrl-C, --resume continues.
+    Takes one to two minutes on two CPU cores, and writes a report of an fp16 run. Use --resume to continue after
+    Ctrl-C.
     """
     from castwise.demo import command
 

@@ -1,4 +1,4 @@
-"""`castwise doctor`: what this machine can do in which format, and what to train with on it."""
+"""`castwise doctor`: the formats this machine supports, their speed, and a recommendation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from castwise._terminal import new_console, progress_bar
 if TYPE_CHECKING:
     from castwise.doctor.checkup import Checkup
 
-_COMPUTED = {True: "by units", False: "emulated", None: "not known"}
+_COMPUTED = {True: "in hardware", False: "emulated", None: "unknown"}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Show which formats this machine computes, how fast, and which policy and schedule to use.
+    """Show which formats this machine supports, how fast each is, and which policy and schedule to use.
 
     Takes several seconds. Use an idle machine.
     """
@@ -65,12 +65,12 @@ def _facts(device: dict[str, Any]) -> list[str]:
         return facts + ([f"{device['memory_bytes'] / 2**30:.1f} GiB"] if device["memory_bytes"] else [])
     threads, units = device["threads"], device["units"]
     facts = [f"{threads} thread{'s' * (threads != 1)}", f"torch's own kernels use {device['vectors']}"]
-    facts += [f"units for {name}: {', '.join(units[name]) or 'none'}" for name in units]
-    return facts + ([f"the environment has {device['limit']}"] if device["limit"] else [])
+    facts += [f"{name} hardware: {', '.join(units[name]) or 'none'}" for name in units]
+    return facts + ([f"limited by {device['limit']}"] if device["limit"] else [])
 
 
 def _recipes(native: dict[str, bool]) -> str:
-    kinds = {"recipes computed by units": True, "recipes emulated": False}
+    kinds = {"recipes in hardware": True, "recipes emulated": False}
     named = {kind: [name for name in native if native[name] is by_units] for kind, by_units in kinds.items()}
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items() if names)
 

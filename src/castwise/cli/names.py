@@ -1,4 +1,4 @@
-"""Names that `--help` lists and the shell completes.
+"""Names for `--help` and shell completion.
 
 They are repeated here because importing the modules that define them would import torch.
 """
@@ -46,7 +46,7 @@ VARIATIONS = ("batch_size", "batch_order")
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:
-    """Return a function that completes the beginning of one of these names."""
+    """Return a function that completes the start of one of the names."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -55,6 +55,6 @@ def completing(*names: str) -> Callable[[str], list[str]]:
 
 
 def complete_policy(incomplete: str) -> list[str]:
-    """Complete the name of a policy, or of a policy file in this folder."""
+    """Complete the name of a policy, or of a policy file in the current folder."""
     files = [path.name for path in Path().iterdir() if path.suffix in {".toml", ".json"}]
     return completing(*POLICIES, *sorted(files))(incomplete)

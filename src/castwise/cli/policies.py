@@ -1,4 +1,4 @@
-"""Policies and schedules as they are spelled on the command line."""
+"""Parsing of policies and schedules given on the command line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
 
-_LARGEST_EXPONENT = 1024  # that of fp64 numbers; a power of Python's integers has 10,240 bits at most
+_LARGEST_EXPONENT = 1024  # that of fp64; it also limits a power of Python integers to 10,240 bits
 
 
 def read_policy(spelled: str) -> Policy:
-    """Return the policy of this name, or the one in a file.
+    """Return a policy by name or from a file.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such policy, or the file is not a valid policy.
     """
     if spelled in policies.__all__:
         ready: Policy = getattr(policies, spelled)
@@ -38,16 +38,16 @@ def read_policy(spelled: str) -> Policy:
 
 
 def naming(path: object, error: ValueError) -> str:
-    """Return what an error says, with the file that it is about."""
+    """Return an error's message, prefixed with its file if the message does not name it."""
     text = str(error)
     return text if str(path) in text else f"{path}: {text}"
 
 
 def read_schedule(spelled: str) -> Schedule:
-    """Return the schedule that is spelled as in Python: `Headroom` or `Dynamic(init_scale=1024.0, hysteresis=2)`.
+    """Parse a schedule written as in Python: `Headroom` or `Dynamic(init_scale=1024.0, hysteresis=2)`.
 
     Raises:
-        UserError: It is none.
+        UserError: The text is not a valid schedule.
     """
     names = [name for name in schedules.__all__ if _is_schedule(getattr(schedules, name))]
     try:
@@ -61,23 +61,23 @@ def read_schedule(spelled: str) -> Schedule:
         made: Schedule = getattr(schedules, name)(*given, **named)
     except (SyntaxError, ValueError, TypeError) as error:
         raise UserError(f"--schedule {spelled!r}: {error}") from None
-    except (RecursionError, MemoryError):  # Python's own parser has enough of it
+    except (RecursionError, MemoryError):  # Python's parser gave up
         raise UserError(f"--schedule is nested too deeply: {spelled[:40]!r}...") from None
     return made
 
 
 def _value(node: ast.expr) -> Any:
-    """Return a literal, or a power of numbers such as 2.0**16; no code is run.
+    """Evaluate a literal, or a power of numbers such as 2.0**16, without running code.
 
     Raises:
-        ValueError: It is neither, or a power that is not a finite number or goes beyond `_LARGEST_EXPONENT`.
+        ValueError: It is neither, or a power that is not finite or exceeds `_LARGEST_EXPONENT`.
     """
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
         return ast.literal_eval(node)
     base, exponent = _value(node.left), _value(node.right)
     for number in (base, exponent):
         if type(number) not in (int, float):
-            raise ValueError(f"a power must be one of numbers, got {ast.unparse(node)}")
+            raise ValueError(f"base and exponent of a power must be numbers, got {ast.unparse(node)}")
     if abs(base) > _LARGEST_EXPONENT or abs(exponent) > _LARGEST_EXPONENT:
         raise ValueError(f"base and exponent of a power must be <= {_LARGEST_EXPONENT}, got {ast.unparse(node)}")
     try:

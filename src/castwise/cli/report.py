@@ -1,4 +1,4 @@
-"""`castwise report`: what a monitor recorded, as a page for a browser or as text for the terminal."""
+"""`castwise report`: show a monitor's records as an HTML page or as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE, WIDTH = "report.html", 120
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help=f"Folders with a {RECORDS}, folders of such folders, or the files."),
+        typer.Argument(metavar="RUN", help=f"Run folders (with a {RECORDS}), folders of runs, or record files."),
     ],
     output: Annotated[
         Path | None,
@@ -31,11 +31,11 @@ def report(
     ] = None,
     text: Annotated[
         bool,
-        typer.Option("--text", help="Print the essentials as text instead of writing a page; with -o, write them."),
+        typer.Option("--text", help="Print a text summary instead of writing a page; with -o, write it to FILE."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the essentials as JSON; with -o, write them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary; with -o, write it to FILE.")] = False,
 ) -> None:
-    """Write an HTML page that shows what happened to the numbers of one or more runs."""
+    """Write an HTML report of what happened to the numbers in one or more runs."""
     try:
         read = _read_all([file for run in runs for file in _records_in(run)])
         if as_json:
@@ -51,7 +51,7 @@ def report(
 
 
 def _records_in(path: Path) -> list[Path]:
-    """Return the record of a run, or those of all runs in a folder."""
+    """Return a run's record file, or those of all runs in a folder."""
     from castwise.monitor.sinks import FILE_NAME
 
     try:
@@ -61,7 +61,7 @@ def _records_in(path: Path) -> list[Path]:
             return [path]
         own = path / FILE_NAME
         found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # such as a name that is too long
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if not found:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")

@@ -1,4 +1,4 @@
-"""What `castwise report --text` prints."""
+"""Output of `castwise report --text`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "not
 
 
 def print_runs(runs: list[Run], console: Console) -> None:
-    """Print the essentials of each run."""
+    """Print a summary of each run."""
     for label, run in zip(labels([run.path for run in runs]), runs, strict=True):
         facts = RunFacts(run)
         console.rule(Text(label))

@@ -1,4 +1,4 @@
-"""`castwise run`: a training script, unchanged, with castwise instead of torch's mixed precision."""
+"""`castwise run`: run an unchanged training script with castwise instead of torch.amp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUT = Path("castwise-run")
 
 
 class OnSkip(str, Enum):
-    """What `--on-skip` takes."""
+    """Values of `--on-skip`."""
 
     FIRST = "first"
     DIAGNOSE = "diagnose"
@@ -26,7 +26,7 @@ class OnSkip(str, Enum):
 
 
 class FailOn(str, Enum):
-    """What `--fail-on` takes."""
+    """Values of `--fail-on`."""
 
     MISTAKE = "mistake"
     WARNING = "warning"
@@ -36,27 +36,27 @@ class FailOn(str, Enum):
 DIAGNOSES = {OnSkip.FIRST: 3, OnSkip.DIAGNOSE: math.inf, OnSkip.NOTHING: 0}
 
 chosen: list[Callable[[], None]] = []
-"""What `castwise.__main__` is to do when the command line has been read: outside of typer, which would catch what the
-script raises, and end a process in its own way."""
+"""Calls for `castwise.__main__` to make after the command line is parsed, outside typer, which would catch the script's
+exceptions and end the process in its own way."""
 
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module with -m.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the script.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as in python -m.")] = False,
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for records and report; an earlier run's are replaced."
+            "--out", "-o", metavar="FOLDER", help="Folder for records and report; replaces those of an earlier run."
         ),
     ] = OUT,
-    every: Annotated[int, typer.Option(metavar="N", help="Steps between two samples of the numbers.")] = 100,
+    every: Annotated[int, typer.Option(metavar="N", help="Steps between samples of the numbers.")] = 100,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"Policy for all regions: a file, or one of {', '.join(POLICIES)}. [default: the script's dtypes]",
+            help=f"Policy for all autocast regions: a file, or {', '.join(POLICIES)}. [default: the script's dtypes]",
             autocompletion=complete_policy,
         ),
     ] = None,
@@ -69,28 +69,28 @@ def run(
         ),
     ] = None,
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Cast weights once, and keep the casts until a weight changes.")
+        bool, typer.Option("--weight-cache", help="Keep casts of weights until a weight changes.")
     ] = False,
     on_skip: Annotated[
         OnSkip,
         typer.Option(
             metavar="[first|diagnose|nothing]",
-            help="Diagnose the first three skipped steps of each cause, all of them, or none.",
+            help="Diagnose the first three skipped steps of each cause (first), all (diagnose), or none (nothing).",
         ),
     ] = OnSkip.FIRST,
     fail_on: Annotated[
         list[FailOn] | None,
         typer.Option(
             metavar="[mistake|warning|critical]",
-            help="Exit with 1 if there is such a mistake or finding; repeatable. [default: never]",
+            help="Exit with 1 on a mistake, or on a finding of at least this severity; repeatable. [default: never]",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last lines as one line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the final summary as one line of JSON.")] = False,
 ) -> None:
     """Run a training script with castwise instead of torch.amp, and write a report when it ends.
 
-    Options of castwise come before SCRIPT, options of the script after it. Output, traceback and exit code are the
-    script's; castwise writes to standard error.
+    Put options of castwise before SCRIPT and options of the script after it. Output, traceback and exit code are the
+    script's; castwise prints to standard error.
     """
     from castwise.cli.policies import read_policy, read_schedule
     from castwise.cli.script import Ending, Script
@@ -113,8 +113,8 @@ def run(
 def _check_folder(out: Path) -> None:
     try:
         if out.exists() and not out.is_dir():
-            raise UserError(f"--out must be a folder, and {out} is a file")
-    except OSError as error:  # a name that is too long
+            raise UserError(f"--out must be a folder, but {out} is a file")
+    except OSError as error:  # such as a name that is too long
         raise UserError(f"--out {out}: {error.strerror}") from None
 
 
@@ -123,6 +123,6 @@ def _check_script(script: str, context: typer.Context) -> None:
         given = script.partition("=")[0]
         own = [option.lstrip("-") for param in context.command.params for option in param.opts]
         raise UserError(
-            f"it has no option {given}{nearest(given.lstrip('-'), own)}; options of the script go after it, as in "
+            f"there is no option {given}{nearest(given.lstrip('-'), own)}; put options of the script after it, as in "
             "`castwise run train.py --lr 3`"
         )

@@ -1,4 +1,4 @@
-"""A script, run as Python itself would, and what is done when it has ended."""
+"""Run a script as Python itself would, and report when it ends."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _OURS = os.path.abspath(castwise.__path__[0]) + os.sep
 
 
 class Ending(NamedTuple):
-    """What is done when a script has ended.
+    """What to do when a script ends.
 
     Args:
-        fail_on: End with exit code 1 if there is one of these and the script itself has not failed.
+        fail_on: Exit with code 1 on one of these levels, unless the script itself failed.
         as_json: Print one line of JSON instead of text.
     """
 
@@ -49,11 +49,11 @@ class Script:
 
     Args:
         name: A file, or the name of a module.
-        arguments: Its own.
-        is_module: Which of both.
+        arguments: The script's arguments.
+        is_module: Whether `name` is a module.
 
     Raises:
-        UserError: There is no such file or module, or the file is no Python.
+        UserError: There is no such file or module, or the file is not a Python script.
     """
 
     def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
@@ -67,7 +67,7 @@ class Script:
         try:
             if path.is_dir() and (path / "__main__.py").is_file():
                 path = path / "__main__.py"
-            self._path = path.absolute()  # as in tracebacks without castwise
+            self._path = path.absolute()  # as tracebacks show it without castwise
             self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -84,17 +84,17 @@ class Script:
         diagnoses: float,
         ending: Ending,
     ) -> None:
-        """Run it; what it raises is raised, and what has to be done afterwards is done when the process ends."""
-        out = out.absolute()  # the script may change the folder
+        """Run the script and re-raise its exceptions; the report is written when the process exits."""
+        out = out.absolute()  # the script may change the current folder
         account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
         castwise.installation.begin(account, settings)
-        WATCH.warns = False  # scripts filter warnings
-        WATCH.begin_telling(self._say)
+        WATCH.warns = False  # scripts may filter warnings
+        WATCH.begin_telling(self._print_mistake)
         atexit.register(
             self._finish, out, os.getpid(), ending, account, settings
-        )  # before any of the script's, so it comes after them
+        )  # registered before the script's own handlers, so it runs after them
         sys.argv = [self.name, *self.arguments]
-        sys.excepthook = sys.__excepthook__  # typer has set its own
+        sys.excepthook = sys.__excepthook__  # typer replaced it
         try:
             self._execute()
         except SystemExit as exit_:
@@ -105,7 +105,7 @@ class Script:
             _hide_own_frames()
             raise
 
-    def _say(self, mistake: Mistake) -> None:
+    def _print_mistake(self, mistake: Mistake) -> None:
         if rank_now() == 0:  # all ranks run the same script
             print(f"castwise: {mistake}", file=sys.stderr)
 
@@ -127,9 +127,9 @@ class Script:
             raise
 
     def _finish(self, out: Path, pid: int, ending: Ending, account: Account, settings: Settings) -> None:
-        """Write the report, and say what there is to say."""
+        """Write the report and print the summary."""
         if os.getpid() != pid:
-            return  # of a worker that was forked
+            return  # this is a forked worker
         was_recording, seen = castwise.installation.is_recording(), castwise.installation.what_was_seen()
         summary = castwise.installation.end()
         WATCH.stop()
@@ -137,17 +137,17 @@ class Script:
             lines = [f"recorded in {out}"] if summary is None or summary.report is None else []
             if not was_recording:
                 lines = [_without_records(out, seen)]
-            mistakes = [each.record() for each in WATCH.found]  # also those that are known only now
+            mistakes = [each.record() for each in WATCH.found]  # including those found only now
             notes = [*account.notes, *settings.notes]
-            self._tell(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
+            self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
         if self._is_interrupted and sys.platform != "win32":
-            # Python ends so after a script that Ctrl-C has ended, but not after a module, which castwise may be run as.
+            # Python does this after Ctrl-C in a script, but not in a module, and castwise may run as a module.
             sys.stdout.flush()
             sys.stderr.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(pid, signal.SIGINT)
 
-    def _tell(self, lines: list[str], summary: Summary, ending: Ending) -> None:
+    def _print_summary(self, lines: list[str], summary: Summary, ending: Ending) -> None:
         if ending.as_json:
             print(json.dumps(summary.record()), file=sys.stderr)
         else:
@@ -156,19 +156,19 @@ class Script:
         if summary.fails(ending.fail_on) and not self._has_failed:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # what is called at exit cannot change the exit code otherwise
+            os._exit(1)  # an exit handler cannot change the exit code in another way
 
 
 def _without_records(out: Path, seen: str) -> str:
     text = "no optimizer of a module has stepped"
-    text += f" in this process, which has seen {seen}" if seen else ": nothing was recorded"
+    text += f" in this process, which saw {seen}" if seen else ", so nothing was recorded"
     if any(out.glob(f"*-process*/{FILE_NAME}")):
-        text += f"; of workers that it has forked there are records: castwise report {out}"
+        text += f"; forked workers left records: run castwise report {out}"
     return text
 
 
 def _check_module(name: str) -> None:
-    """Raise UserError if there is no such module; to look inside a package would run it, too early."""
+    """Raise UserError if there is no such package; looking inside it would already run it."""
     package = name.partition(".")[0]
     try:
         found = find_spec(package)
@@ -179,7 +179,7 @@ def _check_module(name: str) -> None:
 
 
 def _hide_own_frames() -> None:
-    """Have a traceback begin at the script, as it does without castwise, also where the script shows its own."""
+    """Start tracebacks at the script, as without castwise, including those that the script prints."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -200,6 +200,6 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _starts_us(traceback: TracebackType) -> bool:
-    """Return True if a frame is that of the program `castwise`, or of `python -m castwise`."""
+    """Return True for a frame of the program `castwise` or of `python -m castwise`."""
     file = os.path.basename(traceback.tb_frame.f_code.co_filename)
     return file in {"runpy.py", "castwise", "castwise.exe"}

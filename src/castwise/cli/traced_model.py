@@ -1,4 +1,4 @@
-"""The model that a command is asked for, its inputs, and its policy."""
+"""Load the model, inputs and policy that a command's options name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from castwise.cli.policies import naming, read_policy
 from castwise.policy.bound_policy import BoundPolicy
 from castwise.tracing.batches import Batch
 
-_OF_FILE = "__traced__"  # no name that a module has
+_OF_FILE = "__traced__"  # not the name of a real module
 
 
 def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
-    """Make the model that `--model` names; return it with its batch.
+    """Build the model that `--model` names, and return it with its batch.
 
     Raises:
-        UserError: There is no such function, it makes no model, or there is no batch for it.
+        UserError: There is no such function, it does not return a model, or there is no batch.
     """
     made = _made_by(spelled)
     net, *given = made if isinstance(made, tuple) else (made,)
@@ -35,16 +35,16 @@ def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch
     if inputs:
         given = [_input(text) for text in inputs]
     elif not given:
-        raise UserError(f"{spelled} returned a model without inputs for it: add --input, or return both as a tuple")
+        raise UserError(f"{spelled} returned a model without inputs: add --input, or return both as a tuple")
     is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
     return net, given[0] if is_batch else tuple(given)
 
 
 def find_task(spelled: str) -> tuple[nn.Module, list[Any], Callable[[Any, Any], torch.Tensor]]:
-    """Make what `--model` of `castwise compare` names: a model, batches of inputs and targets, and a loss function.
+    """Build the task that `--model` of `castwise compare` names: a model, batches of inputs and targets, and a loss.
 
     Raises:
-        UserError: There is no such function, or it makes something else.
+        UserError: There is no such function, or it returns something else.
     """
     made = _made_by(spelled)
     if not isinstance(made, tuple) or len(made) != 3:
@@ -80,21 +80,21 @@ def _run_file(path: Path) -> ModuleType:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is not a Python file: {error}") from None
-    module = sys.modules[_OF_FILE] = ModuleType(_OF_FILE)  # dataclasses look their module up
+    module = sys.modules[_OF_FILE] = ModuleType(_OF_FILE)  # dataclasses look up their module
     module.__file__ = str(path)
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script, so that it finds its neighbours
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script, so that it can import its neighbours
     exec(code, vars(module))
     return module
 
 
 def _import_module(name: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the folder one is in, as for python -m
+        sys.path.insert(0, "")  # the current folder, as for python -m
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # it is there, but misses something
+            raise  # the module exists, but one of its imports does not
         raise UserError(f"there is no module {name!r}") from None
     except TypeError:
         if not name.startswith("."):
@@ -105,7 +105,7 @@ def _import_module(name: str) -> ModuleType:
 def _call(factory: Callable[..., Any], spelled: str) -> Any:
     try:
         needed = inspect.signature(factory).bind
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return factory()
     try:
         needed()
@@ -127,15 +127,15 @@ def _input(spelled: str) -> torch.Tensor:
         raise UserError(f"--input: {dtype_name!r} is not a dtype of torch")
     try:
         return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
-    except (RuntimeError, TypeError) as error:  # too much memory, or a dtype that tensors are not made of
+    except (RuntimeError, TypeError) as error:  # out of memory, or a dtype that tensors cannot have
         raise UserError(f"--input {spelled!r}: {str(error).splitlines()[0]}") from None
 
 
 def find_policy(spelled: str, net: nn.Module) -> BoundPolicy:
-    """Return the policy of this name or file, bound to a model.
+    """Return a policy by name or from a file, bound to a model.
 
     Raises:
-        UserError: There is none, or it does not fit the model.
+        UserError: There is no such policy, or it does not fit the model.
     """
     policy = read_policy(spelled)
     try:

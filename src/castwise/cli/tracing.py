@@ -1,4 +1,4 @@
-"""`castwise trace`: the casts of one forward and backward of a model that a function makes."""
+"""`castwise trace`: show the casts and ops of one forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trace(
         str,
         typer.Option(
             metavar="MODULE|FILE:FACTORY",
-            help="Function without arguments, in a module or a .py file, that returns a model, or a tuple of a model "
+            help="Function in a module or .py file that takes no arguments and returns a model, or a tuple of a model "
             "and its batch: a tensor, several inputs, or a mapping of keyword arguments. The default is a small GPT.",
         ),
     ] = "castwise.demo.gpt:example",
@@ -32,7 +32,7 @@ def trace(
         typer.Option(
             "--input",
             metavar="SHAPE[:DTYPE]",
-            help="Shape of an input, such as 8x128 or 8x128:int64; repeatable. Floats are random, integers are 0. "
+            help="Shape of an input, such as 8x128 or 8x128:int64; repeatable. Floats are random, integers zero. "
             "[default: the factory's batch]",
         ),
     ] = None,
@@ -45,7 +45,7 @@ def trace(
         ),
     ] = "bf16",
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Run with a WeightCache that an earlier forward has filled.")
+        bool, typer.Option("--weight-cache", help="Run with a WeightCache filled by an earlier forward.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

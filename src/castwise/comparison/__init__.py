@@ -1,4 +1,4 @@
-"""What a precision does to the numbers of a model, module by module."""
+"""How a precision changes the values of a model, module by module."""
 
 from castwise._lazy_modules import submodules_of
 

@@ -1,4 +1,4 @@
-"""`call_again`: a module called by itself with the values of the reference."""
+"""`call_again`: rerun one module in isolation with the values of the reference."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def call_again(
     resized: Callable[[torch.Size], torch.Size] = lambda shape: shape,
     keeps_graph: bool = False,
 ) -> dict[Site, torch.Tensor]:
-    """Run the own ops of a module again, and return the tensors that they make, which may require a gradient.
+    """Rerun a module's own ops, and return the tensors that they create, which may require a gradient.
 
     Args:
-        watch: Of the model.
-        call: Of the module in the reference.
+        watch: The model's watch.
+        call: The call of the module in the reference.
         device: The `type` of the model's device.
-        weights: Makes a context in which a module has the weights that it is to be run with.
-        region: In which to run it.
+        weights: Returns a context in which a module has the weights for this run.
+        region: The region to run in.
         attributes: Tensors that hooks have computed for the module, see `attributes_of`.
-        shown: Makes what the module is given of a tensor of the reference: of its arguments (with None and the place of
-            the tensor), or of the output of a module that it calls.
-        resized: Makes the shape of what is shown of the reference's.
-        keeps_graph: Whether a backward is to follow.
+        shown: Maps a tensor of the reference to the one that the module gets. Called with the call that returned the
+            tensor (None for arguments), the place of the tensor in it, and the tensor.
+        resized: Maps the shape of a reference tensor to the shape after `shown`.
+        keeps_graph: Whether a backward will follow.
     """
     answers = _Answers(watch, call, shown, resized)
     args, kwargs = _shown(call.arguments, functools.partial(shown, None))
@@ -57,7 +57,7 @@ def call_again(
             weights(call.tap.module),
             _with_attributes(call.tap.module, attributes),
             region.again(device),
-            torch.enable_grad(),  # as without gradients torch may take other kernels
+            torch.enable_grad(),  # without gradients torch may choose other kernels
             nullcontext() if keeps_graph else forgetting_graph(),
         ):
             output = call.tap.forward(*args, **kwargs)
@@ -73,9 +73,9 @@ def call_again(
 
 
 class _Answers:
-    """Answers the calls that a module makes to others with what these have returned in the reference.
+    """Answers a module's calls to other modules with the outputs that these had in the reference.
 
-    Where the code takes another path than in the reference, as when experts get other tokens, modules run.
+    If the code takes another path than in the reference, for example if experts get other tokens, the modules run.
 
     Args:
         watch, call, shown, resized: See `call_again`.
@@ -98,7 +98,7 @@ class _Answers:
             self._left.setdefault(child.tap, deque()).append(child)
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the module has returned in the reference, and note what it is passed."""
+        """Return the module's output in the reference, and record the tensors passed to it."""
         left = self._left.get(tap)
         given = direct_tensors((args, kwargs))
         if not left or [self._resized(shape) for shape in left[0].shapes] != [tensor.shape for tensor in given]:
@@ -110,17 +110,17 @@ class _Answers:
         if child.draws:
             child.random_after.restore()
         if child.output is None:
-            raise RuntimeError(f"{tap.name!r} has returned nothing in the reference")
+            raise RuntimeError(f"{tap.name!r} returned nothing in the reference")
         return _shown(child.output, functools.partial(self._shown, child))
 
 
 def _shown(kept: Kept, shown: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
-    """Return a kept value with what is shown of its tensors; those that the code is going to overwrite are copied."""
+    """Return a kept value with its tensors mapped by `shown`, and copies of those that the code will overwrite."""
     tensors = [shown(place, tensor) for place, tensor in enumerate(kept.tensors)]
     for place in kept.written:
         if tensors[place] is kept.tensors[place]:
             tensors[place] = tensors[place].clone()
-    return kept.made_of(tensors)
+    return kept.with_tensors(tensors)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _with_attributes(module: nn.Module, attributes: Mapping[str, torch.Tensor]) 
 
 
 def forgetting_graph() -> saved_tensors_hooks:
-    """Return a context in which forwards run as in training, but keep nothing for a backward."""
+    """Return a context in which forwards run as in training, but save no tensors for a backward."""
     return saved_tensors_hooks(_drop, _nothing_to_unpack)
 
 
@@ -145,8 +145,8 @@ def _drop(tensor: torch.Tensor) -> None:
 
 
 class GraphForgottenError(RuntimeError):
-    """A forward runs a backward, though it keeps nothing for one."""
+    """A forward runs a backward inside `forgetting_graph`, where no tensors are saved for it."""
 
 
 def _nothing_to_unpack(_: object) -> torch.Tensor:
-    raise GraphForgottenError("this forward computes gradients, but has kept nothing for a backward")
+    raise GraphForgottenError("this forward computes gradients, but no tensors were saved for a backward")

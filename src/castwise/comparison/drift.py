@@ -1,4 +1,4 @@
-"""What `compare` returns: figures by policy and module, as tables and as plain data."""
+"""The result of `compare`: figures by policy and module, as tables and as plain data."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ MODULE_NUMBERS = {3, 4, 5, 6, 7}
 
 @dataclass(frozen=True)
 class ModuleDrift:
-    """What a policy does to one module.
+    """The effect of a policy on one module.
 
     Args:
-        name: Qualified, without wrappers; "" is the model itself.
-        type: Of the module.
-        place: In the order in which modules are registered, from 0.
-        calls: How often it was called, over all batches.
-        computes_in: The dtype that the policy says.
-        effect: Root mean square, over the elements of its outputs, of the loss's gradient times the error that the
-            module introduces; inf if one of these errors is not finite, None if it is not known, as of a module that
-            cannot be run by itself or runs without gradients.
-        loss_shift: The same with the sum of the squares instead of their mean: the standard deviation of what these
-            errors add to the loss, if they are independent.
-        introduced: Errors that its own ops make of the reference's inputs; those of modules inside are theirs.
-        carried: What is left of the total without those: its inputs were already off.
-        total: Of its outputs in the policy's run.
-        gradients: Of its own parameters; None without any, or if they were not asked for.
-        introduced_gradients: Errors in these that its own ops make, forward and backward, of the reference's inputs and
-            of the reference's gradients of its outputs; None if it is not known, as of sharded weights and of those
-            that a hook computes, or of the noise.
-        carried_gradients: What is left of `gradients` without those.
+        name: Qualified name without wrappers; "" for the model itself.
+        type: Type of the module.
+        place: Position in the order of registration, from 0.
+        calls: Number of calls over all batches.
+        computes_in: The dtype that the policy gives the module.
+        effect: Root mean square, over the elements of the outputs, of the loss's gradient times the error that the
+            module introduces; inf if one of these errors is not finite, None if unknown, for example if the module
+            cannot be run in isolation or runs without gradients.
+        loss_shift: The same with the sum of squares instead of their mean: the standard deviation of the change in the
+            loss, if the errors are independent.
+        introduced: Errors that the module's own ops make on the reference's inputs, without those of submodules.
+        carried: The rest of the total error, which comes from errors in the inputs.
+        total: Errors of the outputs in the policy's run.
+        gradients: Errors of the gradients of its own parameters; None if it has none or `gradients` is False.
+        introduced_gradients: Errors in these that the module's own ops make, forward and backward, on the reference's
+            inputs and output gradients; None if unknown: for sharded weights, weights that a hook computes, and noise.
+        carried_gradients: The rest of `gradients`.
         problem: Why something is missing; "" if nothing is.
     """
 
@@ -66,17 +65,17 @@ class ModuleDrift:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a policy does to the loss and to the gradient of all parameters.
+    """The effect of a policy on the loss and the gradient of all parameters.
 
     Args:
         loss: Mean over the batches.
         reference_loss: The same in the reference.
         relative_loss_error: Mean over the batches of `|loss - reference loss| / |reference loss|`.
-        gradient_cosine: Of the angle between all gradients and those of the reference; None without gradients.
-        gradient_norm_ratio: Their norm over that of the reference; None without gradients.
-        gradient_errors: Their errors; None without gradients.
-        loss_scale: By which the loss was multiplied for the backward; 1 unless the policy computes in fp16.
-        log_probs: Of the target tokens, if the outputs are logits; None if not.
+        gradient_cosine: Cosine of the angle to the reference's gradient; None without gradients.
+        gradient_norm_ratio: Norm of the gradient relative to the reference's; None without gradients.
+        gradient_errors: Errors of the gradient; None without gradients.
+        loss_scale: The scale of the loss in the backward; 1 unless the policy computes in fp16.
+        log_probs: Drift of the log-probabilities of the target tokens; None if the outputs are not logits.
     """
 
     loss: float
@@ -91,14 +90,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class PolicyDrift:
-    """What one policy does to a model.
+    """The effect of one policy on a model.
 
     Args:
-        name: As it was given to `compare`.
+        name: The name given to `compare`.
         policy: The policy; None for the reference with other batches.
-        summary: Of the model.
-        modules: Those that were called, by their effect, the largest first.
-        problem: Why the model cannot be run under it; "" if it can.
+        summary: Figures of the whole model.
+        modules: The modules that were called, by effect, largest first.
+        problem: Why the model cannot be run under the policy; "" if it can.
     """
 
     name: str
@@ -108,7 +107,7 @@ class PolicyDrift:
     problem: str = ""
 
     def __getitem__(self, name: str) -> ModuleDrift:
-        """Return the module of a name."""
+        """Return the module with a name; raise a KeyError if there is none."""
         for module in self.modules:
             if module.name == name:
                 return module
@@ -116,7 +115,7 @@ class PolicyDrift:
 
     @property
     def failure(self) -> str:
-        """Why it has no figures, or none that are finite; "" if it has."""
+        """Why the policy has no finite figures; "" if it has."""
         if self.problem:
             return self.problem
         gradients = self.summary.gradient_errors
@@ -124,27 +123,27 @@ class PolicyDrift:
             return f"its loss is {self.summary.loss}: {self._origin()}"
         if gradients is not None and gradients.nonfinite:
             return (
-                f"{percent(gradients.nonfinite)} of its gradients are not finite, though the loss is multiplied "
-                f"by only {self.summary.loss_scale:g}"
+                f"{percent(gradients.nonfinite)} of its gradients are not finite, though the loss scale is only "
+                f"{self.summary.loss_scale:g}"
             )
         return ""
 
     def _origin(self) -> str:
-        """Return which module is the first to have values that are not finite, in the model's order."""
+        """Return the first module with non-finite values, in the model's order, as text."""
         in_order = sorted(self.modules, key=lambda module: module.place)
         for module in in_order:
             if module.introduced is not None and module.introduced.nonfinite:
-                return f"{module.name or '(root)'} ({module.type}) makes values that are not finite of finite ones"
+                return f"{module.name or '(root)'} ({module.type}) produces non-finite values from finite inputs"
         for module in in_order:
             if module.total is not None and module.total.nonfinite:
-                return f"the first values that are not finite are those that {module.name or '(root)'} returns"
-        return "all modules return finite values, so the loss function makes it"
+                return f"the first non-finite values are in the output of {module.name or '(root)'}"
+        return "all modules return finite values, so it comes from the loss function"
 
     def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
-        """Return the table of modules as text, its header first.
+        """Return the rows of the table of modules as text, header first.
 
         Args:
-            noise: The reference with other batches, for a column with its errors.
+            noise: The reference with other batches; adds a column with its errors.
         """
         of_noise = {} if noise is None else {module.name: module.total for module in noise.modules}
         header = ("module", "type", "computes in", "effect", "introduced", "carried", "gradients", "noise")
@@ -161,15 +160,15 @@ class PolicyDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """What precisions do to a model, module by module; prints as tables.
+    """The effect of precisions on a model, module by module; prints as tables.
 
     Args:
-        policies: By the names that were given to `compare`.
+        policies: Results by the names given to `compare`.
         reference: "float32", "float64", or "policy".
-        batches: How many were compared.
+        batches: Number of batches compared.
         noise: The reference against itself with other batches, if `vary` was given.
-        not_called: Modules that no batch has called.
-        notes: What else is to be known of the figures.
+        not_called: Modules that no batch called.
+        notes: Other remarks on the figures.
     """
 
     policies: Mapping[str, PolicyDrift]
@@ -180,7 +179,7 @@ class Drift:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> PolicyDrift:
-        """Return what one policy does."""
+        """Return the result of one policy."""
         return self.policies[name]
 
     def __iter__(self) -> Iterator[PolicyDrift]:
@@ -189,7 +188,7 @@ class Drift:
     def __str__(self) -> str:
         parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
         for each in self:
-            if each.problem:  # which the notes tell
+            if each.problem:  # listed in the notes
                 continue
             rows = each.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
@@ -202,14 +201,14 @@ class Drift:
         return "\n\n".join(parts)
 
     def headline(self) -> str:
-        """Return what was compared with what, as one line."""
+        """Return one line with the reference, its loss, and the number of batches."""
         reference = "a policy" if self.reference == "policy" else self.reference
         each = next(iter(self), self.noise)
         loss = "" if each is None else f", whose loss is {each.summary.reference_loss:.6g}"
         return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
 
     def summary_rows(self) -> list[tuple[str, ...]]:
-        """Return the table of summaries as text, its header first: a row for each policy, and one for the noise."""
+        """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
         header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
         log_probs = ("mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
         each = [*self, *([self.noise] if self.noise is not None else [])]
@@ -231,7 +230,7 @@ class Drift:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists and dicts, fit for JSON, which knows no NaN: those are None, and inf "inf"."""
+        """Return the result as JSON-serializable lists and dicts, with NaN as None and inf as "inf"."""
         policies = {name: _record(drift) for name, drift in self.policies.items()}
         return {
             "reference": self.reference,
@@ -243,10 +242,10 @@ class Drift:
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with pictures of the same.
+        """Write the result as one self-contained HTML page with plots.
 
         Args:
-            path: Where to write; an older file there is replaced.
+            path: Where to write. An existing file is replaced.
 
         Returns:
             `path`.
@@ -261,7 +260,7 @@ class Drift:
 
 
 def plain_policy(policy: Policy) -> dict[str, Any]:
-    """Return the fields of a policy as plain values, fit for JSON."""
+    """Return the fields of a policy as JSON-serializable values."""
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
@@ -277,7 +276,7 @@ def _record(drift: PolicyDrift) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value fit for JSON, which knows no NaN (None) and no inf ("inf")."""
+    """Return a JSON-serializable value, with NaN as None and inf as "inf"."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -290,7 +289,7 @@ def plain(value: Any) -> Any:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus before a zero
+    return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus sign before a zero
 
 
 def _relative(errors: Errors | None) -> str:

@@ -1,4 +1,4 @@
-"""How far tensors are from those of a reference: sums over their elements, and the figures made of them."""
+"""How far tensors are from those of a reference: sums over elements, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Elements at a time: temporaries in fp64 stay small beside the tensors themselves.
+# Elements processed at once, so that fp64 temporaries are small compared with the tensors.
 _CHUNK = 2**17
-# Sums of squares below this may have lost their small terms in fp32.
+# Sums of squares below this may have lost small terms to underflow in fp32.
 _SMALL = 1e-30
 
 
@@ -18,13 +18,13 @@ _SMALL = 1e-30
 class Errors:
     """How far values are from the reference's.
 
-    Elements that are not finite in the reference are left out, and those that are not finite here count in `nonfinite`
-    alone.
+    Elements that are not finite in the reference are ignored. Elements that are not finite in the values count only in
+    `nonfinite`.
 
     Args:
         relative_rms: Root mean square of the errors over that of the reference; inf if the reference is all zeros.
         bias: Mean of the errors over the root mean square of the reference.
-        cosine: Of the angle between the values and the reference's.
+        cosine: Cosine of the angle between the values and the reference.
         largest: Magnitude of the largest error, in the units of the values.
         nonfinite: Share of elements that are not finite where the reference is.
     """
@@ -37,7 +37,7 @@ class Errors:
 
 
 class ErrorSums:
-    """Sums over the elements of any number of tensors and of their references.
+    """Accumulates errors over the elements of any number of tensors and their references.
 
     Example:
         >>> sums = ErrorSums()
@@ -53,10 +53,10 @@ class ErrorSums:
         self.error = self.squares = self.reference_squares = self.cross = self.largest = 0.0
 
     def add(self, reference: torch.Tensor, value: torch.Tensor) -> bool:
-        """Count the elements of a tensor and of its reference, which has the same shape; waits for the device.
+        """Add a tensor and its reference of the same shape. Syncs.
 
         Returns:
-            Whether they differ, however little that changes the sums.
+            Whether they differ at all.
         """
         differ = False
         for expected, got in _chunks(reference, value):
@@ -67,7 +67,7 @@ class ErrorSums:
     def add_rest(
         self, reference: torch.Tensor, value: torch.Tensor, own_reference: torch.Tensor, own: torch.Tensor
     ) -> None:
-        """Count the elements of a tensor without the errors that another one has to its own reference."""
+        """Add a tensor, minus the errors that another tensor `own` has against its own reference."""
         for expected, got, without, with_error in _chunks(reference, value, own_reference, own):
             wide = _wide(expected, got, without, with_error)
             self._add(expected.to(wide), got.to(wide) - (with_error.to(wide) - without.to(wide)))
@@ -93,7 +93,7 @@ class ErrorSums:
         return largest > 0 or lost > 0
 
     def errors(self) -> Errors | None:
-        """Return the figures of all that was added; None if it had no elements."""
+        """Return the figures for everything added; None if there were no elements."""
         finite = self.elements - self.nonfinite
         if not self.elements:
             return None
@@ -108,9 +108,9 @@ class ErrorSums:
         )
 
     def cosine(self) -> float:
-        """Return the cosine of the angle between values and reference; 1 if both are all zeros, NaN if one is.
+        """Return the cosine of the angle between values and reference; 1 if both are all zeros.
 
-        NaN as well if no element is finite in both.
+        NaN if only one is all zeros, or if no element is finite in both.
         """
         if self.elements == self.nonfinite:
             return math.nan
@@ -132,9 +132,9 @@ class ErrorSums:
 
 
 class EffectSums:
-    """Sums for the effect of a module: gradients of the loss by its outputs times errors in them.
+    """Accumulates the effect of a module: gradients of the loss by its outputs, times the errors in them.
 
-    `lacks_gradient` is True if a gradient was not finite where there was an error: then the effect is not known.
+    `lacks_gradient` is True if a gradient was not finite where there was an error. The effect is then unknown.
     """
 
     __slots__ = ("elements", "lacks_gradient", "squares")
@@ -143,11 +143,11 @@ class EffectSums:
         self.elements, self.squares, self.lacks_gradient = 0, 0.0, False
 
     def add(self, gradient: torch.Tensor, reference: torch.Tensor, value: torch.Tensor) -> None:
-        """Count the elements of an output, unless it has no error; one that is not finite makes the effect infinite."""
+        """Add an output, unless it has no error. A non-finite element makes the effect infinite."""
         if torch.equal(reference, value):
             return
         for part, expected, got in _chunks(gradient, reference, value):
-            # What is not finite in the reference either, as of a mask, is no error.
+            # An element that is also non-finite in the reference, such as in a mask, is not an error.
             has_error = expected.isfinite() & (got != expected)
             error = torch.where(has_error, got.double() - expected.double(), 0.0)
             shift = torch.where(has_error, part.double() * error, 0.0)
@@ -159,7 +159,7 @@ class EffectSums:
         self.elements += real(gradient).numel()
 
     def rms(self) -> float:
-        """Return the root of the mean square."""
+        """Return the root mean square."""
         return math.sqrt(self.squares / self.elements) if self.elements else 0.0
 
     def root(self) -> float:
@@ -178,18 +178,18 @@ def _wide(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a DTensor is on this rank, and any other tensor as it is."""
+    """Return this rank's part of a DTensor; other tensors are returned unchanged."""
     on_this_rank = getattr(tensor, "to_local", None)
     return tensor if on_this_rank is None else on_this_rank()
 
 
 def is_rounded(tensor: torch.Tensor) -> bool:
-    """Return True if a precision rounds the numbers of a tensor: if they are real or complex."""
+    """Return True if a tensor is floating-point or complex, so that a precision rounds it."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as real and imaginary parts, in a last dimension, and any other tensor as it is."""
+    """Return a complex tensor as real, with a last dimension of 2; other tensors are returned unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

@@ -1,4 +1,4 @@
-"""`Interrupts`: Ctrl-C at points where everything can be put back."""
+"""`Interrupts`: delays Ctrl-C to points where everything can be restored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Interrupts:
-    """Holds back Ctrl-C while it is entered, until `let_through` is called or it is left.
+    """Holds back Ctrl-C inside a `with` block, until `let_through` is called or the block ends.
 
-    Python runs the handler of a signal between any two instructions, also where a context has just been entered or is
-    about to put something back. Held back are only signals to the main thread that run a handler of Python. A second
-    Ctrl-C while one is held back gets through at once, so that code that hangs can be stopped.
+    Python may run a signal handler between any two instructions, including while a context is being entered or is
+    restoring something. Only a SIGINT with a Python handler is held back, and only if the block runs in the main
+    thread. A second Ctrl-C passes at once, so that hanging code can be stopped.
 
     Example:
-        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # some programs are started without it
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not set in every program
         >>> interrupts = Interrupts()
         >>> try:
         ...     with interrupts:
@@ -52,7 +52,7 @@ class Interrupts:
             self._handler = None
 
     def let_through(self) -> None:
-        """Handle a Ctrl-C that was held back: KeyboardInterrupt, unless the program has another handler."""
+        """Handle a pending Ctrl-C: raise KeyboardInterrupt, unless the program has another handler."""
         if self._is_pending:
             self._is_pending = False
             self._handler(signal.SIGINT, sys._getframe())

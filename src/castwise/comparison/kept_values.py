@@ -1,4 +1,4 @@
-"""What modules are given and return, kept so that a module can be called again with it, and the tensors in that."""
+"""Keep the arguments and outputs of modules, so that a module can be rerun with them, and list their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from castwise._torch_private import tree_leaves, tree_map, version
 
-# What no module changes, or what is the same object for every call.
+# Types that no module changes, or that are the same object in every call.
 _PASSED_ON = (
     *(int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module, type),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -22,19 +22,19 @@ _PASSED_ON = (
 
 
 class Kept:
-    """A value as it was when it was kept, with references to its tensors.
+    """A snapshot of a value, with references to its tensors.
 
-    Lists, tuples, dicts and what is registered with torch's pytree are looked into. Any other object, such as a cache
-    of keys and values, is copied without its tensors: a module may write to it each time it is called. An object that
-    cannot be copied is passed on as it is.
+    Lists, tuples, dicts and types registered with torch's pytree are traversed. Any other object, such as a KV cache,
+    is copied without its tensors, because a module may write to it in each call. An object that cannot be copied is
+    kept as it is.
 
     Args:
         value: Arguments or outputs.
-        written: Places of tensors, in the order of `tensors`, that are overwritten later, and are copied therefore.
+        written: Places of tensors, in the order of `tensors`, to copy because they are overwritten later.
 
     Example:
         >>> kept = Kept((torch.ones(2), [3, None]))
-        >>> kept.made_of([tensor + 1 for tensor in kept.tensors])
+        >>> kept.with_tensors([tensor + 1 for tensor in kept.tensors])
         (tensor([2., 2.]), [3, None])
     """
 
@@ -50,12 +50,12 @@ class Kept:
                 self.tensors[place] = self.tensors[place].clone()
 
     def overwritten(self) -> frozenset[int]:
-        """Return the places of tensors that were written to since."""
+        """Return the places of tensors that have been written to since."""
         pairs = zip(self.tensors, self._versions, strict=True)
         return frozenset(place for place, (tensor, before) in enumerate(pairs) if version(tensor) != before)
 
-    def made_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value with other tensors in the places of its own."""
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with its tensors replaced by others."""
 
         def filled(leaf: Any) -> Any:
             if isinstance(leaf, _TensorPlace):
@@ -81,25 +81,25 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TensorPlace:
-    """Where a tensor belongs in a kept value; no tuple, which torch's pytree would look into."""
+    """The place of a tensor in a kept value; not a tuple, which torch's pytree would traverse."""
 
     place: int
 
 
 class _PickledObject:
-    """An object that torch's pytree does not know, as it was when it was kept.
+    """A snapshot of an object that torch's pytree does not traverse.
 
     Args:
-        pickled: It, without what is in `shared`.
-        shared: What the pickle refers to by number: tensors, modules, functions.
-        first: Place of the first of its tensors.
+        pickled: The pickled object, without the objects in `shared`.
+        shared: Objects that the pickle refers to by number: tensors, modules, functions.
+        first: Place of the object's first tensor.
     """
 
     def __init__(self, pickled: bytes, shared: list[Any], first: int) -> None:
         self._pickled, self._shared, self._first = pickled, shared, first
 
     def copy_with(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a copy of the object with other tensors, given those of the whole kept value."""
+        """Return a copy of the object with its tensors replaced; `tensors` are those of the whole kept value."""
         following = iter(tensors[self._first :])
         shared = [next(following) if isinstance(each, torch.Tensor) else each for each in self._shared]
         return _Unpickler(io.BytesIO(self._pickled), shared).load()
@@ -130,18 +130,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _opened(value: Any) -> tuple[bytes, list[Any]] | None:
-    """Return an object pickled, and what the pickle refers to; None if it cannot be pickled."""
+    """Return a pickled object and the objects that the pickle refers to; None if it cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(value)
-    except Exception:  # whatever its own methods raise
+    except Exception:  # the object's own methods may raise anything
         return None
     return file.getvalue(), pickler.shared
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a value in the order in which `Kept` has them."""
+    """Return the tensors of a value in the order of `Kept.tensors`."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -152,12 +152,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def direct_tensors(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a value that are not inside of objects which torch's pytree does not know."""
+    """Return the tensors of a value, except those inside objects that torch's pytree does not traverse."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def returned_tensors(value: Any) -> list[torch.Tensor]:
-    """List the tensors of what a module returns, also those in the fields of dataclasses."""
+    """Return the tensors in a module's output, including those in dataclass fields."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -168,9 +168,9 @@ def returned_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module has as plain attributes and that a hook may compute before each forward.
+    """Return a module's tensors that are plain attributes, which a hook may compute before each forward.
 
-    Such as the weights of torch's older weight norm and spectral norm, and of pruning.
+    Torch's older weight norm, spectral norm and pruning keep weights this way.
     """
     if not module._forward_pre_hooks:
         return {}

@@ -1,4 +1,4 @@
-"""How far apart the log-probabilities are that two runs of a model give to the same tokens."""
+"""Differences between the log-probabilities that two runs of a model give to the same tokens."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-_IGNORED = -100  # the index that torch's cross_entropy leaves out
-_ROWS = 4096  # at a time: the logits of so many tokens are cast to fp64 together
+_IGNORED = -100  # the target that torch's cross_entropy ignores
+_ROWS = 4096  # tokens whose logits are cast to fp64 at once
 
 
 @dataclass(frozen=True)
 class LogProbDrift:
-    """Log-probabilities of the target tokens under a policy, beside those of the reference.
+    """Log-probabilities of the target tokens under a policy, compared with those of the reference.
 
-    With the ratio r = p_policy / p_reference of each token's probabilities (Schulman 2020, "Approximating KL
-    divergence", with tokens taken as samples of the reference):
+    With r = p_policy / p_reference for each token (Schulman 2020, "Approximating KL divergence", treating the tokens as
+    samples from the reference):
 
     Args:
-        tokens: How many were compared; targets of -100 are left out.
+        tokens: Number of tokens compared; targets of -100 are ignored.
         mean_difference: Mean of `|log r|`, in nats.
         largest_difference: Largest `|log r|`, in nats.
-        kl_k1: Mean of -log r, an estimate of KL(reference || policy) without bias, which may be negative.
-        kl_k3: Mean of r - 1 - log r, an estimate without bias that never is.
-        outside_band: Share of tokens whose ratio is outside of `clip_band`.
-        band: That band.
+        kl_k1: Mean of -log r, an unbiased estimate of KL(reference || policy), which may be negative.
+        kl_k3: Mean of r - 1 - log r, an unbiased estimate that is never negative.
+        outside_band: Share of tokens whose ratio is outside `clip_band`.
+        band: The value of `clip_band`.
     """
 
     tokens: int
@@ -40,10 +40,10 @@ class LogProbDrift:
 
 
 class LogProbSums:
-    """Sums over the tokens of any number of batches.
+    """Accumulates figures over the tokens of any number of batches.
 
     Args:
-        band: The least and the largest ratio that a clipped objective leaves alone.
+        band: The smallest and largest ratio that a clipped objective does not clip.
     """
 
     def __init__(self, band: tuple[float, float]) -> None:
@@ -52,11 +52,11 @@ class LogProbSums:
         self._log_ratio = self._magnitude = self._k3 = self._largest = 0.0
 
     def add(self, reference: torch.Tensor, policy: torch.Tensor) -> None:
-        """Count tokens.
+        """Add tokens.
 
         Args:
             reference: Their log-probabilities under the reference, in fp64.
-            policy: Under the policy.
+            policy: Their log-probabilities under the policy.
         """
         if not reference.numel():
             return
@@ -64,7 +64,7 @@ class LogProbSums:
         ratio = log_ratio.exp()
         low, high = self._band
         self._tokens += log_ratio.numel()
-        # A NaN is in no band.
+        # NaN counts as outside.
         self._outside += int((~((ratio >= low) & (ratio <= high))).sum())
         self._log_ratio += float(log_ratio.sum())
         self._magnitude += float(log_ratio.abs().sum())
@@ -89,12 +89,12 @@ class LogProbSums:
 
 
 def token_log_probs(outputs: Any, targets: Any) -> torch.Tensor | None:
-    """Return the log-probabilities that logits give to target tokens, in fp64; None if they are no such pair.
+    """Return the log-probabilities of target tokens under logits, in fp64; None if the arguments are not such a pair.
 
     Args:
-        outputs: Logits of shape (..., classes); or an object or mapping with them as `logits`, or a tuple that begins
-            with them.
-        targets: Indices of classes, of shape (...).
+        outputs: Logits of shape (..., classes); an object or mapping with `logits`; or a tuple or list that begins with
+            logits.
+        targets: Class indices of shape (...).
 
     Example:
         >>> token_log_probs(torch.tensor([[0.0, 0.0]]), torch.tensor([1])).exp()

@@ -1,4 +1,4 @@
-"""How batches become a loss, and how they are taken apart to be run in another composition."""
+"""How a batch becomes a loss, and how its samples are split to run in other groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Objective:
-    """A model with what makes a loss of a batch.
+    """A model and the function that computes the loss of a batch.
 
     Args:
         model: The model, unwrapped.
-        loss: Of outputs and targets; None with a `forward`.
-        forward: Of the model and a batch; None with a `loss`.
+        loss: Function of outputs and targets; None with a `forward`.
+        forward: Function of the model and a batch; None with a `loss`.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, forward: Forward | None) -> None:
@@ -38,7 +38,7 @@ class Objective:
         self.model, self.loss, self._forward = model, loss, forward
 
     def __call__(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Return outputs (None with a `forward`) and loss of a batch."""
+        """Return the outputs (None with a `forward`) and the loss of a batch."""
         if self._forward is not None:
             return None, _checked(self._forward(self.model, batch), "forward")
         args, kwargs = arguments_of(batch[0])
@@ -48,16 +48,16 @@ class Objective:
     def in_parts(
         self, batch: Any, parts: Sequence[torch.Tensor], size: int, around: Around = lambda part: nullcontext()
     ) -> tuple[Any, torch.Tensor]:
-        """Return outputs and loss of a batch whose samples are run in parts, in the batch's order.
+        """Run the samples of a batch in parts, and return outputs in the batch's order, and the loss.
 
-        With a `forward` the loss is the mean over the samples of the losses of their parts; so is a loss, or any other
-        tensor without dimensions, that the model returns.
+        With a `forward`, the loss is the mean of the parts' losses, weighted by their numbers of samples. Losses and
+        other floating-point scalars that the model returns are averaged in the same way.
 
         Args:
             batch: The batch.
-            parts: The indices of the samples of each part.
-            size: How many samples the batch has.
-            around: Makes a context for the run of each part.
+            parts: The sample indices of each part.
+            size: The number of samples in the batch.
+            around: Returns a context for the run of each part.
         """
         outputs, losses = [], []
         for part in parts:
@@ -73,20 +73,20 @@ class Objective:
         return joined, self.loss_of(joined, batch)
 
     def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch's outputs."""
+        """Return the loss of a batch from its outputs."""
         assert self.loss is not None
         return _checked(self.loss(outputs, batch[1]), "loss")
 
     def check(self, batches: Any) -> list[Any]:
-        """Return batches as a list.
+        """Check batches and return them as a list.
 
         Raises:
-            TypeError: They can be read only once, or one is no pair of inputs and targets.
-            ValueError: There are none.
+            TypeError: `batches` is not a collection, or a batch is not a pair of inputs and targets.
+            ValueError: There are no batches.
         """
         if not isinstance(batches, Collection) or isinstance(batches, (torch.Tensor, str, dict)):
             raise TypeError(
-                "batches must be a list or another collection, as they are run more than once, "
+                "batches must be a list or another collection, because they are run more than once, "
                 f"got {type(batches).__name__}: give list(batches), or some of them"
             )
         found = list(batches)
@@ -96,51 +96,51 @@ class Objective:
             if self._forward is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
                 raise TypeError(
-                    f"batches[{place}] must be (inputs, targets), got {kind}: for any other batch give "
+                    f"batches[{place}] must be (inputs, targets), got {kind}: for other batches, give "
                     "forward=lambda model, batch: ..., which returns the loss"
                 )
         return found
 
     def size_of(self, batch: Any) -> int:
-        """Return how many samples a batch has: the first dimension of its first tensor.
+        """Return the number of samples in a batch: the first dimension of its first tensor.
 
         Raises:
-            ValueError: It has no tensor with dimensions.
+            ValueError: The batch has no samples, or no tensor with dimensions.
         """
         inputs = batch if self._forward is not None else batch[0]
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
                 if not leaf.shape[0]:
-                    raise ValueError("vary needs batches of samples, got one without any")
+                    raise ValueError("vary needs batches of samples, got one that is empty")
                 return leaf.shape[0]
-        raise ValueError("vary needs batches of samples: their first tensor must have a first dimension")
+        raise ValueError("vary needs batches of samples: the first dimension of the first tensor must be the samples")
 
 
-def is_of_memory(error: Exception) -> bool:
-    """Return True if an error says that memory ran out, which tells nothing about a precision."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True if an error reports that memory ran out, which is unrelated to the precision."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
 def fresh(batch: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a batch with copies of its tensors, which a model may write to."""
+    """Return a batch with copies of its tensors, so that the model may write to them."""
     kept = Kept(batch)
     copies = []
     for given, tensor in zip(tensors_in(batch), kept.tensors, strict=True):
         copy = cast(tensor)
         copy = copy.clone() if copy is tensor else copy
         copies.append(copy.requires_grad_(given.requires_grad))
-    return kept.made_of(copies)
+    return kept.with_tensors(copies)
 
 
 def selected(value: Any, samples: torch.Tensor, size: int) -> Any:
-    """Return some samples of a batch: tensors without a first dimension of its size are taken whole."""
+    """Return some samples of a batch. Tensors whose first dimension is not the batch size are kept whole."""
 
     def of_leaf(leaf: Any) -> Any:
         is_of_samples = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == size
@@ -164,7 +164,7 @@ def _joined(outputs: list[Any], parts: Sequence[torch.Tensor]) -> Any:
 
 
 def _mean_of(same: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean over samples of what parts return for all of their samples, such as a loss."""
+    """Return the mean, weighted by samples, of scalars that parts return; the first part's value for other tensors."""
     if same[0].ndim or not same[0].is_floating_point():
         return same[0]
     sizes = same[0].new_tensor([len(part) for part in parts])

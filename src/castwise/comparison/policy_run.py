@@ -1,4 +1,4 @@
-"""A run of a model under a policy, beside a run of the reference whose tensors are still there."""
+"""A run of a model under a policy, compared with a reference run whose tensors are still in memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from castwise._torch_private import is_backward_running
 from castwise.comparison.call_again import call_again
 from castwise.comparison.errors import EffectSums, ErrorSums, is_rounded, real
 from castwise.comparison.kept_values import attributes_of, returned_tensors, tensors_in
-from castwise.comparison.objective import first_line, is_of_memory
+from castwise.comparison.objective import first_line, is_out_of_memory
 from castwise.comparison.precisions import ParamGradients, Precision, Region, scaled
 from castwise.comparison.reference_run import Call, Gradients, Key, ReferenceRun, Site
 from castwise.comparison.watch import Tap, Watch
 
-_NO_GRAD = "runs under torch.no_grad(), so its effect is not known"
-_NONFINITE = "gets a gradient that is not finite in the reference, so its effect is not known"
-_NOT_REACHED = "gets no gradient, as what it returns is detached or not used, so its effect is not known"
+_NO_GRAD = "runs under torch.no_grad(), so its effect is unknown"
+_NONFINITE = "gets a non-finite gradient in the reference, so its effect is unknown"
+_NOT_REACHED = "gets no gradient because its output is detached or unused, so its effect is unknown"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor in the reference, and the same one under a policy."""
+"""A tensor in the reference, and the corresponding one under a policy."""
 
 
 class Note(NamedTuple):
     """How a module was called under the policy.
 
     Args:
-        region: What held there.
+        region: The region of the call.
         inputs: Dtypes of the tensors in its arguments.
-        outputs: Dtypes of the tensors that it returned.
+        outputs: Dtypes of the tensors in its output.
         attributes: See `attributes_of`.
     """
 
@@ -46,12 +46,12 @@ class Note(NamedTuple):
 
 @dataclass
 class ModuleSums:
-    """What is added up of one module under one policy.
+    """The accumulated figures of one module under one policy.
 
     Args:
-        problem: Why its errors are not known.
-        lacks_gradient: Why its effect alone is not known.
-        is_split: Whether it is known which errors of the gradients of its parameters it introduces.
+        problem: Why its errors are unknown.
+        lacks_gradient: Why only its effect is unknown.
+        is_split: Whether errors of its parameters' gradients can be split into introduced and carried ones.
     """
 
     calls: int = 0
@@ -68,20 +68,18 @@ class ModuleSums:
 
 
 class PolicyRun:
-    """Compares what each module returns with the reference, and notes in which precision it was called.
+    """Compares each module's output with the reference, and records the precision of each call.
 
     Args:
-        watch: Knows the run in progress.
-        reference: The run of the reference.
-        precisions: That of the reference, and that of this run.
+        watch: The watch on the model.
+        reference: The reference run.
+        precisions: The precision of the reference, and that of this run.
         device: The `type` of the model's device.
-        sums: By module, to which errors are added.
-        introduced_gradients: By parameter, to which errors in gradients are added that modules introduce; None if they
-            are not wanted.
-        selection: Which samples of the reference's batch this run is given, and how many the batch has; None if the
-            same.
-        reference_scale: By which the loss of the reference has to be multiplied for a backward; 1 unless it computes in
-            fp16.
+        sums: Figures by module; errors are added to them.
+        introduced_gradients: Errors that modules introduce into gradients, by parameter; errors are added to them. None
+            to skip these.
+        selection: The indices of the samples of the reference's batch in this run, and the batch size; None for all.
+        reference_scale: The loss scale that a backward of the reference needs; 1 unless it computes in fp16.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class PolicyRun:
     ) -> None:
         self._watch, self._reference, self._device, self._sums = watch, reference, device, sums
         self._expected, self._precision = precisions
-        # In the backward of the reference the model has the weights of the reference.
+        # During the backward of the reference, the model has the weights of the reference.
         same = self._precision is self._expected
         self._weights = self._precision.weights if same else self._expected.own_weights
         self._introduced_gradients, self._selection = introduced_gradients, selection
@@ -108,7 +106,7 @@ class PolicyRun:
         self._reading_weights: set[Key] = set()
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module, and compare what it returns."""
+        """Call the module, and compare its output."""
         if is_backward_running():
             return tap.forward(*args, **kwargs)
         number = self._numbers[tap]
@@ -128,7 +126,7 @@ class PolicyRun:
         return output
 
     def add_effect(self, call: Call, gradients: Gradients) -> None:
-        """Add gradients of the loss by what a module's own ops make, times the errors that they introduce."""
+        """Add the gradients by a call's sites, times the errors introduced there, to the module's effect."""
         key = call.key
         note = self._notes.get(key)
         has_gradients = self._introduced_gradients is not None and key in self._reading_weights
@@ -143,7 +141,7 @@ class PolicyRun:
             sums.lacks_gradient = _NONFINITE
 
     def note_missing_gradients(self) -> None:
-        """Note which calls no gradient has reached, unless they introduce no errors."""
+        """Record the modules with errors that no gradient has reached."""
         without_gradient = self._reference.without_gradient()
         for key in self._notes.keys() - self._exact - self._reference.reached:
             if key[0].has_own_ops:
@@ -151,7 +149,7 @@ class PolicyRun:
 
     def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
-        if self._selection is not None and _are_equal(expected, found):  # as of what does not depend on samples
+        if self._selection is not None and _are_equal(expected, found):  # does not depend on the samples
             for value in filter(is_rounded, found):
                 for errors in (sums.total, sums.introduced, sums.carried):
                     errors.add(value, value)
@@ -159,11 +157,11 @@ class PolicyRun:
             return
         pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
         if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
-            sums.problem = "returns tensors of other shapes than in the reference"
+            sums.problem = "returns tensors with other shapes than in the reference"
             self._exact.add(call.key)
             return
         if not all(map(self._has_samples_first, expected)):
-            sums.problem = "returns tensors whose first dimension is not that of the samples, so its noise is not known"
+            sums.problem = "returns tensors whose first dimension is not the samples, so its noise is unknown"
             self._exact.add(call.key)
             return
         introduced = self._introduced(call, note, sums)
@@ -188,11 +186,14 @@ class PolicyRun:
     def _introduced(
         self, call: Call, note: Note, sums: ModuleSums, gradients: Gradients | None = None
     ) -> dict[Site, Pair]:
-        """Return what a module's own ops make of the reference's values, there and here; nothing if it is the same.
+        """Run a module's own ops on the reference's values in both precisions, and return their results.
+
+        Empty if both precisions run the same ops.
 
         Args:
-            call, note, sums: Of the module.
-            gradients: Of what they make. If given, errors that they introduce into gradients of weights are added.
+            call, note, sums: The records of the module.
+            gradients: Gradients of the loss by the results. If given, the errors introduced into the gradients of
+                weights are added, too.
         """
         if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
             return {}
@@ -213,33 +214,33 @@ class PolicyRun:
         if gradients is not None:
             backward = _Backward(call, gradients, self._loss_scale, self._expected.weight)
         try:
-            values = self._by_itself(
+            values = self._in_isolation(
                 *(call, self._weights, note.region, note.attributes, rounded),
                 None if backward is None else backward.here,
             )
             if backward is not None or self._rounds(call, note):
-                expected = self._by_itself(
+                expected = self._in_isolation(
                     *(call, self._expected.weights, call.region, call.attributes, rounded_and_back),
                     None if backward is None else backward.there,
                 )
             else:
                 expected = {site: self._of_reference(call.made(site)) for site in values}
         except Exception as error:
-            if is_of_memory(error):
+            if is_out_of_memory(error):
                 raise
-            sums.problem = f"cannot be run by itself: {first_line(error)}"
+            sums.problem = f"cannot be run in isolation: {first_line(error)}"
             return {}
         pairs = {site: (expected[site], value) for site, value in values.items() if site in expected}
         if not all(map(_are_comparable, pairs.values())):
-            sums.problem = "takes another path by itself"
+            sums.problem = "takes another path when run in isolation"
             return {}
         if backward is not None and self._introduced_gradients is not None:
-            # The weights that a hook has computed hide the parameters that it has computed them of.
+            # Weights that a hook has computed hide the parameters from which it computed them.
             sums.is_split = sums.is_split and not backward.failed and not note.attributes
             backward.add_errors(self._introduced_gradients)
         return {site: pair for site, pair in pairs.items() if is_rounded(pair[0])}
 
-    def _by_itself(
+    def _in_isolation(
         self,
         call: Call,
         weights: Callable[[nn.Module], AbstractContextManager[None]],
@@ -248,7 +249,7 @@ class PolicyRun:
         shown: Callable[[Call | None, int, torch.Tensor], torch.Tensor],
         backward: Callable[[dict[Site, torch.Tensor]], None] | None,
     ) -> dict[Site, torch.Tensor]:
-        """Return what a module's own ops make, and run their backward, after which their graph is freed."""
+        """Run a module's own ops in isolation, and their backward if given; return detached results."""
         values = call_again(
             *(self._watch, call, self._device, weights, region, attributes, shown, self._resized),
             keeps_graph=backward is not None,
@@ -261,7 +262,7 @@ class PolicyRun:
         return {site: value.detach() for site, value in values.items()}
 
     def _is_the_same(self, call: Call, note: Note) -> bool:
-        """Return True if its own ops are those of the reference, on tensors of the same dtypes."""
+        """Return True if the module runs the same ops as in the reference, on tensors of the same dtypes."""
         both_plain = note.region.is_plain(call.tap.forward) and call.region.is_plain(call.tap.forward)
         return (
             (both_plain or note.region[:2] == call.region[:2])
@@ -271,7 +272,7 @@ class PolicyRun:
         )
 
     def _rounds(self, call: Call, note: Note) -> bool:
-        """Return True if anything that the module is given has another dtype here than in the reference."""
+        """Return True if any input of the module has another dtype here than in the reference."""
         if self._selection is not None:
             return False
         if [tensor.dtype for tensor in call.arguments.tensors] != note.inputs or self._expected.dtype is not None:
@@ -291,7 +292,7 @@ class PolicyRun:
         return tensor.index_select(0, samples.to(tensor.device)) if is_of_samples else tensor
 
     def _has_samples_first(self, tensor: torch.Tensor) -> bool:
-        """Return True if it is known which elements of an output of the reference are to be compared."""
+        """Return True if the samples of this run can be selected from an output of the reference."""
         return self._selection is None or not tensor.ndim or tensor.shape[0] == self._selection[1]
 
     def _resized(self, shape: torch.Size) -> torch.Size:
@@ -301,13 +302,13 @@ class PolicyRun:
 
 
 class _Backward:
-    """Backwards of a module's own ops here and in the reference, from the gradients that are handed over here.
+    """Backwards of a module's own ops under the policy and in the reference, from the same gradients.
 
     Args:
-        call: Of the module in the reference.
-        gradients: Of the loss, by what its own ops make, in the reference.
-        loss_scale: To begin with.
-        weight: Makes what stands for a parameter in the reference.
+        call: The call of the module in the reference.
+        gradients: Gradients of the loss by the tensors that its own ops create, in the reference.
+        loss_scale: The initial loss scale.
+        weight: Maps a parameter to its counterpart in the reference.
     """
 
     def __init__(
@@ -320,18 +321,18 @@ class _Backward:
         self._expected: ParamGradients = []
 
     def here(self, made: dict[Site, torch.Tensor]) -> None:
-        """Run the backward of what the ops have made under the policy."""
+        """Run the backward of the results under the policy."""
         self._handed_over = {
             site: made[site].dtype for site in self._gradients if site in made and made[site].requires_grad
         }
         self._found, self._scale = scaled(lambda scale: self._of_params(made, self._params, scale), self._scale)
 
     def there(self, made: dict[Site, torch.Tensor]) -> None:
-        """Run the backward of what the ops have made in the reference."""
+        """Run the backward of the results in the reference."""
         self._expected = self._of_params(made, [self._weight(param) for param in self._params], self._scale)
 
     def add_errors(self, added: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add what the gradients here are off, by parameter."""
+        """Add the errors of the policy's gradients, by parameter."""
         if self.failed:
             return
         for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
@@ -353,8 +354,8 @@ class _Backward:
         ]
         try:
             return list(torch.autograd.grad(outputs, params, given, retain_graph=True, allow_unused=True))
-        except Exception as error:  # such as of an op without a backward in the policy's dtype
-            if is_of_memory(error):
+        except Exception as error:  # for example, an op without a backward in the policy's dtype
+            if is_out_of_memory(error):
                 raise
             self.failed = True
             return [None] * len(params)
@@ -371,5 +372,5 @@ def _are_comparable(pair: Pair) -> bool:
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
-    """List the dtypes of a value's tensors, in the order in which `Kept` has them."""
+    """Return the dtypes of a value's tensors, in the order of `Kept.tensors`."""
     return [tensor.dtype for tensor in tensors_in(value)]

@@ -1,4 +1,4 @@
-"""`compare`: what precisions do to a model's loss, gradients and modules."""
+"""`compare`: how precisions change a model's loss, gradients and module outputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from castwise.comparison.errors import ErrorSums, local, real
 from castwise.comparison.interrupts import Interrupts
 from castwise.comparison.kept_values import attributes_of
 from castwise.comparison.log_probs import LogProbSums, token_log_probs
-from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
 from castwise.comparison.policy_run import ModuleSums, PolicyRun
-from castwise.comparison.precisions import Precision, bound_for_now, is_sharded, scaled
+from castwise.comparison.precisions import Precision, is_sharded, scaled, temporarily_bound
 from castwise.comparison.reference_run import Call, Gradients, ReferenceRun, Written
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
@@ -44,12 +44,12 @@ _VARY = ("batch_size", "batch_order")
 CLIP_BAND = (0.8, 1.2)
 _MOST_NOISE = 0.01
 _NOTED_MODULES = 5
-_NO_GRADIENT = "has no effect that is known: the loss has no gradient"
+_NO_GRADIENT = "has an unknown effect: the loss has no gradient"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class NonfiniteReferenceError(ValueError):
-    """The loss of a batch is not finite in the reference: there is nothing to compare with."""
+    """Raised if the loss of a batch is not finite in the reference, so nothing can be compared with it."""
 
 
 def compare(
@@ -64,41 +64,42 @@ def compare(
     vary: Vary | None = None,
     clip_band: tuple[float, float] = CLIP_BAND,
 ) -> Drift:
-    """Run batches under policies and under a reference, and return how far apart they are, module by module.
+    """Run batches under policies and under a reference, and return their differences, module by module.
 
     The *effect* of a module is the root mean square of (gradient of the loss by its outputs x error that it introduces
-    into them): what its rounding does to the loss. The gradient is that of the reference. The error is what the
-    module's own ops make of the reference's values, in the dtypes in which the policy hands them over, minus what the
-    same ops make of the same values in the reference; errors of modules inside are theirs alone. What else is off in a
-    module's outputs under the policy is *carried*: its inputs were off.
+    into them). It estimates how its rounding changes the loss. The gradient is the reference's. The *introduced* error
+    is the difference between two runs of the module's own ops, under the policy and in the reference, on the same
+    values: the reference's, rounded to the dtypes in which the policy passes them on. Errors of submodules are not
+    included. The rest of a module's output error under the policy is *carried*: it comes from its inputs.
 
-    Gradients of weights are split alike: *introduced* is what the module's own ops, forward and backward, do to them,
-    given the reference's values and its gradients of what the module makes.
+    Errors of weight gradients are split in the same way: *introduced* errors come from the module's own ops, forward
+    and backward, on the reference's values and output gradients.
 
-    Per policy, a batch costs one forward and backward, another forward, and each module up to four forwards and two
-    backwards by itself; the reference costs one forward and backward, in fp16 one more to find a loss scale. Outputs of
-    modules are kept for one run at a time, the reference's.
+    Per policy, a batch costs one forward and backward, another forward, and up to four forwards and two backwards of
+    each module in isolation. The reference costs one forward and backward, and in fp16 another one to find a loss
+    scale. Module outputs are kept in memory for one run at a time, the reference's.
 
     Weights, buffers, gradients (the same tensors), forwards and training flags of modules, tensors of the batches and
-    random states are put back, also after an exception or Ctrl-C. Weights are copied for that. Not put back are other
-    attributes that the forward sets, what hooks and `loss` do, and generators that the program has made. Dropout draws
-    the same random numbers in all runs. What `torch.compile` has compiled runs eagerly.
+    random states are restored, even after an exception or Ctrl-C; weights are copied for this. Not restored are other
+    attributes that the forward sets, side effects of hooks and `loss`, and the program's own generators. Dropout draws
+    the same random numbers in all runs. Compiled modules run eagerly.
 
     Args:
-        model: The model, in training or evaluation. Each rank compares for itself: what DDP wraps, or a model of FSDP2
-            units, of whose gradients it compares its own shards.
-        batches: A list of `(inputs, targets)`. The model is called with the inputs: a tensor, a tuple of positional or
-            a mapping of keyword arguments.
-        policies: By names of your choice; bound ones and others. May be left out with `vary`.
-        loss: Of the model's output and the targets, a tensor of one element. Runs in the policy's region, too.
-        forward: Instead of `loss`, for batches of any kind: of the model and a batch, returns the loss.
-        reference: "float32", with autocast off; "float64", in which weights, buffers and inputs are cast, too; or a
-            policy. Regions that the model's own code begins hold in the reference as well.
-        gradients: False leaves out the backwards of the policies and of modules by themselves.
-        vary: Compare the reference with itself as well, with the samples of a batch one by one ("batch_size") or in
-            another order ("batch_order"). Errors below this noise are nothing that a policy does. Refused where the
-            forward draws random numbers.
-        clip_band: The least and the largest ratio of probabilities for `LogProbDrift.outside_band`.
+        model: The model, in training or evaluation mode. Each rank compares on its own, whether DDP wraps the model or
+            it consists of FSDP2 units; with FSDP2, a rank compares its own shards of the gradients.
+        batches: A list of `(inputs, targets)`. The inputs are a tensor, a tuple of positional arguments, or a mapping
+            of keyword arguments for the model.
+        policies: Policies, bound or not, by names of your choice. Optional with `vary`.
+        loss: Computes the loss, a tensor of one element, from the model's output and the targets, in the policy's
+            region.
+        forward: Instead of `loss`, for other batches: computes the loss from the model and a batch.
+        reference: "float32", with autocast off; "float64", which also casts weights, buffers and inputs; or a policy.
+            Regions in the model's own code apply in the reference, too.
+        gradients: False skips the backwards of the policies and of isolated modules.
+        vary: Also compare the reference with itself, with the samples of a batch one by one ("batch_size") or in
+            another order ("batch_order"). Errors below this noise are not caused by a policy. Raises if the forward
+            draws random numbers.
+        clip_band: The smallest and largest ratio of probabilities for `LogProbDrift.outside_band`.
 
     Returns:
         Figures by policy and module; `print` shows them as tables.
@@ -107,7 +108,7 @@ def compare(
         TypeError: An argument has the wrong type, or a module returns a generator.
         ValueError: A policy does not fit the model, `reference` or `vary` is unknown, the model is wrapped in
             `FullyShardedDataParallel`, `vary` was given and the forward draws random numbers, or the loss is not finite
-            in the reference: the text has the diagnosis.
+            in the reference (the message includes the diagnosis).
 
     Example:
         >>> import castwise
@@ -137,7 +138,7 @@ def device_of(model: nn.Module) -> str:
 
 @dataclass
 class _Variant:
-    """What is compared with the reference: a policy, or the reference with other batches."""
+    """What to compare with the reference: a policy, or the reference itself with other batches."""
 
     name: str
     precision: Precision
@@ -146,19 +147,19 @@ class _Variant:
     log_probs: LogProbSums
     losses: list[float] = field(default_factory=list)
     gradients: ErrorSums = field(default_factory=ErrorSums)
-    loss_scale: float = math.inf  # the least that a batch has needed
+    loss_scale: float = math.inf  # the smallest that a batch needed
     vary: str | None = None
     problem: str = ""
 
     def parts(self, size: int) -> list[torch.Tensor]:
-        """Return the samples of each run."""
+        """Return the sample indices of each run."""
         if self.vary == "batch_size":
             return [torch.tensor([place]) for place in range(size)]
         return [torch.arange(size).flip(0)]
 
 
 class Comparison:
-    """A model and what it is to be compared with; arguments as of `compare`."""
+    """A comparison of a model; takes the arguments of `compare`."""
 
     def __init__(
         self,
@@ -173,8 +174,8 @@ class Comparison:
         self.model = unwrapped(model)
         if any(map(is_fsdp_flattened, self.model.parameters())):
             raise ValueError(
-                "the weights of the model are flattened by FullyShardedDataParallel, so modules have no gradients of "
-                "their own: use fully_shard, or give the model as it is before it is wrapped"
+                "the weights of the model are flattened by FullyShardedDataParallel, so modules do not have their own "
+                "gradients: use fully_shard, or give the model before it is wrapped"
             )
         self._objective = Objective(self.model, loss, forward)
         self._is_compiled = any(map(is_compiled, [*model.modules()]))
@@ -202,16 +203,16 @@ class Comparison:
         Args:
             batches: See `compare`.
             policies: See `compare`.
-            progress: Is called with what is done, how much of it, and how much there is.
+            progress: Called with the name of the current phase, the number of steps done, and their total.
         """
         found = self._objective.check(batches)
         if not isinstance(policies, Mapping):
             raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
         for name in policies:
             if not isinstance(name, str):
-                raise TypeError(f"policies must have strings as names, got {name!r}")
+                raise TypeError(f"names of policies must be strings, got {name!r}")
         if self._vary in policies:
-            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: give another")
+            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: rename it")
         if not policies and self._vary is None:
             raise ValueError("policies must have at least one policy, got none")
         with self._prepared(found, policies) as (watch, reference, variants):
@@ -250,11 +251,11 @@ class Comparison:
 
     @contextmanager
     def _refusals_noted(self, variant: _Variant, variants: list[_Variant]) -> Iterator[None]:
-        """Note that a policy cannot run, such as for an op without a kernel, unless no other one is left."""
+        """Record that a policy cannot run, for example for lack of a kernel; raise if no policy is left."""
         try:
             yield
         except Exception as error:
-            if is_of_memory(error) or variant.vary:
+            if is_out_of_memory(error) or variant.vary:
                 raise
             variant.problem = f"cannot be run: {first_line(error)}"
             if all(each.problem for each in variants):
@@ -264,7 +265,7 @@ class Comparison:
     def _prepared(
         self, batches: list[Any], policies: Mapping[str, Policy | BoundPolicy]
     ) -> Iterator[tuple[Watch, Precision, list[_Variant]]]:
-        """Bind what is not bound, and put everything back afterwards."""
+        """Bind the policies that are not bound, and restore everything afterwards."""
 
         def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
             if isinstance(policy, BoundPolicy):
@@ -274,7 +275,7 @@ class Comparison:
                 return policy
             if not isinstance(policy, Policy):
                 raise TypeError(f"{name} must be a castwise.Policy, bound or not, got {type(policy).__name__}")
-            return stack.enter_context(bound_for_now(policy, self.model))
+            return stack.enter_context(temporarily_bound(policy, self.model))
 
         with ExitStack() as stack:
             stack.enter_context(self.interrupts)
@@ -283,12 +284,12 @@ class Comparison:
             else:
                 reference = Precision(self.device, dtype=_REFERENCES[self._reference])
             if reference.dtype is not None and not reference.changes(self.model):
-                is_wide = reference.dtype is torch.float64  # inputs are cast for a model without weights, too
+                is_wide = reference.dtype is torch.float64  # casts inputs even if the model has no weights
                 reference.dtype = reference.dtype if is_wide else None
             if reference.dtype is not None and is_sharded(self.model):
                 raise ValueError(
-                    f"reference={self._reference!r} casts weights, which cannot be done with those of FSDP2 units: "
-                    "give a policy, or shard weights in float32 and compare with float32"
+                    f"reference={self._reference!r} casts weights, which is not possible for FSDP2 units: give a "
+                    "policy, or shard weights in float32 and compare with float32"
                 )
             variants = [
                 self._variant(name, Precision(self.device, bound(policy, f"policies[{name!r}]")))
@@ -346,16 +347,16 @@ class Comparison:
 
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
         if self._is_compiled:
-            yield "what is compiled was compared as its eager original"
+            yield "compiled modules ran eagerly"
         scripted = [
             name or "(root)" for name, each in named_modules(self.model) if isinstance(each, torch.jit.ScriptModule)
         ]
         if scripted:
             more = len(scripted) - _NOTED_MODULES
             rest = f" and {more:,} more" if more > 0 else ""
-            yield f"{', '.join(scripted[:_NOTED_MODULES])}{rest}: compiled by torch.jit, so without figures of its own"
+            yield f"{', '.join(scripted[:_NOTED_MODULES])}{rest}: compiled by torch.jit, so without separate figures"
         if any(sums.lacks_gradient == _NO_GRADIENT for each in variants for sums in each.sums.values()):
-            yield "the loss has no gradient, so effects are not known"
+            yield "the loss has no gradient, so effects are unknown"
         for variant in variants:
             if variant.problem:
                 continue
@@ -393,28 +394,28 @@ class _OneBatch:
         self._introduced_gradients: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
 
     def run_reference(self, number: int, vary: str | None = None) -> float:
-        """Run the forward of the reference; return its loss.
+        """Run the forward of the reference, and return its loss.
 
         Args:
-            number: Of the batch.
-            vary: See `compare`; refused if random numbers are drawn.
+            number: Index of the batch.
+            vary: See `compare`; raises if random numbers are drawn.
         """
         self._scale = 1.0
         precision = self._reference
-        if self._params and precision.loss_scale > 1.0:  # tried now, as the backward of the effects runs once
+        if self._params and precision.loss_scale > 1.0:  # found now: the backward for the effects runs only once
             _, self._scale = scaled(lambda scale: self._gradients_of(precision, scale), precision.loss_scale)
         self._run = self._forward_of_reference({})
         written = self._run.overwritten()
-        # Reentrant checkpoints whose inputs have no gradient give none to the weights inside in training: so no input
-        # may get one here.
+        # In training, a reentrant checkpoint whose inputs require no gradient gives its weights none either, so inputs
+        # must not require one here.
         adds_gradients = not (self._params and self._run.sources and has_reentrant_checkpoint([self._loss]))
-        if written or not adds_gradients:  # which is known only now
+        if written or not adds_gradients:  # known only after a forward
             self._run = self._forward_of_reference(written, adds_gradients)
         if vary is not None and self._start.has_drawn():
             names = [name or "(root)" for name in self._run.drawing()]
             raise ValueError(
-                f"vary={vary!r} runs the samples of a batch otherwise, so they would get other random numbers from "
-                f"{listed(names) if names else 'the forward'}: call model.eval() before, or leave out vary"
+                f"vary={vary!r} regroups the samples of a batch, so they would get other random numbers from "
+                f"{listed(names) if names else 'the forward'}: call model.eval() first, or leave out vary"
             )
         loss = float(self._loss.detach())
         if not math.isfinite(loss):
@@ -424,7 +425,7 @@ class _OneBatch:
         return loss
 
     def run_beside(self, variant: _Variant) -> None:
-        """Run the forward of a variant, while the tensors of the reference are there."""
+        """Run the forward of a variant while the tensors of the reference are in memory."""
         if variant.problem:
             return
         self._start.restore()
@@ -438,7 +439,7 @@ class _OneBatch:
         if self._with_gradients and not variant.vary and not is_sharded(self._objective.model):
             introduced = self._introduced_gradients.setdefault(variant.name, {})
 
-        def telling(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        def handler(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
             each = PolicyRun(
@@ -450,10 +451,10 @@ class _OneBatch:
         graph = nullcontext() if self._run.runs_backwards else forgetting_graph()
         with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), graph:
             if not variant.vary:
-                with telling():
+                with handler():
                     outputs, loss = self._objective(batch)
             else:
-                outputs, loss = self._objective.in_parts(batch, variant.parts(size), size, telling)
+                outputs, loss = self._objective.in_parts(batch, variant.parts(size), size, handler)
         variant.losses.append(float(loss.detach()))
         expected = self._log_probs
         if expected is not None:
@@ -463,7 +464,7 @@ class _OneBatch:
         self._runs.append((variant, runs))
 
     def run_backward(self, variants: list[_Variant]) -> None:
-        """Run the backward of the reference, and add up effects as gradients come by."""
+        """Run the backward of the reference, and add up effects as gradients arrive."""
         run, loss = self._run, self._loss
         if self._scale > 1.0:
             loss = loss.float() * self._scale
@@ -493,7 +494,7 @@ class _OneBatch:
         self._runs.clear()
 
     def add_gradients(self, variant: _Variant) -> None:
-        """Run forward and backward of a variant, and compare the gradients of the weights."""
+        """Run the forward and backward of a variant, and compare the gradients of the weights."""
         if variant.problem or not self._params or not any(each is not None for each in self._gradients):
             return
         precision = variant.precision
@@ -558,19 +559,19 @@ class _OneBatch:
 
 
 def nonfinite_error(objective: Objective, reference: Precision, batch: Any, number: int) -> NonfiniteReferenceError:
-    """Return the error that a loss of the reference is not finite, with the diagnosis.
+    """Return the error for a reference loss that is not finite, including the diagnosis.
 
     Args:
-        objective: What makes a loss of a batch.
-        reference: In which precision.
+        objective: Computes the loss of a batch.
+        reference: The precision of the reference.
         batch: The batch.
-        number: Of the batch.
+        number: Index of the batch.
     """
     start = StartingPoint(objective.model)
     copied = fresh(batch, reference.cast)
     with reference.weights(objective.model), reference.region():
         loss = float(objective(copied)[1].detach())
-        text = f"the loss of batches[{number}] is {loss} in the reference: there is nothing to compare with"
+        text = f"the loss of batches[{number}] is {loss} in the reference, so nothing can be compared with it"
         start.restore()
         copied = fresh(batch, reference.cast)
         if objective.loss is None:
@@ -581,7 +582,7 @@ def nonfinite_error(objective: Objective, reference: Precision, batch: Any, numb
 
 
 class _Called(nn.Module):
-    """A model as a `forward` calls it, whose modules are named with "model." before."""
+    """Wraps a model and its `forward` as a module; names of modules begin with "model."."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
@@ -595,7 +596,7 @@ class _Called(nn.Module):
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
     if all(local(param) is param for param in params):
         return gradients_of([(loss, None)], params)
-    # The weights of FSDP2 units are not in the graph: gradients are brought to them at the end of a backward.
+    # The sharded weights of FSDP2 units are not in the graph; they get their gradients at the end of a backward.
     for param in params:
         param.grad = None
     with no_post_accumulate_hooks(params):
@@ -604,7 +605,7 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the gradient of a loss without a scale, in a dtype in which it does not underflow."""
+    """Divide a gradient by the loss scale, in a dtype in which it does not underflow."""
     return gradient if scale == 1.0 or gradient.layout is not torch.strided else _widened(gradient) / scale
 
 
@@ -615,8 +616,8 @@ def _widened(gradient: torch.Tensor) -> torch.Tensor:
 def _comparable(
     expected: torch.Tensor | None, found: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a gradient in the reference, and one of a scaled loss without the scale; None if there is neither."""
-    # A weight without a gradient stays as it is, as one with zeros would by plain gradient descent.
+    """Return the reference's gradient and the unscaled other one in a common dtype; None if there is neither."""
+    # A missing gradient counts as zeros: under plain gradient descent both leave the weight unchanged.
     expected = torch.zeros_like(found) if expected is None and found is not None else expected
     found = torch.zeros_like(expected) if found is None and expected is not None else found
     if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
@@ -631,27 +632,27 @@ def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, Modu
 
 
 def _is_left_out(tap: Tap, variants: list[_Variant]) -> bool:
-    """Return True if a module could have been called and was not."""
+    """Return True if a module has a forward that was never called."""
     has_forward = type(tap.module).forward is not nn.Module.forward
     return has_forward and not any(tap in each.sums and each.sums[tap].calls for each in variants)
 
 
 def _notes_of_noise(noise: PolicyDrift | None) -> Iterator[str]:
-    # Rounding of no format makes so much; the sum of a loss over samples instead of its mean does.
+    # Rounding alone never differs this much; a loss that sums over samples instead of averaging does.
     if noise is not None and not noise.summary.relative_loss_error <= _MOST_NOISE:
         yield (
-            f"{noise.name}: the loss of a batch is not the mean of the losses of its samples, as of a sum, a mean over "
-            "tokens, or a batch norm in training: its errors of the loss and the gradients are no noise of rounding"
+            f"{noise.name}: the loss of a batch is not the mean of the losses of its samples (as with a sum, a mean "
+            "over tokens, or batch norm in training), so these errors of loss and gradients are not rounding noise"
         )
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of numbers; NaN of none."""
+    """Return the mean of numbers; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan
 
 
 def relative_loss_error(loss: float, expected: float) -> float:
-    """Return how far a loss is from the reference's, over the latter; inf if it is not finite."""
+    """Return the error of a loss relative to the reference's; inf if the loss is not finite."""
     if not math.isfinite(loss):
         return math.inf
     return abs(loss - expected) / abs(expected) if expected else (0.0 if loss == expected else math.inf)
@@ -659,9 +660,9 @@ def relative_loss_error(loss: float, expected: float) -> float:
 
 @contextmanager
 def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
-    """Put back what runs inside have changed, as `compare` promises; regions do not warn of what the CPU emulates."""
+    """Restore everything that `compare` promises to restore, and suppress warnings about emulated formats."""
     device = device_of(model)
-    # Tensors of inference mode could not be in a graph, and backwards run outside of regions.
+    # Inference tensors cannot be in a graph, and backwards must run outside regions.
     outside = autocast(device, enabled=False) if has_autocast(device) else nullcontext()
     with (
         torch.inference_mode(False),
@@ -680,7 +681,7 @@ def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def _without_warnings_of_emulation() -> Iterator[None]:
-    """Keep regions from warning of formats that the CPU emulates: the notes say so."""
+    """Keep regions from warning about formats that the CPU emulates; the notes report these."""
     before = set(SETTLED)
     try:
         SETTLED.update({torch.float16, torch.bfloat16})

@@ -1,4 +1,4 @@
-"""`Precision`: in which region, and with which weights, a run of a model computes."""
+"""`Precision`: the region and the weights with which a model runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from castwise.policy.casting import in_native_state, native_state_of
 from castwise.policy.policy import Policy
 from castwise.recipes.recipe import DEVICES, RECIPES, SETTLED
 
-# An fp16 loss is multiplied by this, as a GradScaler does, and by 1/16 of it where gradients overflow.
+# The initial scale of an fp16 loss, the same as a GradScaler's; it shrinks by 16 whenever gradients overflow.
 _LOSS_SCALE, _BACKOFF, _LEAST_SCALE = 2.0**16, 2.0**-4, 1.0
 
 
 class Precision:
-    """What a run of a model computes in: a policy, or fp32 or fp64 with autocast off.
+    """The precision of a run: a policy, or fp32 or fp64 with autocast off.
 
     Args:
         device: The `type` of the model's device.
-        bound: The policy; None leaves autocast off.
-        dtype: To what weights, buffers and inputs are cast; None leaves them.
+        bound: The policy; None turns autocast off.
+        dtype: The dtype to cast weights, buffers and inputs to; None leaves them unchanged.
     """
 
     def __init__(self, device: str, bound: BoundPolicy | None = None, dtype: torch.dtype | None = None) -> None:
@@ -40,7 +40,7 @@ class Precision:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Be in the region of a whole run for a while."""
+        """Enter the region of a whole run."""
         if not has_autocast(self._device):
             yield
             return
@@ -48,45 +48,45 @@ class Precision:
             with autocast(self._device, enabled=self.bound is not None, policy=self.bound):
                 yield
         finally:
-            # Within another region torch would keep casts of weights, and give them to a region of another dtype.
+            # Inside another region, torch keeps cached casts of weights and would use them in one of another dtype.
             torch.clear_autocast_cache()
 
     @contextmanager
     def weights(self, module: nn.Module) -> Iterator[None]:
-        """Let a module, and those inside, have weights and buffers in this precision for a while.
+        """Give a module and its submodules weights and buffers in this precision inside the `with` block.
 
-        They are copies, made once; the module's own are put back as the objects they were.
+        These are copies that are created once. The original objects are restored afterwards.
         """
         with nullcontext() if self.dtype is None else _exchanged(module, self._is_other, self._twin):
             yield
 
     @contextmanager
     def own_weights(self, module: nn.Module) -> Iterator[None]:
-        """Let a module, and those inside, have their own weights and buffers again for a while, within `weights`."""
+        """Give a module and its submodules their original weights and buffers again, inside `weights`."""
         with nullcontext() if self.dtype is None else _exchanged(module, self._originals.__contains__, self._original):
             yield
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by at first for a backward: as by a GradScaler where anything computes in fp16."""
+        """The initial loss scale of a backward: that of a GradScaler if anything computes in fp16, else 1."""
         is_narrow = self.bound is not None and torch.float16 in self.bound.low_precisions
         return _LOSS_SCALE if is_narrow else 1.0
 
     def renew_buffers(self) -> None:
-        """Let the next run begin with the buffers that the model has now."""
+        """Start the next run with the current buffers of the model."""
         self._buffers.clear()
         self._originals = {twin: param for param, twin in self._weights.items()}
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a weight in this precision."""
+        """Return the copy of a weight in this precision, or the weight itself if there is none."""
         return self._weights.get(param, param)
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input in this precision."""
+        """Return an input cast to this precision."""
         return tensor.to(self._wanted(tensor)) if self._is_other(tensor) else tensor
 
     def changes(self, model: nn.Module) -> bool:
-        """Return True if it casts any weight or buffer of a model."""
+        """Return True if this precision casts any weight or buffer of a model."""
         return any(map(self._is_other, [*model.parameters(), *model.buffers()]))
 
     def _is_other(self, tensor: torch.Tensor | None) -> bool:
@@ -117,7 +117,7 @@ class Precision:
 
 @contextmanager
 def _exchanged(module: nn.Module, is_exchanged: Callable[[Any], bool], other: Callable[[Any], Any]) -> Iterator[None]:
-    """Put other tensors in the places of some weights and buffers of a module for a while."""
+    """Replace some weights and buffers of a module inside the `with` block."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     flattened: list[tuple[nn.RNNBase, list[Any]]] = []
     try:
@@ -128,7 +128,7 @@ def _exchanged(module: nn.Module, is_exchanged: Callable[[Any], bool], other: Ca
                 if any(map(is_exchanged, named.values())):
                     before.append((named, dict(named)))
                     named.update({name: other(tensor) for name, tensor in named.items()})
-            if isinstance(each, nn.RNNBase):  # which keeps its weights in a list as well
+            if isinstance(each, nn.RNNBase):  # which also keeps its weights in a list
                 flattened.append((each, each._flat_weights))
                 each._flat_weights = [other(weight) for weight in each._flat_weights]
         yield
@@ -141,11 +141,11 @@ def _exchanged(module: nn.Module, is_exchanged: Callable[[Any], bool], other: Ca
 
 
 class Region(NamedTuple):
-    """What holds where a module is called: a policy's state in this thread, and autocast's own.
+    """The state in which a module is called: the policy's in this thread, and autocast's own.
 
     Args:
-        state: Of the policy; None if none is in force.
-        native: Whether autocast is on, its dtype, and whether casts are cached.
+        state: The state of the policy; None if no policy is active.
+        native: Whether autocast is on, its dtype, and whether casts are cached; None without autocast.
     """
 
     state: Any
@@ -153,31 +153,31 @@ class Region(NamedTuple):
 
     @classmethod
     def here(cls, device: str) -> Region:
-        """Return what holds in this thread."""
+        """Return the current state in this thread."""
         return cls(THREAD.state, native_state_of(device) if has_autocast(device) else None)
 
     @contextmanager
     def again(self, device: str) -> Iterator[None]:
-        """Let it hold in this thread for a while, also in a backward."""
+        """Restore this state inside the `with` block, also during a backward."""
         before = THREAD.state
         mode = None if self.state is None else self.state.bound.mode()
         try:
-            # In a backward a module with rules looks up the state of the forward that checkpointing runs again, unless
-            # it is told that this is known already.
+            # In a backward, a module with rules looks up the state of the forward that checkpointing reruns, unless
+            # `again` marks the state as known.
             THREAD.state = None if self.state is None else self.state._replace(again=True)
             with mode or nullcontext():
                 if self.native is None:
                     yield
                 else:
                     enabled, dtype, _ = self.native
-                    # Casts of weights are not cached: the region around may have cached others.
+                    # Do not cache casts of weights: the outer region may have cached others.
                     with in_native_state(device, enabled, dtype, False):
                         yield
         finally:
             THREAD.state = before
 
     def is_plain(self, forward: object) -> bool:
-        """Return True if neither autocast nor a rule changes anything in the forward of a module."""
+        """Return True if neither autocast nor a rule affects the forward of a module."""
         if self.native is not None and self.native[0]:
             return False
         if self.state is None:
@@ -187,7 +187,7 @@ class Region(NamedTuple):
 
 
 def _bound_without_warning(policy: Policy, model: nn.Module) -> BoundPolicy:
-    """Bind a policy; that recipes are emulated is said in notes."""
+    """Bind a policy without warnings about emulated recipes, which the notes report."""
     before = set(SETTLED)
     try:
         SETTLED.update(itertools.product(RECIPES.values(), DEVICES))
@@ -197,8 +197,8 @@ def _bound_without_warning(policy: Policy, model: nn.Module) -> BoundPolicy:
 
 
 @contextmanager
-def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
-    """Bind a policy for a while; one that is bound already stays so."""
+def temporarily_bound(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
+    """Bind a policy inside the `with` block; a policy that is already bound stays bound."""
     was_bound = is_bound_to(policy, model) is not None
     try:
         yield _bound_without_warning(policy, model)
@@ -209,15 +209,15 @@ def bound_for_now(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
 
 
 ParamGradients = list[torch.Tensor | None]
-"""Of a loss by parameters; None where it does not depend on one."""
+"""Gradients of a loss by parameter; None where the loss does not depend on one."""
 
 
 def scaled(compute: Callable[[float], ParamGradients], scale: float) -> tuple[ParamGradients, float]:
-    """Return gradients of a loss times the largest scale with which they are finite, and this scale.
+    """Return scaled gradients, and their scale, which is lowered until the gradients are finite or it is 1.
 
     Args:
-        compute: Makes them, given a scale.
-        scale: To begin with.
+        compute: Computes the gradients for a scale.
+        scale: The initial scale.
     """
     while True:
         found = compute(scale)

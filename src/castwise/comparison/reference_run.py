@@ -1,6 +1,7 @@
-"""`ReferenceRun`: what each module is given and returns in the reference, and the gradients of what it makes.
+"""`ReferenceRun`: the inputs and outputs of each module in the reference, and the gradients of its sites.
 
-What a module's own ops make are the tensors that it returns and those that it passes to other modules: its *sites*.
+The *sites* of a module are the tensors that its own ops create: those that it returns, and those that it passes to
+other modules.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from castwise.comparison.watch import Tap
 from castwise.diagnosis.forward_state import RandomState
 
 Key = tuple[Tap, int]
-"""A call: the module, and how often it was called before in the same run."""
+"""A call: the module, and the number of its earlier calls in the same run."""
 
 Site = tuple[Literal["output", "passed"], int]
-"""A tensor that a call returns, by its place, or that it passes on, by its place in `Call.passed`."""
+"""A tensor that a call returns, by its place in the output, or passes on, by its place in `Call.passed`."""
 
 Gradients = dict[Site, torch.Tensor]
 Written = dict[Key, tuple[frozenset[int], frozenset[int]]]
 
 
 class Call:
-    """One call of a module in the reference: all that it takes to call the module again with the same values.
+    """One call of a module in the reference, with everything needed to repeat it with the same values.
 
     Args:
-        key: Which call of which module.
-        arguments: What it is given.
-        given: The tensors of that.
-        region: What holds there.
-        random: The state of random numbers.
+        key: The module and the number of the call.
+        arguments: The arguments.
+        given: The tensors in the arguments.
+        region: The region of the call.
+        random: The random state at its start.
     """
 
     __slots__ = (
@@ -56,13 +57,13 @@ class Call:
         self.writes_arguments = bool(arguments.written)
         self.writes_buffers = False
         self.output: Kept | None = None
-        self.parent: weakref.ref[Call] | None = None  # weak, so that what no gradient is waited for is freed at once
+        self.parent: weakref.ref[Call] | None = None  # weak, so that a call that awaits no gradient is freed at once
         self.children: list[Call] = []
         self.passed: list[Passed] = []
-        # Until it returns: tensors that its own ops have not made, or that are sites. They are kept, as others could
-        # get their ids.
+        # Until the call returns: tensors that its own ops did not create, and its sites. They are kept alive so that
+        # their ids are not reused.
         self.known = {id(tensor): tensor for tensor in given}
-        self.sites: set[Site] = set()  # those that are to get a gradient
+        self.sites: set[Site] = set()  # those that await a gradient
 
     @property
     def tap(self) -> Tap:
@@ -71,11 +72,11 @@ class Call:
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers were drawn in it."""
+        """Whether random numbers were drawn in the call."""
         return self.random_before is not self.random_after
 
     def add_known(self, tensors: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-        """Note tensors; return the floating-point ones that are new, each with its place."""
+        """Record tensors, and return the new floating-point ones, each with its place."""
         new = []
         for place, tensor in enumerate(tensors):
             if id(tensor) not in self.known:
@@ -85,19 +86,19 @@ class Call:
         return new
 
     def outputs(self) -> list[torch.Tensor]:
-        """Return the tensors that it returned."""
-        return [] if self.output is None else returned_tensors(self.output.made_of(self.output.tensors))
+        """Return the tensors in the output."""
+        return [] if self.output is None else returned_tensors(self.output.with_tensors(self.output.tensors))
 
     def made(self, site: Site) -> torch.Tensor:
-        """Return a tensor that its own ops made."""
+        """Return the tensor of a site."""
         kind, place = site
         if kind == "output":
             return self.outputs()[place]
         passed = self.passed[place]
-        return direct_tensors(passed.arguments.made_of(passed.arguments.tensors))[passed.place]
+        return direct_tensors(passed.arguments.with_tensors(passed.arguments.tensors))[passed.place]
 
     def release(self) -> None:
-        """Forget what its own ops need: they will not run again."""
+        """Free the inputs of its own ops, which will not run again."""
         self.arguments, self.children, self.passed = Kept(()), [], []
 
 
@@ -105,9 +106,9 @@ class Passed(NamedTuple):
     """A tensor that a module passes to another one.
 
     Args:
-        child: The call that it is passed to.
-        arguments: Of that call, which forgets them earlier.
-        place: Of the tensor in these.
+        child: The call that receives the tensor.
+        arguments: The arguments of that call, which may release them first.
+        place: The place of the tensor in them.
     """
 
     child: Call
@@ -116,12 +117,12 @@ class Passed(NamedTuple):
 
 
 class ReferenceRun:
-    """Keeps the calls of a forward, and hands over the gradients of their sites in the backward.
+    """Keeps the calls of a forward, and passes on the gradients of their sites in the backward.
 
     Args:
         device: The `type` of the model's device.
-        written: What the code of the model overwrites in place, as an earlier run has found: it is copied.
-        adds_gradients: Whether outputs that do not depend on a trained weight get a gradient as well.
+        written: Tensors that the model overwrites in place, found by an earlier run; they are copied.
+        adds_gradients: Whether outputs that do not depend on a trained weight also get a gradient.
     """
 
     def __init__(self, device: str, written: Written, adds_gradients: bool = True) -> None:
@@ -130,20 +131,20 @@ class ReferenceRun:
         self.on_gradients: Callable[[Call, Gradients], None] | None = None
         self.reached: set[Key] = set()
         self.is_over = False
-        self.runs_backwards = False  # in its forward, as models of forces do
+        self.runs_backwards = False  # in its forward, as force-field models do
         self._device, self._written, self._adds_gradients = device, written, adds_gradients
         self._numbers: Counter[Tap] = Counter()
         self._running: list[Call] = []
         self._without_gradient: dict[Tap, list[Call]] = {}
         self._random = RandomState()
-        # Gradients that wait for the others of their call, and how many bytes of them there may be.
+        # Gradients that wait for the other ones of their call, and the limit on their bytes.
         self._arrived: dict[Call, Gradients] = {}
         self._bytes, self._most_bytes = 0, 0
 
     # The forward.
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module, and keep what it is given and what it returns."""
+        """Call the module, and keep its arguments and output."""
         if is_backward_running():
             return self._call_in_checkpoint(tap, args, kwargs)
         key = tap, self._numbers[tap]
@@ -175,7 +176,7 @@ class ReferenceRun:
             parent.passed.append(Passed(call, call.arguments, place))
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module, and note what it has done beside returning a value."""
+        """Run the module, and record its side effects."""
         module = call.tap.module
         versions = [version(buffer) for buffer in module.buffers(recurse=False)]
         self._running.append(call)
@@ -194,7 +195,7 @@ class ReferenceRun:
         return output
 
     def _with_gradient(self, leaf: Any) -> Any:
-        """Let what does not depend on a trained weight, such as the output of a frozen embedding, have a gradient."""
+        """Give a tensor that depends on no trained weight, such as a frozen embedding's output, a gradient."""
         if not isinstance(leaf, torch.Tensor) or not _lacks_gradient(leaf):
             return leaf
         source = leaf.detach().requires_grad_()
@@ -207,7 +208,7 @@ class ReferenceRun:
         return self._random
 
     def overwritten(self) -> Written:
-        """Return what the code of the model has overwritten in place, to be copied by another run."""
+        """Return the tensors that the model has overwritten in place, which another run must copy."""
         found = {}
         for key, call in self.calls.items():
             places = call.arguments.overwritten(), frozenset() if call.output is None else call.output.overwritten()
@@ -231,9 +232,9 @@ class ReferenceRun:
             return
         if not torch.is_grad_enabled():
             if site[0] == "passed":
-                call.sites.add(site)  # which reentrant checkpointing may make again, with a gradient
+                call.sites.add(site)  # reentrant checkpointing may create it again, with a gradient
             return
-        # Its own ops have not made a leaf, such as a weight that it returns or passes on.
+        # A leaf, such as a weight that it returns or passes on, does not come from its own ops.
         if tensor.is_leaf:
             return
         call.sites.add(site)
@@ -262,18 +263,18 @@ class ReferenceRun:
             self.on_gradients(call, gradients)
 
     def end_backward(self) -> None:
-        """Hand over the gradients whose calls wait for others in vain."""
+        """Pass on the remaining gradients, whose calls wait for others that will not arrive."""
         while self._arrived:
             self._hand_over(next(iter(self._arrived)))
 
     def without_gradient(self) -> set[Key]:
-        """Return which calls ran without gradients, and were not run again with them in the backward."""
+        """Return the calls that ran without gradients and were not rerun with gradients in the backward."""
         return {call.key for calls in self._without_gradient.values() for call in calls}
 
     def _call_in_checkpoint(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module that activation checkpointing runs again.
+        """Call a module that activation checkpointing reruns.
 
-        Reentrant checkpointing runs it first without gradients, and what it makes the second time gets them.
+        Reentrant checkpointing first runs it without gradients; the tensors of the second run get them.
         """
         call = self._first_call(tap, (args, kwargs)) if torch.is_grad_enabled() else None
         parent = None if call is None or call.parent is None else call.parent()
@@ -288,7 +289,7 @@ class ReferenceRun:
         return output
 
     def _first_call(self, tap: Tap, arguments: Any) -> Call | None:
-        """Return the call without gradients that had the same arguments, and take it off the list."""
+        """Return the call without gradients that had the same arguments, and remove it from the list."""
         given, waiting = tensors_in(arguments), self._without_gradient.get(tap, [])
         for call in reversed(waiting):
             kept = call.arguments.tensors

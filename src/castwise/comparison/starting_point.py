@@ -1,4 +1,4 @@
-"""Where each run of a model begins: the buffers and random states that there were before the first."""
+"""The starting point of each run of a model: its buffers and random states before the first run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from castwise.diagnosis.forward_state import RandomState
 
 
 class StartingPoint:
-    """Buffers and random states of a model when it is made.
+    """A snapshot of a model's buffers and of the random states.
 
     Args:
         model: The model.
@@ -22,11 +22,11 @@ class StartingPoint:
         self._random = RandomState()
 
     def has_drawn(self) -> bool:
-        """Return True if random numbers were drawn since it was made."""
+        """Return True if random numbers have been drawn since the snapshot."""
         return not self._random.is_current(also_outside_torch=True)
 
     def restore(self) -> None:
-        """Put them back; their counts of writes stay, as backwards that are still to come look at them."""
+        """Restore the snapshot without changing version counters, which later backwards check."""
         for now, before in self._names:
             now.clear()
             now.update(before)

@@ -1,16 +1,16 @@
-"""`Watch`: every call of a model's modules is told to a function, which calls the module or answers for it.
+"""`Watch`: pass every call of a model's modules to a handler, which calls the module or answers for it.
 
-While a model is watched, the `forward` of each module is a `Tap`. (Hooks would not do: where a module has some, torch
-leaves the fused path of `nn.TransformerEncoderLayer`.) A comparison of a batch goes through three such functions:
+While a model is watched, the `forward` of each module is a `Tap`. (Hooks would not work: they disable the fused path of
+`nn.TransformerEncoderLayer`.) The comparison of a batch uses three handlers:
 
-1. `ReferenceRun.call` (reference_run.py) runs in the forward of the reference. It keeps what each module is given and
-   returns as a `Call`, and listens to the gradients of what the module's own ops make.
-2. `PolicyRun.call` (policy_run.py) runs in the forward of a policy. It compares what each module returns with its
-   `Call`, and has `call_again` run the module by itself.
-3. `call_again` (call_again.py) gives a module the reference's inputs. Calls that its code makes to other modules are
-   answered with what these returned in the reference: so each module answers for its own ops alone, and all modules
-   together cost one more forward. It runs in the forward of a policy, and once more in the backward of the reference,
-   when the gradients of what the module makes have arrived.
+1. `ReferenceRun.call` (reference_run.py) runs in the forward of the reference. It keeps the arguments and the output of
+   each module as a `Call`, and listens for the gradients of the tensors that the module's own ops create.
+2. `PolicyRun.call` (policy_run.py) runs in the forward of a policy. It compares each module's output with its `Call`,
+   and runs the module in isolation with `call_again`.
+3. `call_again` (call_again.py) runs a module on the reference's inputs. Its calls to other modules are answered with
+   their outputs in the reference, so that only its own ops contribute errors, and all modules together cost one more
+   forward. It runs in the forward of a policy, and again in the backward of the reference, when the gradients of the
+   module's results have arrived.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Tap:
     """The `forward` of a module while it is watched.
 
     Args:
-        name: Of the module, without wrappers.
-        module: The module, of which this becomes an attribute.
-        watch: Knows who is told.
+        name: Name of the module, without wrappers.
+        module: The module that gets this as an attribute.
+        watch: The watch, which knows the handler.
     """
 
     def __init__(self, name: str, module: nn.Module, watch: Watch) -> None:
@@ -45,41 +45,41 @@ class Tap:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward of the module: `inspect.signature` asks for it."""
+        """The forward of the module, for `inspect.signature`."""
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or let the function that is told do so."""
+        """Pass the call to the handler, or call the module if there is none."""
         self._watch.on_call()
-        told = self._watch.told
-        return self.forward(*args, **kwargs) if told is None else told(self, args, kwargs)
+        handler = self._watch.handler
+        return self.forward(*args, **kwargs) if handler is None else handler(self, args, kwargs)
 
     def put_on(self) -> None:
-        """Become the module's forward."""
+        """Set this as the module's forward."""
         vars(self.module)["forward"] = self
 
     def take_off(self) -> None:
-        """Give the module back what it had."""
+        """Restore the module's forward."""
         if self._before is None:
             vars(self.module).pop("forward", None)
         else:
             vars(self.module)["forward"] = self._before
 
 
-Told = Callable[[Tap, tuple[Any, ...], dict[str, Any]], Any]
-"""Is told of a call with its arguments, and returns what it returns: of `tap.forward` or from elsewhere."""
+Handler = Callable[[Tap, tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a call with its arguments, and returns its output, from `tap.forward` or another source."""
 
 
 class Watch:
-    """Taps on all modules of a model, on from `with` on.
+    """Taps on all modules of a model inside a `with` block.
 
     Args:
         model: The model, unwrapped.
-        on_call: Is called before each module; may raise.
+        on_call: Called before each module; may raise.
     """
 
     def __init__(self, model: nn.Module, on_call: Callable[[], None] = lambda: None) -> None:
-        self.told: Told | None = None
+        self.handler: Handler | None = None
         self.on_call = on_call
         named = {module: name for name, module in reversed(list(named_modules(model)))}
         self.taps = [
@@ -98,10 +98,10 @@ class Watch:
             tap.take_off()
 
     @contextmanager
-    def telling(self, told: Told | None) -> Iterator[None]:
-        """Tell a function of calls for a while, or none."""
-        before, self.told = self.told, told
+    def telling(self, handler: Handler | None) -> Iterator[None]:
+        """Use a handler for calls inside the `with` block, or none."""
+        before, self.handler = self.handler, handler
         try:
             yield
         finally:
-            self.told = before
+            self.handler = before

@@ -1,1 +1,1 @@
-"""`castwise demo`: a small GPT trained in three precisions, by torch.amp and by castwise, side by side."""
+"""`castwise demo`: train a small GPT in three precisions with torch.amp and with castwise, side by side."""

@@ -1,4 +1,4 @@
-"""What happened to the numbers: the fp16 training once more, under a monitor, and a report of it."""
+"""Repeat the fp16 training run under a monitor and write its report."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REPORT = "report.html"
 
 
 def train_under_monitor(folder: Path, trainer: Trainer) -> str:
-    """Train from the first step to the last, and record it in a run's folder, instead of what is there.
+    """Train from first to last step and record the run in its folder, replacing earlier records.
 
     Returns:
-        The digest of the weights: a monitor changes none.
+        The digest of the weights, which the monitor must not change.
     """
     file_in(folder).unlink(missing_ok=True)
     with trainer.monitor(SAMPLE_EVERY, folder):
@@ -27,10 +27,10 @@ def train_under_monitor(folder: Path, trainer: Trainer) -> str:
 
 
 def report(folder: Path) -> str:
-    """Write the report of what was recorded in a run's folder, and return where it is, or what is missing for it.
+    """Write the report for a run's folder, and return its path, or the reason why there is none.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The report cannot be written.
     """
     from castwise.report.report import write_report
 

@@ -1,8 +1,8 @@
-"""All that a run needs to continue from a step boundary, in one file.
+"""Checkpoints: one file with everything a run needs to continue from a step boundary.
 
-One file, because two could not be replaced in one atomic step. It is torch's own format, which ignores what follows
-its end and verifies no checksum of what comes before: a flipped bit would simply train on. So a line is appended
-that says whose file this is and what it must hash to; `torch.load` still opens it.
+There is one file because two cannot be replaced atomically. It uses torch's format, which verifies no checksum and
+ignores trailing bytes. A line with a program name and a hash is appended, so that a flipped bit is detected;
+`torch.load` can still open the file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SEAL_LENGTH = len(_SEAL % bytes(64))
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stands.
+    """The progress of a run.
 
     Args:
-        results: One record per finished training, in order.
-        trainer: State of the training under way, or None between two of them.
+        results: One record per finished training run, in order.
+        trainer: State of the current training run, or None between two of them.
         metrics_bytes: Length of `metrics.jsonl` up to this step.
     """
 
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint at `path` in one atomic step.
+    """Replace the checkpoint at `path` atomically.
 
     Raises:
         UserError: The disk is full or the folder cannot be written to.
@@ -52,19 +52,19 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, all tensors on the CPU; a missing file is a run stopped before its first.
+    """Read a checkpoint with all tensors on the CPU; a missing file means that the run stopped before its first.
 
     Raises:
-        UserError: The file is truncated, damaged, or was written by something else or another version.
+        UserError: The file is truncated or damaged, or was written by another program or version.
     """
     if not path.exists():
         return Checkpoint([], None, 0)
-    refused = UserError(f"{path} is damaged or no checkpoint of castwise demo: delete it to start this run over")
+    refused = UserError(f"{path} is damaged or not a checkpoint of castwise demo: delete it to start this run over")
     if not _is_sealed(path):
         raise refused
     try:
         read = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # the seal is right, but anybody can make one, and torch raises what it likes
+    except Exception as error:  # a valid seal can be forged, and torch.load raises many types
         raise refused from error
     if not _are_fields(read):
         raise refused
@@ -90,7 +90,7 @@ def _is_sealed(path: Path) -> bool:
 
 
 def _seal(file: IO[bytes], n_bytes: int) -> bytes:
-    """The last line for a file of `n_bytes` before it; leaves the file positioned there."""
+    """Return the seal for the first `n_bytes` of a file, and leave the file positioned after them."""
     sha256 = hashlib.sha256()
     file.seek(0)
     for start in range(0, n_bytes, _CHUNK):

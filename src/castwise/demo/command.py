@@ -1,4 +1,4 @@
-"""What `castwise demo` does: options in, exit code out. Everything a user can do wrong ends here as one line."""
+"""The body of `castwise demo`: takes options, returns an exit code, and reports user errors in one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def demo(
     resume: Path | None,
     as_json: bool,
 ) -> None:
-    """Do what `castwise demo` does: start a run, or continue with one; `context` knows which options were given."""
+    """Start or continue a run and return the exit code; `context` holds the options that were given."""
     folder = resume
     try:
         if folder is None:
@@ -61,7 +61,7 @@ def demo(
         _say(str(error))
         raise typer.Exit(USER_ERROR) from error
     except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more could only spoil the way out with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only add a traceback
         advice = f"continue with: castwise demo --resume {folder}" if folder else "nothing was written yet"
         _say(f"stopped; {advice}")
         raise typer.Exit(INTERRUPTED) from interrupt
@@ -119,26 +119,26 @@ def _reopen(folder: Path) -> tuple[Settings, Corpus]:
 
 
 def _refuse_other_options(context: typer.Context) -> None:
-    """A resumed run has its settings already; to take others in silence would be a different run."""
+    """Raise UserError for any other option: a resumed run must keep its settings."""
     given = []
     for name in context.params:
         source = context.get_parameter_source(name)
         if name not in {"resume", "as_json"} and source is not None and source.name == "COMMANDLINE":
             given.append("--" + name.replace("_", "-"))
     if given:
-        raise UserError(f"--resume takes its settings from the run's folder: leave out {', '.join(given)}")
+        raise UserError(f"--resume uses the settings in the run's folder: omit {', '.join(given)}")
 
 
 def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
     if settings.processes != ranks.size:
-        raise UserError(f"the run was started with {settings.processes} processes: resume it with as many")
+        raise UserError(f"the run was started with {settings.processes} processes: resume it with the same number")
 
 
 def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, as_json: bool) -> bool:
-    """Train, print and write the outcome; return True if all pairs are identical."""
+    """Train, then print and write the results; return True if all pairs are identical."""
     console = _console(as_json)
     torch.set_num_threads(settings.threads)
-    warnings.filterwarnings("ignore", ".*its ops are emulated")  # the table says so
+    warnings.filterwarnings("ignore", ".*its ops are emulated")  # a footnote of the table reports it
     make_deterministic(torch.device(settings.device))
     source = settings.data or "Python's standard library"
     where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"
@@ -157,10 +157,10 @@ def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, as_json
 def _account(
     folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
 ) -> bool:
-    """Train once more under a monitor and write a report; return True if the weights are those without one."""
+    """Train again under a monitor and write a report; return True if the weights are the same as without it."""
     training = next(t for t in settings.runs() if (t.precision, t.library) == ("fp16", CASTWISE))
     expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
-    console.print("fp16 castwise once more, under a monitor ...")
+    console.print("fp16 castwise again, under a monitor ...")
     trainer = Trainer(training, corpus, torch.device(settings.device), settings.seed, ranks)
     is_unchanged = account.train_under_monitor(folder, trainer) == expected
     console.print(f"the monitor changed {'no' if is_unchanged else 'SOME'} bits of the weights.")

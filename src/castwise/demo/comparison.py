@@ -1,8 +1,7 @@
-"""All training runs of a demo, one after the other, from wherever its folder says they were stopped.
+"""Run all training runs of a demo in turn, starting from the last checkpoint in its folder.
 
-The order of writing is what makes a kill at any moment harmless: first the metrics reach the disk, then the
-checkpoint that counts them replaces the one before. What was written after the last checkpoint is cut off and
-done again.
+The order of writing makes a kill at any moment harmless: metrics reach the disk first, then a checkpoint with their
+length replaces the previous one. Metrics written after the last checkpoint are cut off, and their steps repeated.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from castwise.demo.training import Result, Step, Trainer
 
 
 def compare(folder: Path, settings: Settings, corpus: Corpus, display: Display, ranks: Ranks) -> list[Result]:
-    """Do what is left to do of a run and return all of its results.
+    """Finish a run and return all its results.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the folder then holds a checkpoint of the last step.
+        KeyboardInterrupt: On Ctrl-C, after a checkpoint of the last step is saved.
         UserError: The folder's checkpoint or metrics are damaged, or cannot be written.
     """
     with StopOnInterrupt() as stop, display:
@@ -42,7 +41,7 @@ def compare(folder: Path, settings: Settings, corpus: Corpus, display: Display, 
 
 
 class _Comparison:
-    """The loops, and all that they share."""
+    """The training loops and their shared state."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class _Comparison:
         self._folder, self._settings, self._corpus, self._ranks = folder, settings, corpus, ranks
         self._display, self._stop = display, stop
         loaded = checkpoint.load(folder / CHECKPOINT)
-        self._metrics: MetricsFile | None = None  # of the rank that writes
+        self._metrics: MetricsFile | None = None  # only on the rank that writes
         ranks.first(lambda: self._open_metrics(loaded.metrics_bytes))
         self._results = _results(loaded, settings, folder / CHECKPOINT)
         self._unfinished = loaded.trainer
@@ -73,11 +72,11 @@ class _Comparison:
         return self._results
 
     def _warm_up(self) -> None:
-        """Take a small step in each precision, else the first training pays for loading torch's kernels."""
+        """Take a small step in each precision, so that the first run is not slowed by loading torch's kernels."""
         for training in self._settings.runs():
             if training.library == CASTWISE:
                 self._trainer(replace(training, size=EMULATED)).step()
-        # The first optimizer of a process is caught in a cycle of torch's lazy imports; later ones free themselves.
+        # A process's first optimizer is kept alive by a cycle of torch's lazy imports; later ones are freed at once.
         gc.collect()
 
     def _trainer(self, training: Training) -> Trainer:
@@ -108,9 +107,7 @@ class _Comparison:
             trainer.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             path = self._folder / CHECKPOINT
-            raise UserError(
-                f"{path} belongs to another model than its run's settings: delete it to start over"
-            ) from error
+            raise UserError(f"{path} does not fit the model in the run's settings: delete it to start over") from error
 
     def _save(self, trainer: dict[str, Any] | None) -> None:
         if self._metrics is None:
@@ -120,7 +117,7 @@ class _Comparison:
 
 
 def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]:
-    """The runs that a checkpoint has finished: the first ones of the run."""
+    """Return the results of the training runs that were finished when a checkpoint was saved."""
     hints = get_type_hints(Result)
     wanted = settings.runs()[: len(loaded.results)]
     fits = len(wanted) == len(loaded.results) and all(
@@ -130,12 +127,12 @@ def _results(loaded: Checkpoint, settings: Settings, path: Path) -> list[Result]
         for record, training in zip(loaded.results, wanted, strict=True)
     )
     if not fits:
-        raise UserError(f"{path} belongs to another run than its settings: delete it to start over")
+        raise UserError(f"{path} does not fit the run's settings: delete it to start over")
     return [Result(**record) for record in loaded.results]
 
 
 def metrics_line(training: Training, step: Step) -> dict[str, object]:
-    """One line of `metrics.jsonl`; `skipped` counts from the training's start, `time` is in seconds since 1970."""
+    """Return one line of `metrics.jsonl`; `skipped` counts from the first step, `time` is in seconds since 1970."""
     return {
         "precision": training.precision,
         "library": training.library,
@@ -150,9 +147,9 @@ def metrics_line(training: Training, step: Step) -> dict[str, object]:
 
 
 def verdicts(results: list[Result]) -> dict[str, bool]:
-    """By precision, whether castwise and torch.amp ended with the same bits; by other weights, whether fp32 ones did.
+    """Return by precision whether castwise and torch.amp ended with the same bits.
 
-    Of other weights, the losses of all steps are compared as well.
+    For weights other than fp32, compare them with fp32 weights, including the losses of all steps.
     """
     others = {result.weights: result for result in results if result.weights != FP32}
     if others:
@@ -170,7 +167,7 @@ def _bits(result: Result) -> tuple[str, str, float]:
 
 
 def write_summary(folder: Path, settings: Settings, results: list[Result]) -> dict[str, Any]:
-    """Write what the table shows, and the digests behind its verdict, to `summary.json`; return it."""
+    """Write the table's contents and the digests behind its verdict to `summary.json`, and return them."""
     summary = {
         "settings": settings.to_json(),
         "results": [asdict(result) for result in results],

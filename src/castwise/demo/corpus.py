@@ -1,8 +1,8 @@
 """Text as bytes, and batches of it.
 
-Two facts shape this file. A run must be resumable on bit-identical data, so files are read in a fixed order,
-the bytes have a digest, and a batch depends on the seed and the step alone, never on the batches drawn before
-it. And no folder may be too large for the demo, so reading stops at `LIMIT`.
+A run must be resumable on bit-identical data, so files are read in a fixed order, the bytes have a digest, and a batch
+depends only on the seed and the step, not on earlier batches. Reading stops at `LIMIT`, so that the demo can handle
+folders of any size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from castwise.demo.gpt import Size
 from castwise.demo.run_folder import is_run_folder
 
 LIMIT = 4 * 2**20
-VALIDATION_SHARE = 20  # one byte in so many is held out
+VALIDATION_SHARE = 20  # one byte in this many is held out
 # Installed packages and test suites differ between machines that have the same Python.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests"})
 
 
 class Corpus:
-    """Bytes to train on and a held-out tail to judge by.
+    """Bytes to train on and a held-out tail for validation.
 
     Args:
         text: All bytes, at least `2 * (context + 1)` of them.
-        context: The longest sequence that will be asked for.
+        context: Length of the longest sequence.
 
     Example:
         >>> corpus = Corpus(bytes(range(256)), context=4)
@@ -45,7 +45,7 @@ class Corpus:
         if len(text) < needed:
             raise UserError(
                 f"needs at least {needed} bytes of text (a context of {context} to train on, another to validate), "
-                f"got {len(text)}: give --data more text"
+                f"got {len(text)}: use --data with more text"
             )
         self.digest = hashlib.sha256(text).hexdigest()
         self.n_bytes = len(text)
@@ -54,7 +54,7 @@ class Corpus:
         self._train, self._validation = everything[:-held_out], everything[-held_out:]
 
     def batch(self, size: Size, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Sequences to train on at one step, the same ones whenever it is asked.
+        """Return the training sequences of a step, which are the same on every call.
 
         Returns:
             Tokens and the tokens that follow them, each of shape (batch, context), int64, on the CPU.
@@ -64,7 +64,7 @@ class Corpus:
         return _sequences(self._train, starts, size.context)
 
     def validation(self, size: Size, n_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Evenly spaced sequences of the held-out tail, in batches shaped as those of `batch`."""
+        """Yield evenly spaced sequences of the held-out tail, in batches shaped like those of `batch`."""
         last = len(self._validation) - size.context - 1
         starts = torch.linspace(0, last, n_batches * size.batch).long()
         return (_sequences(self._validation, chunk, size.context) for chunk in starts.view(n_batches, -1))
@@ -76,31 +76,29 @@ def _sequences(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tens
 
 
 def derive_seed(seed: int, use: str) -> int:
-    """A generator's seed for one use of the user's seed; any integer will do, and no two uses share their numbers."""
+    """Derive a generator's seed for one use of the user's seed, so that different uses have different numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed} {use}".encode()).digest()[:7], "big")
 
 
 def read_text(data: Path | None) -> bytes:
-    """At most `LIMIT` bytes: of a file, of a folder's files in order of their names, or of the standard library.
+    """Read up to `LIMIT` bytes of a file, of a folder's files in order of their names, or of the standard library.
 
-    Binary files (those with a NUL byte) are left out, and so are hidden folders and earlier runs of the demo.
+    Binary files (those with a NUL byte), hidden folders and earlier runs of the demo are skipped.
 
     Raises:
-        UserError: `data` is missing, unreadable, or holds no text.
+        UserError: `data` is missing or unreadable, or contains no text.
     """
     if data is None:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return _join(path for path in _walk(stdlib, _NOT_STDLIB) if path.suffix == ".py")
     try:
         data.stat()
-    except (OSError, ValueError) as error:  # of a NUL byte in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise UserError(f"--data {data} {reason}: give a file or folder of text") from error
+        raise UserError(f"--data {data} {reason}: use a text file, or a folder of text files") from error
     text = _join(_walk(data, frozenset()) if data.is_dir() else [data])
     if not text:
-        raise UserError(
-            f"--data {data} holds no text: give a file or folder with some that is not binary or unreadable"
-        )
+        raise UserError(f"--data {data} contains no readable text: use a text file, or a folder of text files")
     return text
 
 
@@ -121,7 +119,7 @@ def _join(paths: Iterable[Path]) -> bytes:
 
 
 def _read_file(path: Path, limit: int) -> bytes:
-    """The start of a text file; nothing of a binary, special or unreadable one, as folders hold them."""
+    """Return the start of a text file, or nothing for a binary, special or unreadable file in a folder."""
     try:
         if not path.is_file():
             return b""

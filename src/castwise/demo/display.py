@@ -1,4 +1,4 @@
-"""What is shown while the runs train: live bars in a terminal, a line now and then in a log or a pipe."""
+"""Progress of the training runs: live bars in a terminal, occasional lines in a log or pipe."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ LINE_EVERY_S = 5.0
 
 
 class Display(Protocol):
-    """A context in which runs are shown, one at a time."""
+    """A context manager that shows training runs, one at a time."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def start(self, training: Training, steps_done: int) -> None:
-        """Begin a run, or continue with one of which `steps_done` steps are done."""
+        """Start showing a run that has completed `steps_done` steps."""
 
     def step(self, step: Step) -> None:
-        """Show that a step was taken."""
+        """Show a completed step."""
 
 
 def display_for(console: Console) -> Display:
-    """Bars where they can move, else lines."""
+    """Return bars for a terminal, else lines."""
     return _Bars(console) if console.is_interactive else _Lines(console)
 
 
@@ -42,7 +42,7 @@ class _Bars:
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
             console=console,
-            refresh_per_second=4,  # a redraw takes a core that the training wants too
+            refresh_per_second=4,  # redrawing competes with training for a core
         )
 
     def __enter__(self) -> Self:

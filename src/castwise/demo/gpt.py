@@ -1,6 +1,6 @@
-"""A byte-level GPT, kept plain: the demo is about precision, so the model is what every reader knows already.
+"""A byte-level GPT, kept simple because the demo is about precision.
 
-There is no dropout: training draws no random numbers, and so a resumed run needs no random state.
+Without dropout, training draws no random numbers, so a resumed run needs no random state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and its batches are.
+    """The size of the model and its batches.
 
     Args:
-        layers: Transformer blocks.
-        heads: Attention heads of a block; divides `width`.
-        width: Features of one token.
-        context: Tokens (bytes) that the model sees at once.
-        batch: Sequences of one step.
+        layers: Number of transformer blocks.
+        heads: Attention heads per block; divides `width`.
+        width: Features per token.
+        context: Tokens (bytes) per sequence.
+        batch: Sequences per step.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one step trains on."""
+        """Number of tokens per step."""
         return self.batch * self.context
 
 
@@ -44,12 +44,12 @@ SIZES = {
     "small": Size(layers=6, heads=8, width=384, context=256, batch=16),
 }
 
-# For a precision that the CPU has no units for: a step of `tiny` would take seconds there.
+# For a precision that the CPU emulates, in which a step of `tiny` would take seconds.
 EMULATED = Size(layers=1, heads=2, width=32, context=64, batch=4)
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each normalised before and added after (pre-LN, as in GPT-2)."""
+    """Causal self-attention and an MLP, each with pre-normalisation and a residual connection, as in GPT-2."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return x + mlp
 
     def _attention(self, x: Tensor) -> Tensor:
-        # Heads come first, so that a rank that holds some rows of the weight has whole heads.
+        # Heads come first, so that a rank with some rows of the weight has whole heads.
         query, key, value = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The next byte from the bytes before it."""
+    """A GPT that predicts the next byte."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -97,26 +97,26 @@ class GPT(nn.Module):
 
 
 def example() -> tuple[GPT, Tensor]:
-    """Return a model of the size "tiny" and tokens for it; `castwise trace` looks at it if nothing else is given."""
+    """Return a model of size "tiny" and tokens for it: the default of `castwise trace`."""
     size = SIZES["tiny"]
     torch.manual_seed(0)
     return GPT(size), torch.randint(BYTES, (size.batch, size.context))
 
 
 def task() -> tuple[GPT, list[tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
-    """Return a model of the size "tiny", batches and its loss, for `castwise compare` and `castwise tune`."""
+    """Return a model of size "tiny", batches and a loss: the default of `castwise compare` and `castwise tune`."""
     model, size = example()[0], SIZES["tiny"]
     tokens = torch.randint(BYTES, (4, size.batch, size.context + 1))
     return model, [(each[:, :-1], each[:, 1:]) for each in tokens], loss
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte, a scalar, of logits (batch, context, 256) and bytes (batch, context)."""
+    """Return the mean cross-entropy in nats per byte of logits (batch, context, 256) and bytes (batch, context)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _initialise(module: nn.Module) -> None:
-    """Draw weights as GPT-2 does: with torch's defaults the first loss is far above ln 256."""
+    """Initialise weights as in GPT-2; with torch's defaults, the first loss is far above ln 256."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

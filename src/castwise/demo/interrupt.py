@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: training stops at a step boundary, where there is a state worth saving."""
+"""Handle Ctrl-C as a request to stop at the next step boundary, where the state can be saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 
 class StopOnInterrupt:
-    """Within this context Ctrl-C sets `requested`; pressed again, it raises KeyboardInterrupt at once."""
+    """A context in which the first Ctrl-C sets `requested` and the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

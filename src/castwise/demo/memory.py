@@ -1,4 +1,4 @@
-"""How much memory a run takes, by marks that torch and the kernel keep: samples would miss the peak."""
+"""Peak memory, from high-water marks kept by torch and the kernel; sampling would miss the peak."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SELF = Path("/proc/self")
 
 
 class PeakMemory:
-    """The most memory in use since this object was made, over what was in use then.
+    """The peak memory since this object was created, minus the memory in use at that time.
 
-    On a GPU this is torch's own count; on Linux it is the growth of the process's resident set, whose
-    high-water mark the kernel resets on request; elsewhere there is no mark that can be reset.
+    On a GPU this is torch's own count. On Linux it is the growth of the process's resident set, whose high-water mark
+    the kernel resets on request. Other systems have no mark that can be reset.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class PeakMemory:
             self._before = _reset_resident_peak()
 
     def read(self) -> int | None:
-        """The growth in bytes, or None where it cannot be known."""
+        """Return the growth in bytes, or None if unknown."""
         if self._before is None:
             return None
         if self._device.type == "cuda":
@@ -39,8 +39,8 @@ class PeakMemory:
 def _reset_resident_peak() -> int | None:
     if not sys.platform.startswith("linux"):
         return None
-    with contextlib.suppress(AttributeError):  # musl has no such call, and gives memory back by itself
-        # glibc keeps what the last training freed; the next one would seem to need no memory at all.
+    with contextlib.suppress(AttributeError):  # musl has no such call, and returns memory without it
+        # glibc keeps the memory that the last training run freed, so the next one would appear to need none.
         ctypes.CDLL(None).malloc_trim(0)
     try:
         (_SELF / "clear_refs").write_text("5")

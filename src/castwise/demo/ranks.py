@@ -1,4 +1,4 @@
-"""One process that trains, or several of them between which a model is split, started by torchrun."""
+"""Training in one process, or in several processes started by torchrun."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _T = TypeVar("_T")
 
 
 def is_first() -> bool:
-    """Whether this process speaks and writes for all that were started."""
+    """Return True if this process prints and writes for all processes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Ranks:
-    """The processes of a run; alone, all that is asked of the others is done at once.
+    """The processes of a run; with a single process, collective operations are local.
 
     Args:
         strategy: How to split the model, one of `STRATEGIES`, or None for one process.
-        device: Where it lives: the CPU, or on a GPU for each process.
+        device: The device of the model: the CPU, or one GPU per process.
 
     Raises:
-        UserError: There is no such strategy, or torchrun has not started what it needs.
+        UserError: The strategy is unknown, or torchrun did not start the processes it needs.
     """
 
     def __init__(self, strategy: str | None, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Ranks:
             raise UserError(f"--strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if strategy is None and size > 1:
-            raise UserError(f"{size} processes were started: say by --strategy how to split the model between them")
+            raise UserError(f"{size} processes were started: choose with --strategy how to split the model")
         if strategy is not None and "RANK" not in os.environ:
             raise UserError(
                 f"--strategy {strategy} needs several processes: "
@@ -55,7 +55,7 @@ class Ranks:
         self._mesh: DeviceMesh | None = None
         self._splitting: Any = _NotSplit
         if strategy is not None:
-            # FSDP2 and torch's scaler warn of what they do themselves.
+            # FSDP2 and torch's scaler trigger warnings with their own calls.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed")
             if device.type == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -73,18 +73,18 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the others."""
+        """Leave the process group."""
         if self._mesh is None:
             return
         if error is None:
             dist.barrier()
-        # A gloo group that lives to the end of the interpreter often aborts it.
+        # The interpreter often aborts if a gloo group exists when it exits.
         self._mesh = None
         dist.destroy_process_group()
         gc.collect()
 
     def first(self, function: Callable[[], _T]) -> _T:
-        """Let the first process do something and return to all what came of it, also if it is a UserError."""
+        """Call a function in the first process, and return its result or raise its UserError in all processes."""
         if self._mesh is None:
             return function()
         outcome: list[Any] = [None]
@@ -100,11 +100,11 @@ class Ranks:
         return result
 
     def any_(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank."""
+        """Return True if a flag is set on any rank."""
         return flag if self._mesh is None else self.mean(torch.tensor(float(flag))) > 0
 
     def mean(self, number: Tensor) -> float:
-        """The mean of a number, shape (), over all ranks."""
+        """Return the mean of a number, shape (), over all ranks."""
         if self._mesh is None:
             return number.item()
         total = number.detach().to(self._mesh.device_type, torch.float64)
@@ -112,7 +112,7 @@ class Ranks:
         return total.item() / self.size
 
     def share(self, batch: Tensor) -> Tensor:
-        """What this rank trains on of a batch of shape (batch, ...): a part, or all where the model is split instead.
+        """Return this rank's part of a batch of shape (batch, ...), or all of it if the model is split by tensors.
 
         Raises:
             UserError: The batch cannot be split evenly.
@@ -124,32 +124,32 @@ class Ranks:
         return batch.chunk(self.size)[self.rank]
 
     def split(self, model: GPT) -> nn.Module:
-        """Give each rank its part of a model that all of them have built alike."""
+        """Wrap or split a model, which is identical on all ranks, for the strategy."""
         return model if self._mesh is None else self._splitting.split(model, self.strategy, self._mesh)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> None:
-        """Clip gradients as torch does it for such a model."""
+        """Clip gradients with torch's method for the strategy."""
         self._splitting.clip_grad_norm_(model, max_norm)
 
     def weights(self, model: nn.Module) -> dict[str, Any]:
-        """All weights of a model, whole, by the names they have when it is not split; on every rank."""
+        """Return the model's full weights by their unsplit names, on every rank."""
         weights: dict[str, Any] = self._splitting.weights(model)
         return weights
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """All of an optimizer's state, whole, on every rank."""
+        """Return the optimizer's full state, on every rank."""
         state: dict[str, Any] = self._splitting.optimizer_state(model, optimizer)
         return state
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Any], state: dict[str, Any]
     ) -> None:
-        """Take over what `weights` and `optimizer_state` gave."""
+        """Load results of `weights` and `optimizer_state`."""
         self._splitting.load(model, optimizer, weights, state)
 
 
 class _NotSplit:
-    """What `splitting` does, for a model that is whole."""
+    """The functions of `splitting` for a model that is not split."""
 
     @staticmethod
     def clip_grad_norm_(model: nn.Module, max_norm: float) -> None:

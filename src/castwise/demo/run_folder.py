@@ -1,8 +1,7 @@
-"""One run's folder: `settings.json`, `metrics.jsonl`, `checkpoint.pt`, `summary.json`.
+"""A run's folder: `settings.json`, `metrics.jsonl`, `checkpoint.pt`, `summary.json`.
 
-A process may be killed between any two instructions, so each file is written so that every moment is a good
-one to die: the folder appears under its name only when it is complete, whole files are written aside and
-renamed, and lines of metrics that no checkpoint vouches for are cut off before new ones follow.
+All writes are safe if the process is killed at any moment: a new folder gets its final name only when it is complete,
+files are written aside and renamed, and metrics beyond the last checkpoint are cut off before new ones are appended.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ SETTINGS, METRICS, CHECKPOINT, SUMMARY = "settings.json", "metrics.jsonl", "chec
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder was made by `create_run_folder`."""
+    """Return True if a folder was created by `create_run_folder`."""
     try:
         return (folder / SETTINGS).is_file() and (folder / METRICS).is_file()
-    except OSError:  # a folder that may not be looked into
+    except OSError:  # no permission to read the folder
         return False
 
 
 def create_run_folder(out: Path, settings: dict[str, object]) -> Path:
-    """Make `out/<time>` with its settings and no metrics yet.
+    """Create `out/<time>` with settings and empty metrics.
 
     Raises:
-        UserError: `out` cannot be written to.
+        UserError: `out` is not writable.
     """
     name = time.strftime("%Y%m%d-%H%M%S")
     try:
@@ -51,7 +50,10 @@ def create_run_folder(out: Path, settings: dict[str, object]) -> Path:
 
 
 def _rename_to_free_name(aside: Path, wanted: Path) -> Path:
-    """Two runs may start within one second; a run's folder is never empty, so renaming onto it fails."""
+    """Rename a folder, with a suffix if the name is taken: two runs may start within one second.
+
+    Renaming onto a run's folder fails because it is never empty.
+    """
     for attempt in range(2, 100):
         try:
             return aside.rename(wanted if attempt == 2 else wanted.with_name(f"{wanted.name}-{attempt - 1}"))
@@ -61,12 +63,12 @@ def _rename_to_free_name(aside: Path, wanted: Path) -> Path:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let `write` fill a new file, then replace `path` by it: readers see old bytes or new ones.
+    """Let `write` fill a new file, then replace `path` with it, so that readers see either the old or the new bytes.
 
-    Both the file and the folder are synced, so this holds across a power cut, not only a kill.
+    The file and the folder are synced, so this also holds after a power cut.
 
     Raises:
-        UserError: The disk is full or the folder cannot be written to.
+        UserError: The disk is full or the folder is not writable.
     """
     aside = path.with_name(path.name + ".tmp")
     try:
@@ -78,7 +80,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
-    finally:  # also on Ctrl-C; after the renaming there is nothing left
+    finally:  # also on Ctrl-C; after the rename there is nothing to delete
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
 
@@ -94,12 +96,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write one JSON document atomically."""
+    """Write a JSON document atomically."""
     write_atomically(path, lambda file: file.write(json.dumps(content, indent=2).encode() + b"\n"))
 
 
 def read_settings(folder: Path) -> dict[str, object]:
-    """The settings a run was started with.
+    """Read the settings that a run was started with.
 
     Raises:
         UserError: `folder` is not a run's folder.
@@ -114,11 +116,11 @@ def read_settings(folder: Path) -> dict[str, object]:
 
 
 class MetricsFile:
-    """One JSON object a line, appended to by one process at a time.
+    """A file with one JSON object per line, appended to by one process at a time.
 
     Args:
         path: An existing file.
-        n_bytes: How much of it to keep: what the checkpoint that we continue from had seen.
+        n_bytes: Number of bytes to keep, as recorded in the checkpoint.
 
     Raises:
         UserError: The file is missing, in use, shorter than `n_bytes`, or not writable.
@@ -134,12 +136,12 @@ class MetricsFile:
         found = self._file.seek(0, os.SEEK_END)
         if found < n_bytes:
             self._file.close()
-            raise UserError(f"{path} has {found} bytes, its checkpoint knows of {n_bytes}: the file was changed")
+            raise UserError(f"{path} was changed: it has {found} bytes, but its checkpoint expects at least {n_bytes}")
         self._file.truncate(n_bytes)
         self._file.seek(n_bytes)
 
     def append(self, line: dict[str, object]) -> None:
-        """Write one line and hand it to the system, so that `tail -f` sees it."""
+        """Write one line and flush it, so that `tail -f` shows it."""
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
@@ -147,7 +149,7 @@ class MetricsFile:
             raise cannot_write(self._path, error) from error
 
     def sync(self) -> int:
-        """Bring all lines to the disk; returns the length in bytes, for a checkpoint to vouch for."""
+        """Sync all lines to disk and return the length in bytes, for the checkpoint."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -160,7 +162,7 @@ class MetricsFile:
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Keep a second `--resume` out; the system releases the lock when this process ends, however it ends."""
+    """Lock the file against a second `--resume`; the system releases the lock when this process ends."""
     if sys.platform == "win32":
         return
     try:
@@ -170,5 +172,5 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """The line a user sees when the disk is full or a folder read-only."""
+    """Return the error for a full disk or a read-only folder."""
     return UserError(f"cannot write {path}: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""What a run was asked to do: saved before its first step, read back on `--resume`, never asked twice."""
+"""A run's settings, which are saved before its first step and read by `--resume`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FP32, BF16_SPLIT = WEIGHTS = ("fp32", "bf16-split")
 
 @dataclass(frozen=True)
 class Training:
-    """One of the runs that are compared: a row of the table."""
+    """One of the compared training runs, a row of the table."""
 
     precision: str
     library: str
@@ -27,22 +27,22 @@ class Training:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides about the weights a run ends with.
+    """Everything that determines a run's final weights.
 
     Args:
         data: Absolute path of the text, or None for the standard library.
         preset: A name in `SIZES`.
-        steps: Batches of each training.
-        device: Where to train, as torch writes it.
-        checkpoint_every: Steps between two checkpoints.
-        seed: Decides the first weights and the batches.
-        threads: CPU threads; sums are split among them, so another number gives other bits.
-        emulated: Precisions too slow here for the preset's size.
+        steps: Steps of each training run.
+        device: Device to train on, as torch spells it.
+        checkpoint_every: Steps between checkpoints.
+        seed: Seed for the initial weights and the batches.
+        threads: Number of CPU threads; it affects the order of sums, and so the bits of the result.
+        emulated: Precisions that are too slow here for the preset's size.
         strategy: How the model is split between processes, or None for one process.
-        processes: How many there are; other sums, so other bits.
+        processes: Number of processes; it affects the bits of the result like `threads`.
         text_digest: SHA-256 of the text, hexadecimal.
-        weights: "fp32": torch.amp and castwise are compared, on fp32 weights. "bf16-split": castwise on fp32 weights
-            and on those of `MasterWeights`, in bf16.
+        weights: "fp32" compares torch.amp with castwise on fp32 weights. "bf16-split" compares castwise on fp32 weights
+            with castwise on bf16 weights of `MasterWeights`.
 
     Raises:
         UserError: A value is out of range.
@@ -73,7 +73,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], source: str) -> Settings:
-        """Build settings from what `to_json` gave.
+        """Build settings from a result of `to_json`.
 
         Raises:
             UserError: `content`, read from `source`, was not written by this version.
@@ -83,13 +83,13 @@ class Settings:
         return cls(**content)
 
     def to_json(self) -> dict[str, object]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     def runs(self) -> list[Training]:
-        """Every precision by both libraries, which take turns at going first: machines slow down as they heat up.
+        """Return the training runs: every precision with both libraries, or bf16 with both kinds of weights.
 
-        With other weights than fp32 ones: bf16 with both.
+        The libraries take turns at going first, because machines slow down as they heat up.
         """
         sizes = {name: EMULATED if name in self.emulated else size_of(self.preset) for name in PRECISIONS}
         if self.weights != FP32:
@@ -102,7 +102,7 @@ class Settings:
 
 
 def _are_fields(content: dict[str, Any]) -> bool:
-    """Return True if all fields of `Settings` are there, of their types and in ranges that torch can take."""
+    """Return True if all fields of `Settings` are present, have the right types and are in torch's ranges."""
     hints = get_type_hints(Settings)
     kinds = {name: list if get_origin(hint) is list else hint for name, hint in hints.items()}
     return (
@@ -114,10 +114,10 @@ def _are_fields(content: dict[str, Any]) -> bool:
 
 
 def size_of(preset: str) -> Size:
-    """The sizes of a preset.
+    """Return the model size of a preset.
 
     Raises:
-        UserError: There is none of that name.
+        UserError: There is no preset of that name.
     """
     if preset not in SIZES:
         raise UserError(f"--preset must be one of {', '.join(SIZES)}, got {preset!r}")

@@ -1,4 +1,4 @@
-"""How a model is split between processes. Half a second to import, so only a run that splits one does."""
+"""Splitting a model between processes; imported only when needed, because it takes half a second."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def split(model: GPT, strategy: str, mesh: DeviceMesh) -> nn.Module:
-    """Give each rank of a mesh its part of a model that all of them have built alike.
+    """Wrap or split a model, which is identical on all ranks, for the ranks of a mesh.
 
     Raises:
-        UserError: There are more ranks than attention heads to split between them, or they do not come out even.
+        UserError: The attention heads cannot be split evenly between the ranks.
     """
     if strategy == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -44,7 +44,7 @@ def split(model: GPT, strategy: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def _split_layers(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Split attention by heads, MLPs by features and the rest as it comes (Shoeybi et al. 2019, "Megatron-LM")."""
+    """Split attention by heads, MLPs by features, and embeddings and head (Megatron-LM, Shoeybi et al. 2019)."""
     plan: dict[str, ParallelStyle] = {
         "token": RowwiseParallel(input_layouts=Replicate()),
         "position": RowwiseParallel(input_layouts=Replicate()),
@@ -78,7 +78,7 @@ def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> None:
-    """Clip gradients as torch does it for such a model."""
+    """Clip gradients with torch's method for a split model."""
     if isinstance(model, FullyShardedDataParallel):
         model.clip_grad_norm_(max_norm)
     else:
@@ -86,17 +86,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    """All weights, whole, by the names they have when the model is not split; on every rank."""
+    """Return the full weights by their unsplit names, on every rank."""
     return get_model_state_dict(model, options=_WHOLE)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of an optimizer's state, whole, on every rank."""
+    """Return the optimizer's full state, on every rank."""
     return get_optimizer_state_dict(model, optimizer, options=_WHOLE)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any], state: dict[str, Any]) -> None:
-    """Take over what `weights` and `optimizer_state` gave."""
-    # They put parts instead of what is whole.
+    """Load results of `weights` and `optimizer_state`."""
+    # These calls replace full tensors with this rank's parts.
     set_model_state_dict(model, dict(whole), options=_WHOLE)
     set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=_WHOLE)

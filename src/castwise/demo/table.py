@@ -1,4 +1,4 @@
-"""The table at the end and the sentences that keep it from being misread."""
+"""The final table, its footnotes and its verdict."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from castwise.demo.training import Result
 
 _COLUMNS = ("precision", "library", "steps", "loss", "ms/step", "tokens/s", "memory", "skipped", "identical")
 _WEIGHTS_COLUMNS = ("weights", "steps", "loss", "ms/step", "tokens/s", "memory", "bytes", "identical")
-_LOSS = "loss: on held-out text at the end, in nats per byte. ms/step: median."
-_SLOW = "very slow on this CPU, so trained on a much smaller model."
+_LOSS = "loss: final loss on held-out text, in nats per byte. ms/step: median."
+_SLOW = "very slow on this CPU, so trained with a much smaller model."
 _TEXT_COLUMNS = {"precision", "library", "weights", "identical"}
 
 
 def print_results(console: Console, settings: Settings, results: list[Result]) -> None:
-    """Print a row per training, what the columns mean, and the verdict."""
+    """Print a row per training run, the meaning of the columns, and the verdict."""
     identical = verdicts(results)
     if settings.weights == FP32:
         rows = [_cells(result, settings, identical) for result in sorted(results, key=_torch_first)]
@@ -33,7 +33,7 @@ def print_results(console: Console, settings: Settings, results: list[Result]) -
 
 
 def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)  # nine columns in a terminal of 80
+    table = Table(box=box.SIMPLE_HEAD, padding=0)  # nine columns must fit into 80 characters
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=True)
     for row in rows:
@@ -42,7 +42,7 @@ def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[st
 
 
 def _torch_first(result: Result) -> tuple[int, bool]:
-    """The order of reading; the order of training alternates."""
+    """Return a sort key that puts torch.amp first; the order of training alternates."""
     return list(PRECISIONS).index(result.precision), result.library == CASTWISE
 
 
@@ -71,8 +71,8 @@ def _numbers(result: Result) -> tuple[str, ...]:
 def _footnotes(settings: Settings) -> list[str]:
     lines = [
         _LOSS,
-        "memory: peak over that at the start. skipped: steps whose gradients overflowed.",
-        "identical: weights bit for bit those of torch.amp.",
+        "memory: peak above the start. skipped: steps whose gradients overflowed.",
+        "identical: weights bit-identical to torch.amp's.",
     ]
     if settings.emulated:
         lines.append(f"* {' and '.join(settings.emulated)}: {_SLOW}")
@@ -81,9 +81,9 @@ def _footnotes(settings: Settings) -> list[str]:
 
 def _footnotes_of_weights(settings: Settings) -> list[str]:
     lines = [
-        f"{_LOSS} memory: peak over that at the start.",
-        "bytes: per parameter of linear layers, for its weight, autocast's copy, gradient and optimizer state.",
-        "identical: the loss of each step, and all weights in fp32, bit for bit those of fp32 weights.",
+        f"{_LOSS} memory: peak above the start.",
+        "bytes: per parameter of linear layers, for weight, autocast's copy, gradient and optimizer state.",
+        "identical: every step's loss and all weights, in fp32, bit-identical to training with fp32 weights.",
     ]
     return [*lines, f"* bf16: {_SLOW}"] if "bf16" in settings.emulated else lines
 

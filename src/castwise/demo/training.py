@@ -1,7 +1,7 @@
-"""One training: the loop every user of mixed precision writes, once, with the library as a parameter.
+"""The usual mixed-precision training loop, with the library as a parameter.
 
-Whatever the precision and the library, the same lines run: fp32 is a disabled region and a disabled scaler,
-so a difference between two rows of the table can only come from the library.
+The same lines run for every precision and library (in fp32 with region and scaler disabled), so two rows of the table
+can differ only because of the library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from castwise.monitor.monitor import Monitor
 LEARNING_RATE = 5e-4
 MAX_NORM = 1.0
 VALIDATION_BATCHES = 8
-WARM_UP_STEPS = 3  # these build kernels and fill the allocator; their times say nothing about the rest
+WARM_UP_STEPS = 3  # these build kernels and fill the allocator, so their times do not count
 
 _AUTOCASTS = {TORCH: torch.amp.autocast, CASTWISE: castwise.autocast}
 _SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
@@ -40,7 +40,7 @@ _SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
 
 @dataclass(frozen=True)
 class Step:
-    """What is known after a step: its number (from 1), loss, duration, scale and the skipped steps so far."""
+    """The outcome of a step: its number (from 1), loss, duration, scale, and the number of skipped steps so far."""
 
     number: int
     loss: float
@@ -51,21 +51,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished training: a row of the table, plain values only.
+    """The result of a training run, a row of the table; plain values only.
 
     Args:
         precision: "fp32", "bf16" or "fp16".
         library: "torch.amp" or "castwise".
-        steps: Batches seen.
-        loss: Mean loss of held-out text, in nats per byte.
+        steps: Number of steps.
+        loss: Mean loss on held-out text, in nats per byte.
         step_ms: Median duration of a step.
-        tokens_per_s: Tokens of a step over that duration.
-        peak_bytes: The most memory in use over that before the training, or None where unknown.
-        skipped: Steps that the scaler left out.
+        tokens_per_s: Tokens per step divided by the median duration.
+        peak_bytes: Peak memory minus the memory in use before the run, or None if unknown.
+        skipped: Number of steps skipped by the scaler.
         weights_sha256: Digest of all weights, in fp32.
-        weights: "fp32", or "bf16-split" for those of `MasterWeights`.
-        losses_sha256: Digest of the loss of each step.
-        stored_bytes: Bytes per parameter of the linear layers: weight, its cast, gradient and state; in one process.
+        weights: "fp32", or "bf16-split" for weights of `MasterWeights`.
+        losses_sha256: Digest of all steps' losses.
+        stored_bytes: Bytes per parameter of the linear layers: weight, cast, gradient and state; for one process.
     """
 
     precision: str
@@ -83,13 +83,13 @@ class Result:
 
 
 class Trainer:
-    """A model, its optimizer and its scaler, and how far they have come.
+    """A model, its optimizer and its scaler, and their progress.
 
     Args:
-        training: What to train, in which precision, by which library.
-        corpus: Where batches come from.
-        device: Where the model lives.
-        seed: Decides the first weights and the batches.
+        training: Model size, precision and library.
+        corpus: Source of the batches.
+        device: Device of the model.
+        seed: Seed for the initial weights and the batches.
         ranks: The processes that train together.
     """
 
@@ -98,7 +98,7 @@ class Trainer:
         self._ranks = ranks
         self._memory = PeakMemory(device)
         torch.manual_seed(derive_seed(seed, "weights"))
-        # Drawn on the CPU: the same first weights on every device.
+        # Drawn on the CPU, so that initial weights are the same on every device.
         self._model = ranks.split(GPT(training.size).to(device))
         # torch's sharded scaler cannot unscale_ before a fused step on a CPU, and lets ranks disagree about it.
         fused = ranks.strategy is None
@@ -116,11 +116,11 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Steps taken so far, skipped ones included."""
+        """Number of steps so far, including skipped ones."""
         return len(self._seconds)
 
     def step(self) -> Step:
-        """Train on the next batch. Reads loss and scale back, so the host waits for the device."""
+        """Train on the next batch; reading the loss and the scale makes the host wait for the device."""
         batch = self._corpus.batch(self.training.size, self._seed, self.steps_done)
         tokens, targets = self._to_device(batch, self._ranks.share)
         scale_before = self._scaler.get_scale()
@@ -130,7 +130,7 @@ class Trainer:
         synchronize(self._device)
         self._seconds.append(time.perf_counter() - start)
         scale = self._scaler.get_scale()
-        self._skipped += scale < scale_before  # the only public sign of a skipped step, and the same for both
+        self._skipped += scale < scale_before  # the only public sign of a skipped step in both libraries
         self._losses.append(self._ranks.mean(loss))
         if self.steps_done == self.training.steps and self._ranks.strategy is None:
             self._stored_bytes = self._bytes_per_parameter()  # while there are gradients
@@ -162,7 +162,7 @@ class Trainer:
         return part(tokens).to(self._device), part(targets).to(self._device)
 
     def result(self) -> Result:
-        """The row of the table, once all steps are done."""
+        """Return the table row after all steps."""
         training = self.training
         peak_bytes = self._peak_bytes()
         seconds = statistics.median(self._seconds[WARM_UP_STEPS:] or self._seconds)
@@ -182,7 +182,7 @@ class Trainer:
         )
 
     def _bytes_per_parameter(self) -> float:
-        """Return what a parameter of a linear layer takes, as autocast casts those, counted from the tensors."""
+        """Return the bytes per parameter of the linear layers, which autocast casts, counted from their tensors."""
         if self._master is not None:
             memory = self._master.memory()
             return sum(memory[what] for what in ("weights", "kept", "gradients", "state")) / memory["parameters"]
@@ -196,11 +196,11 @@ class Trainer:
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)) / n_params + cast
 
     def monitor(self, every: int, folder: Path) -> Monitor:
-        """A monitor of this training, to be entered, that samples every so many steps and records in a folder."""
+        """Return a monitor, not yet entered, that samples the run every `every` steps and records to a folder."""
         return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
 
     def digest(self) -> str:
-        """SHA-256 of the weights there are now, in fp32."""
+        """Return the SHA-256 of the current weights, in fp32."""
         master = self._master
         return digest(self._ranks.weights(self._model) if master is None else master.fp32_state_dict(self._model))
 
@@ -218,7 +218,7 @@ class Trainer:
         return None if peak is None or self._peak_before is None else max(peak, self._peak_before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps depend on, and what the result will need."""
+        """Return all state that later steps and the result depend on."""
         return {
             "model": self._ranks.weights(self._model),
             "optimizer": self._ranks.optimizer_state(self._model, self._optimizer),
@@ -231,7 +231,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave."""
+        """Continue from a result of `state_dict`."""
         self._ranks.load(self._model, self._optimizer, state["model"], state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
         self._seconds, self._losses = list(state["seconds"]), list(state["losses"])
@@ -241,18 +241,18 @@ class Trainer:
 
 
 def sharded_scalers() -> dict[str, Any]:
-    """The libraries' scalers for several processes, which take a while to import."""
+    """Import and return the libraries' scalers for several processes, which are slow to import."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     return {TORCH: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of all weights with their names and shapes: equal digests are equal bits (-0.0 is not 0.0)."""
+    """Return the SHA-256 of all weights with names and shapes; equal digests mean equal bits (-0.0 is not 0.0)."""
     sha256 = hashlib.sha256()
     for name, weight in weights.items():
         cpu = weight.detach().cpu().contiguous()
         sha256.update(f"{name} {cpu.dtype} {tuple(cpu.shape)}".encode())
-        # Through ctypes and not numpy, which torch does not require.
+        # Uses ctypes because torch does not require numpy.
         sha256.update(ctypes.string_at(cpu.data_ptr(), cpu.nbytes))
     return sha256.hexdigest()

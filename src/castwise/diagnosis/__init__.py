@@ -1,4 +1,4 @@
-"""Where a number that is not finite comes from: `castwise.diagnose`, and replays of recorded steps."""
+"""Find where a non-finite value comes from: `castwise.diagnose`, and replays of recorded steps."""
 
 from castwise._lazy_modules import submodules_of
 

@@ -1,4 +1,4 @@
-"""What can be replayed: a batch with a loss function, or with the gradients that the model's output has got."""
+"""The two kinds of replay: a batch with a loss function, or a batch with the gradients of the model's output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from castwise.diagnosis.replay import Edge, Root, edge_of, edges_below
 
 
 def outputs_of(output: Any) -> list[torch.Tensor]:
-    """List the floating-point tensors in a model's output, in order.
+    """Return the floating-point tensors in a model's output, in order.
 
-    Lists, tuples, dicts and what is registered with torch's pytree are looked into, other objects one level deep.
+    Searches lists, tuples, dicts and types registered with torch's pytree at any depth, other objects one level deep.
     """
     leaves: list[Any] = []
     for leaf in tree_leaves(output):
@@ -57,13 +57,13 @@ class OfLoss(Case):
 
     @override
     def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
-        # As GradScaler.scale does: a half loss is promoted by the scale, which is fp32.
+        # Like GradScaler.scale: multiplying by the fp32 scale promotes a half-precision loss.
         return [
             (loss.reshape(()) * torch.tensor(scale, device=loss.device), None) for loss in ends if loss.requires_grad
         ]
 
     @override
-    def lost_gradients(self) -> list[torch.Tensor]:
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
         return []
 
 
@@ -95,58 +95,62 @@ class OfOutput(Case):
 
     @override
     def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        # An output may be infinite where it is masked. It is not if the loss gives it a gradient that is not finite.
+        # A masked output may be infinite. It is a fault only if the loss gives it a non-finite gradient.
         has_backward = any(gradient is not None for gradient in self._gradients)
-        if has_backward and not any(map(_has_lost, self._gradients)):
+        if has_backward and not any(map(_is_nonfinite, self._gradients)):
             return []
-        lost = [(end, gradient) for end, gradient in self._pairs(ends) if _has_lost(end)]
-        if self.loss_is_finite:  # then what is not finite of one element's gradient comes from no other one
-            lost = [(end, gradient) for end, gradient in lost if _have_lost_the_same(end, gradient)]
+        lost = [(end, gradient) for end, gradient in self._pairs(ends) if _is_nonfinite(end)]
+        if self.loss_is_finite:  # then a non-finite element of the gradient comes from that same output element
+            lost = [(end, gradient) for end, gradient in lost if _share_nonfinite_element(end, gradient)]
         return [end for end, _ in lost]
 
     @override
     def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
         pairs = self._pairs(ends) if self._with_backward else []
-        # Of a condensed batch there are largest magnitudes only, which no backward can begin with.
+        # A condensed batch holds only largest magnitudes, which cannot start a backward.
         whole = [
             (end, gradient * (scale / self._scale))
             for end, gradient in pairs
             if gradient is not None and end.requires_grad and gradient.shape == end.shape
         ]
-        seeds: dict[Edge, Root] = {edge_of(end): (end, gradient) for end, gradient in whole}  # a tensor may be in twice
+        seeds: dict[Edge, Root] = {edge_of(end): (end, gradient) for end, gradient in whole}  # a tensor may occur twice
         inner = edges_below([end for end, _ in whole]) if len(seeds) > 1 else set()
         for edge in inner.intersection(seeds):
             _replace_gradient(*seeds.pop(edge))
         return list(seeds.values())
 
     @override
-    def lost_gradients(self) -> list[torch.Tensor]:
-        return [each for each in self._gradients if each is not None and _has_lost(each)] if self._with_backward else []
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
+        return (
+            [each for each in self._gradients if each is not None and _is_nonfinite(each)]
+            if self._with_backward
+            else []
+        )
 
     def _pairs(self, ends: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         return zip(ends, self._gradients, strict=True)
 
 
 def _replace_gradient(end: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Let an output that another output is computed from have the gradient it had.
+    """Give an output that another output depends on its recorded gradient.
 
-    As that is the sum of what came from outside and what the other one leads to, a backward must not begin with it. One
-    that is not finite is left to the backward, which may see what made it.
+    That gradient already includes the other output's contribution, so a backward cannot start with it. A non-finite
+    gradient is left to the backward, which may find the op that made it.
     """
-    if not end.is_leaf and not _has_lost(gradient):
+    if not end.is_leaf and not _is_nonfinite(gradient):
         end.register_hook(lambda _: gradient)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _has_lost(tensor: torch.Tensor | None) -> bool:
+def _is_nonfinite(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not tensor.isfinite().all()
 
 
-def _have_lost_the_same(end: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+def _share_nonfinite_element(end: torch.Tensor, gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool((end.isfinite() | gradient.isfinite()).logical_not().any())
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return what is directly in an object that torch's pytree does not know."""
+    """Return the direct contents of an object that torch's pytree does not handle."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):

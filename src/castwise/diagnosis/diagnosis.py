@@ -1,4 +1,4 @@
-"""`diagnose`: which module and op made the first inf or NaN of a step, and what would help."""
+"""`diagnose`: find the module and op that made the first inf or NaN of a step, and suggest a remedy."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _OUTSIDE = "no autocast region was active: if training uses one, call diagnose i
 
 @dataclass(frozen=True)
 class NonFinite:
-    """An inf or NaN that an op of the forward made, and that no fault is blamed on.
+    """An inf or NaN that an op of the forward made and that is not blamed for a fault.
 
     Args:
         module: See `Diagnosis`.
         in_loss: See `Diagnosis`.
-        op: As "aten.convolution".
-        value: "nan" or "inf": what the op made, not what it was given.
-        is_finite_in_float32: Whether the op has a finite result in fp32: it overflowed in a low precision.
+        op: Name of the op, such as "aten.convolution".
+        value: "nan" or "inf": what the op introduced, as opposed to what it received.
+        is_finite_in_float32: Whether the op's result is finite in fp32, so that the low precision overflowed.
         line: See `Diagnosis`.
     """
 
@@ -51,38 +51,38 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The origin of the first inf or NaN that reaches the loss or a gradient; true if there is one.
+    """The origin of the first inf or NaN that reaches the loss or a gradient. Truthy if there is one.
 
     Args:
-        found: Whether there is one.
-        phase: Where it came in: "weight" and "input" were not finite before; "forward", also where activation
-            checkpointing runs it again in the backward; "loss", in the loss function or by scaling the loss;
+        found: Whether a fault was found.
+        phase: Where the fault arose: "weight" or "input" if it was non-finite before the replay; "forward", including
+            the recomputation of activation checkpointing; "loss", in the loss function or by scaling the loss;
             "backward"; "" if nothing was found.
         module: Qualified name of the innermost module, without wrappers; "" for the model itself, for the loss
             function, and for inputs.
-        in_loss: Whether the op is one of the loss function, in the forward or the backward.
-        op: As "aten.bmm"; "" for weights and inputs.
+        in_loss: Whether the op belongs to the loss function, in the forward or the backward.
+        op: Name of the op, such as "aten.bmm"; "" for weights and inputs.
         inputs: Ranges of the op's floating-point inputs, before it ran.
-        outputs: Ranges of its results, or of the weight or input.
-        in_float32: Ranges of the results that the op has in fp32, if it computed in a low precision and can be
-            computed again.
-        parameter: The weight that is not finite, or the first whose gradient is not; of a loss that is not finite "".
-        argument: The input that is not finite: its position, or its name.
-        index: Of the first value that is not finite, in that input or weight.
-        value: "nan", "inf" or "-inf": that value, or what the op made.
-        scale: Of the loss.
-        loss: Its value before scaling; None if it is not known.
-        remedy: What would help: a lower "scale", the module in "float32", another "input" or "weight", other "code".
-        advice: The same in words.
-        code: The same as Python to be copied; "" where words have to do.
-        line: Where the code of the model, or of the loss, calls the op: "model.py:31"; "" if that is not known, as in
+        outputs: Ranges of the op's results, or of the weight or input.
+        in_float32: Ranges of the op's results in fp32, if it ran in low precision and can be recomputed.
+        parameter: The non-finite weight, or the first parameter with a non-finite gradient; "" if the loss is not
+            finite.
+        argument: Position or name of the non-finite input.
+        index: Index of the first non-finite value in that input or weight.
+        value: "nan", "inf" or "-inf": that value, or the kind of value the op made.
+        scale: Scale of the loss.
+        loss: The loss before scaling; None if it is not known.
+        remedy: What to change: lower the "scale", run the module in "float32", or fix the "input", "weight" or "code".
+        advice: The remedy in words.
+        code: The remedy as Python code to copy; "" if no code applies.
+        line: Where the code of the model or the loss calls the op, such as "model.py:31"; "" if it is not known, as in
             the backward.
-        source: That line itself.
-        harmless: If there is no fault, what ops of the forward made that is not finite, such as an overflow before a
-            sigmoid: it reaches neither the loss nor a gradient. Of each module and op one.
-        also: If there is a fault, what other ops of the forward made that is not finite. Each may be a fault, too, that
-            this one hides: diagnose again after the first is repaired.
-        outside_region: Whether `diagnose` was called outside of any autocast region.
+        source: The source text of that line.
+        harmless: Without a fault: non-finite values from ops of the forward that reach neither the loss nor a
+            gradient, such as an overflow before a sigmoid. One entry per module and op.
+        also: With a fault: non-finite values from other ops of the forward. This fault may hide others among them, so
+            diagnose again after fixing it.
+        outside_region: Whether `diagnose` was called outside any autocast region.
     """
 
     found: bool
@@ -114,7 +114,7 @@ class Diagnosis:
     def __str__(self) -> str:
         loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
         if not self.found:
-            harmless = [f"  seen and harmless: {each}" for each in self.harmless]
+            harmless = [f"  harmless: {each}" for each in self.harmless]
             hint = [f"  {_OUTSIDE}"] if self.outside_region else []
             return "\n".join([f"clean: the loss and all gradients are finite{loss}", *hint, *harmless])
         lines = [f"{self.phase}: {self._what()}{loss}"]
@@ -122,14 +122,14 @@ class Diagnosis:
         lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
         lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
-        lines += [f"  also: {each}; look again after the first is repaired" for each in self.also]
+        lines += [f"  also: {each}; diagnose again after fixing the first" for each in self.also]
         return "\n".join([*lines, self.advice])
 
     @property
     def summary(self) -> str:
-        """What was found, in one sentence."""
+        """The result in one sentence."""
         if not self.found:
-            return "Replayed, this batch gave a finite loss and finite gradients."
+            return "The replay of this batch gave a finite loss and finite gradients."
         if self.phase == "weight" or not self.op:
             what = self._what()
         else:
@@ -141,7 +141,7 @@ class Diagnosis:
         return f"{what[:1].upper()}{what[1:]}{at}."
 
     def record(self) -> dict[str, str]:
-        """Return what a run records of it; see "diagnosis" in the manual's page on formats."""
+        """Return the record that a run stores; see "diagnosis" in the manual's page on formats."""
         names = ("phase", "module", "op", "advice", "summary", "remedy", "code")
         return {**{name: getattr(self, name) for name in names}, "text": str(self)}
 
@@ -157,7 +157,7 @@ class Diagnosis:
         if not self.op and self.phase == "loss" and self.loss is None:
             return f"the gradient of the model's output is {self.value}"
         if not self.op:
-            return f"{self.value or 'a value that is not finite'} of unknown origin{reached}"
+            return f"{self.value or 'a non-finite value'} of unknown origin{reached}"
         return f"{_where(self.module, self.in_loss)}: {self.op} {self._gives()}{reached}"
 
 
@@ -173,28 +173,28 @@ def diagnose(
 ) -> Diagnosis:
     """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
 
-    The forward and the loss run in the caller's autocast region, and the backward outside it, so call this where the
-    training loop calls the model. Afterwards weights, buffers, gradients (the same tensors), tensors in `batch`, the
-    state of random number generators and training flags are restored, also when the model raises. Not restored are
-    other attributes that the forward sets (counters, caches, tensors that are no buffers), what hooks and `loss_fn` do,
-    and generators that the program has made. What overlaps the backward (optimizers in it, DDP's all-reduce) does not
-    run; collectives that the forward calls need all ranks to call this.
+    The forward and the loss run in the caller's autocast region and the backward outside it, so call this where the
+    training loop calls the model. Weights, buffers, gradients (the same tensors), tensors in `batch`, random states
+    and training flags are restored afterwards, even if the model raises. Not restored: other attributes that the
+    forward sets (counters, caches, tensors that are not buffers), side effects of hooks and of `loss_fn`, and random
+    generators that the program created. Work that overlaps the backward (optimizers in it, DDP's all-reduce) does not
+    run. If the forward calls collectives, all ranks must call this.
 
-    Infinities and NaNs that reach neither are not faults: those of masks, or of a weight that the batch does not use.
-    Without a fault `harmless` lists those that an op of the forward made; beside a fault `also` lists them. Every op
-    syncs with the host: a replay takes several times a step, and twice that if the scale may be the cause.
+    Infinities and NaNs that reach neither, such as those in masks or in weights that the batch does not use, are not
+    faults. Those made by ops of the forward are listed in `harmless`, or in `also` if there is a fault. Every op syncs
+    with the host, so a replay takes several times as long as a step, and twice that if the scale may be the cause.
 
     Args:
         model: The model, in the mode it trains in. DDP and `torch.compile` are unwrapped: the replay is eager and
             runs on this rank alone.
-        loss_fn: Function of the model's output that returns the loss: one element.
+        loss_fn: Function that maps the model's output to the loss, a tensor with one element.
         batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        scaler: Its current scale multiplies the loss; None is 1. The scaler is not changed.
+        scaler: The loss is multiplied by its current scale, or by 1 if None. The scaler does not change.
 
     Raises:
         TypeError: An argument has the wrong type, or the loss is not a tensor.
-        RuntimeError: The loss has more elements than one.
-        Exception: What the model or the loss raises.
+        RuntimeError: The loss does not have exactly one element.
+        Exception: Whatever the model or the loss raises.
 
     Example:
         >>> import castwise
@@ -225,24 +225,24 @@ def diagnose_replay(
     loss_is_finite: bool | None = None,
     with_backward: bool = True,
 ) -> Diagnosis:
-    """Do what `diagnose` does without a loss: the backward begins with gradients of the model's output.
+    """Diagnose without a loss: start the backward from gradients of the model's output.
 
-    If these are not finite and the output is, they overflowed or the fault is one of the loss: phase "loss", without
-    an op.
+    If these gradients are not finite and the output is, either they overflowed or the fault is in the loss. The phase
+    is then "loss", without an op.
 
     Args:
-        model: As for `diagnose`.
+        model: See `diagnose`.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output_gradients: Gradients, scaled, of the tensors in the output that `cases.outputs_of` lists; None of those
-            that the loss did not use.
-        scale: Of these gradients.
-        region: Makes what the forward runs in; it is called for each replay.
-        loss_is_finite: Whether the loss was; None if it is not known.
-        with_backward: False looks for faults of the forward only.
+        output_gradients: Scaled gradients of the tensors that `cases.outputs_of` lists; None for outputs that the loss
+            did not use.
+        scale: Scale of these gradients.
+        region: Returns the context manager for the forward; called once per replay.
+        loss_is_finite: Whether the loss was finite; None if it is not known.
+        with_backward: If False, look for faults of the forward only.
 
     Raises:
-        Exception: What the model raises.
+        Exception: Whatever the model raises.
     """
     case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
     return _diagnosis(find(case, scale), scale, None)
@@ -283,7 +283,7 @@ def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
 def _non_finite(birth: Birth) -> NonFinite:
     line = "" if birth.place is None else str(birth.place)
     in_loss = birth.module is None
-    # NaN is born of no NaN, so an op that was given some has made infinities.
+    # A NaN counts as a birth only if no input has one, so an op with NaN inputs made infinities.
     value = "inf" if any(found.nan for found in birth.inputs) else _value(birth.outputs)
     return NonFinite(birth.module or "", in_loss, birth.op, value, birth.is_finite_in_float32, line)
 
@@ -308,7 +308,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _is_in_region(model: nn.Module, arguments: Any) -> bool:
-    """Return True if an autocast region is active for a device of the model or its arguments, or a policy is."""
+    """Return True if a policy is active, or an autocast region for a device of the model or its arguments."""
     types = {tensor.device.type for tensor in [*model.parameters(), *tensors_of(arguments)]}
     return THREAD.state is not None or any(torch.is_autocast_enabled(kind) for kind in filter(has_autocast, types))
 
@@ -317,7 +317,7 @@ def _scale_of(scaler: Any) -> float:
     if scaler is None:
         return 1.0
     if not hasattr(scaler, "get_scale"):
-        hint = ". loss_fn takes the model's output alone: lambda out: loss_fn(out, targets)"
+        hint = ". loss_fn receives only the model's output: lambda out: loss_fn(out, targets)"
         is_targets = isinstance(scaler, torch.Tensor)
         raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}{hint if is_targets else ''}")
     return float(scaler.get_scale())

@@ -1,4 +1,4 @@
-"""`find`: the first thing in a replay that is to blame for a loss or a gradient that is not finite."""
+"""`find`: find the first cause of a non-finite loss or gradient in a replay."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ Reached = Literal["loss", "scaled loss", "gradient of the output", "gradient"]
 
 
 class Case(Protocol):
-    """What is replayed: a batch, and what becomes of the model's output."""
+    """A replayable batch, and what follows the model's output."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss_is_finite: bool | None
-    """Whether the loss is known to be; None if it is not known."""
+    """Whether the loss was finite; None if it is not known."""
 
     def region(self) -> AbstractContextManager[Any]:
-        """Return what the forward runs in."""
+        """Return the context manager for the forward."""
 
     def ends(self, output: Any) -> list[torch.Tensor]:
-        """Return what the forward leads to, within the region."""
+        """Return the final tensors of the forward. Called inside the region."""
 
     def not_finite(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the ends that are not finite and should be."""
+        """Return the ends that should be finite and are not."""
 
     def roots(self, ends: list[torch.Tensor], scale: float) -> list[Root]:
-        """Return where the backward begins, scaled."""
+        """Return the scaled roots of the backward."""
 
-    def lost_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients, of those the backward begins with, that are not finite."""
+    def nonfinite_gradients(self) -> list[torch.Tensor]:
+        """Return the non-finite gradients among those that the backward starts from."""
 
 
 class Fault(NamedTuple):
-    """What is not finite and should be, and why.
+    """A value that should be finite and is not, and its cause.
 
     Args:
-        reached: What that is.
-        birth: The first thing that has led to it; None if no op and no tensor was seen to.
-        tensors: What is not finite: losses, gradients, ...
-        parameter: Whose gradient, or the weight.
+        reached: The kind of value.
+        birth: Its first cause; None if no op or tensor was seen to cause it.
+        tensors: The non-finite tensors: losses, gradients, ...
+        parameter: The parameter with the non-finite gradient.
         is_due_to_scale: Whether the gradients are finite without scaling.
-        loss_is_finite: Whether the loss is known to be; None if it is not known.
-        others: If a weight is to blame, how many more are not finite.
+        loss_is_finite: Whether the loss was finite; None if it is not known.
+        others: If a weight is to blame, the number of other non-finite weights.
     """
 
     reached: Reached
@@ -69,13 +69,13 @@ class Fault(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came of a replay.
+    """The result of a replay.
 
     Args:
-        fault: None if there is none.
-        others: What else ops made in the forward that is not finite. It is harmless if there is no fault. If there is
-            one, that is not known: what the fault has made hides where the rest went, and no backward ran if the fault
-            is in the forward.
+        fault: The fault; None if there is none.
+        others: Other non-finite values that ops made in the forward. They are harmless if there is no fault. If there
+            is one, this is unknown: the values it made hide where the others went, and no backward runs after a fault
+            in the forward.
     """
 
     fault: Fault | None
@@ -83,27 +83,27 @@ class Found(NamedTuple):
 
 
 def find(case: Case, scale: float) -> Found:
-    """Replay a case once, and if its backward has a fault once more without scaling.
+    """Replay a case, and replay it again without scaling if the backward has a fault.
 
     Raises:
-        Exception: What the model or the loss raises.
+        Exception: Whatever the model or the loss raises.
     """
     found = _replay(case, scale)
     fault = found.fault
-    if fault is None and (lost := case.lost_gradients()):
+    if fault is None and (lost := case.nonfinite_gradients()):
         fault = Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
         return Found(fault, found.others)
     if fault is None or scale <= 1.0 or fault.reached not in {"scaled loss", "gradient"}:
         return found
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
         return found
-    # What no scale would cure is the graver fault, also if the scale is too high besides.
+    # A fault that no scale fixes takes precedence, even if the scale is too high too.
     unscaled = _replay(case, 1.0)
     return found._replace(fault=fault._replace(is_due_to_scale=True)) if unscaled.fault is None else unscaled
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield name, name of the module and tensor of every parameter, each once; names are those without wrappers."""
+    """Yield (name, module name, tensor) of every parameter once. Names are without wrappers."""
     seen: set[torch.Tensor] = set()
     for module_name, module in named_modules(model):
         for name, param in module._parameters.items():
@@ -148,7 +148,7 @@ def _replay_backward(
         if seed is None and not _is_finite(tensor):
             return _fault("scaled loss", case, origins, [tensor])
         if seed is not None and not _is_finite(seed):
-            return None  # there is nothing to learn of the backward
+            return None  # a backward from this seed shows nothing
     origins.phase = "backward"
     module_of_op.begin_backward()
     gradients = gradients_of(roots, [param for _, param in trained])
@@ -166,7 +166,7 @@ def _fault(reached: Reached, case: Case, origins: Origins, tensors: list[torch.T
 
 
 def _expect(case: Case, origins: Origins) -> None:
-    """Tell of weights, buffers and inputs; what is not finite of them may be meant to be, or reach nothing."""
+    """Register non-finite weights, buffers and inputs, which may be intended or reach nothing."""
     for name, module, param in named_parameters(case.model):
         origins.expect("weight", name, module, param)
     for module, owner in named_modules(case.model):
@@ -185,7 +185,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Let no cast of a weight be in two graphs, that of the replay and one of the caller's region."""
+    """Keep casts of weights from being shared by the graph of the replay and one of the caller's region."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -195,7 +195,7 @@ def _without_cached_casts() -> Iterator[None]:
 
 @contextmanager
 def _without_autocast(model: nn.Module, ends: list[torch.Tensor]) -> Iterator[None]:
-    """Leave the caller's region for a while, as the backward does."""
+    """Disable the caller's autocast region, because a backward runs outside it."""
     types = {tensor.device.type for tensor in [*model.parameters(), *ends]}
     with ExitStack() as stack:
         for device_type in filter(has_autocast, types):

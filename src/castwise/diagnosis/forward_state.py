@@ -1,4 +1,4 @@
-"""What a forward depends on beside what it is given, to have it again later: random numbers and autocast regions."""
+"""The implicit state of a forward, saved to restore it for a replay: random states and autocast regions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from castwise.policy.casting import in_native_state, native_state_of
 
 
 class RandomState:
-    """The state of random number generators when it is made: of torch on all devices, of Python, of numpy if in use.
+    """A snapshot of the global random states of torch on all devices, of Python, and of numpy if it is imported.
 
-    Generators that a program has made for itself are not in it.
+    Generators that the program created are not included.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class RandomState:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def is_current(self, also_outside_torch: bool = False) -> bool:
-        """Return True if torch's generators have drawn nothing since.
+        """Return True if torch's generators have drawn nothing since the snapshot.
 
         Args:
-            also_outside_torch: Ask the same of those of Python and numpy, which takes longer.
+            also_outside_torch: Check those of Python and numpy too, which is slower.
         """
         if also_outside_torch and not self._is_current_outside_torch():
             return False
@@ -55,7 +55,7 @@ class RandomState:
         return all(map(numpy.array_equal, self._numpy, numpy.random.get_state()))
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the snapshot."""
         torch.set_rng_state(self._torch)
         accelerator = _accelerator()
         if accelerator is not None and self._of_devices is not None:
@@ -66,12 +66,12 @@ class RandomState:
 
 
 class CastingState:
-    """The autocast regions, torch's and castwise's, that a thread is in when it is made.
+    """A snapshot of the autocast regions, torch's and castwise's, that are active in this thread.
 
-    A `WeightCache` is not in it: casts are the same without.
+    It does not include a `WeightCache`, which does not change the values of casts.
 
     Args:
-        device_types: Types of device whose regions matter.
+        device_types: Device types whose regions to save.
     """
 
     def __init__(self, device_types: Iterable[str]) -> None:
@@ -80,10 +80,10 @@ class CastingState:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Be in these regions for a while, and in no others.
+        """Enter these regions instead of the active ones.
 
         Raises:
-            RuntimeError: A policy among them is not bound any more.
+            RuntimeError: The policy is no longer bound.
         """
         policy = self._policy
         with ExitStack() as stack:
@@ -93,13 +93,13 @@ class CastingState:
                 stack.enter_context(autocast(policy.device, policy=policy.bound, cache_enabled=policy.cache))
                 enabled, dtype, cache = self._native[policy.device]
                 if (enabled, dtype) != (policy.bound.dtype is not None, torch.get_autocast_dtype(policy.device)):
-                    # A region of torch's own that suspends the policy, or a module's rule.
+                    # A region of torch.autocast suspends the policy, or a module's rule does.
                     stack.enter_context(torch.autocast(policy.device, dtype, enabled, cache))
             yield
 
 
 def _accelerator() -> Any:
-    """Return the module of torch for the accelerator that is in use, if it has generators: `torch.cuda`, ..."""
+    """Return torch's module for the accelerator in use (such as `torch.cuda`) if it has generators, else None."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found)
     in_use = module is not None and getattr(module, "is_initialized", lambda: True)()

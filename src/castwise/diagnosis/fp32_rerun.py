@@ -1,4 +1,4 @@
-"""What an op would have returned in fp32, for which its low precision was too narrow."""
+"""Rerun an op in fp32 to see whether its low precision was the cause."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def involves_low_precision(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
-    """Return True if an op is given or returns values in fp16 or bf16."""
+    """Return True if an input or output of an op is fp16 or bf16."""
     return any(tensor.dtype in _NARROW for tensor in [*tensors_of([args, kwargs]), *outputs])
 
 
 def ranges_in_float32(func: Any, args: Any, kwargs: Any) -> tuple[Range, ...] | None:
-    """Compute an op again on arguments cast to fp32; None if it cannot be, or draws random numbers."""
+    """Rerun an op on arguments cast to fp32. Return None if that fails or the op is random."""
     written, read = written_and_read(func, args, kwargs)
     if is_random(func) or (written and func is not torch.ops.aten.copy_.default):
         return None
     try:
         with torch.no_grad():
             again = read[0].float() if written else func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
-    except (RuntimeError, TypeError):  # out of memory, or an op that knows one precision only
+    except (RuntimeError, TypeError):  # out of memory, or an op without an fp32 version
         return None
     return tuple(found for tensor in tensors_of(again) if (found := range_of(tensor)) is not None)
 

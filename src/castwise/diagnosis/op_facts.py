@@ -1,4 +1,4 @@
-"""What is known of an op that a dispatch mode sees, before it runs: its name, what it writes, what it is given."""
+"""Facts about an op that a dispatch mode intercepts: its name, the tensors it reads and writes, its kind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from castwise._torch_private import schema_of, tree_leaves
 
-# What they return holds whatever was in memory.
+# Ops that return uninitialised memory.
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
-# What they write to, they do not read.
+# Ops that overwrite a tensor without reading it.
 _OVERWRITE = {
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_"),
     *("geometric_", "cauchy_"),
 }
-# They turn infinities into finite numbers, as long as there is a finite number beside them.
+# Ops that turn infinities into finite numbers if at least one input in the row is finite.
 _SOFTMAX = {"softmax", "safe_softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"}
-# They add up products, and some begin with their first argument.
+# Ops that sum products; the second set adds its first argument to the sum.
 _PRODUCTS = {"bmm", "convolution", "dot", "linear", "mm", "mv"}
 _PRODUCTS_ADDED = {"addmm", "addmv", "baddbmm"}
 _USUAL_NAMES = {"to_copy": "to", "unsafe_view": "view", "unsafe_index": "index"}
@@ -28,7 +28,7 @@ _USUAL_NAMES = {"to_copy": "to", "unsafe_view": "view", "unsafe_index": "index"}
 
 @functools.cache
 def name_of(func: Any) -> str:
-    """Return an op's name as users know it: "aten.softmax" for what `torch.softmax` comes down to."""
+    """Return an op's name as users know it, such as "aten.softmax" for `aten._softmax`."""
     namespace, _, name = str(getattr(func, "overloadpacket", func)).rpartition(".")
     if namespace != "aten":
         return f"{namespace}.{name}" if namespace else name
@@ -48,38 +48,38 @@ def is_random(func: Any) -> bool:
 
 
 def leaves_memory_unwritten(func: Any) -> bool:
-    """Return True if an op returns memory with whatever is in it."""
+    """Return True if an op returns uninitialised memory."""
     return _name(func) in _UNINITIALISED
 
 
 def is_softmax(func: Any) -> bool:
-    """Return True if an op gives finite results for infinities, as softmax does where not all of a row is masked."""
+    """Return True if an op is a softmax or similar, with finite results unless a whole row is infinite."""
     return name_of(func).removeprefix("aten.") in _SOFTMAX
 
 
 def is_of_attention(func: Any) -> bool:
-    """Return True if an op is softmax and has no infinite results, whatever is masked."""
+    """Return True if an op is a softmax whose results are never infinite, even in a fully masked row."""
     return is_softmax(func) and "log" not in _name(func)
 
 
 def is_factor(tensor: torch.Tensor, func: Any, args: Any) -> bool:
-    """Return True if an op multiplies a tensor and adds up: an infinity in it is no mask any more."""
+    """Return True if a tensor is a factor in an op that sums products, where an infinity no longer acts as a mask."""
     name = _name(func)
     return name in _PRODUCTS or (name in _PRODUCTS_ADDED and tensor is not args[0])
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """List the tensors in a value, each once."""
+    """Return the tensors in a nested value, each once."""
     return list(dict.fromkeys(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
 
 
 def is_one_of(tensor: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if a tensor is there, as the same object."""
+    """Return True if this tensor object is among the given ones."""
     return any(tensor is one for one in tensors)
 
 
 def written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors among the arguments that an op writes to, and those whose values it reads."""
+    """Return the tensors that an op writes to and those whose values it reads."""
     writes = _writes(func)
     if not writes:
         return [], list(dict.fromkeys(_leaves([args, list(kwargs.values())])))
@@ -96,7 +96,7 @@ def written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tens
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an op's argument, in which nothing else than lists can hold some."""
+    """Yield the tensors in an op's argument; only lists and tuples can nest them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -111,7 +111,7 @@ def _names(func: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _writes(func: Any) -> dict[str, bool]:
-    """Return which arguments an op writes to, and whether it overwrites them without reading."""
+    """Return the names of the arguments that an op writes to, and whether it overwrites them without reading."""
     schema = schema_of(func)
     if schema is None or not schema.is_mutable:
         return {}
@@ -124,7 +124,7 @@ def _writes(func: Any) -> dict[str, bool]:
 
 @functools.cache
 def returns_a_view(func: Any) -> bool:
-    """Return True if an op returns what it is given, seen another way, and computes nothing."""
+    """Return True if an op computes nothing and returns views of its inputs."""
     schema = schema_of(func)
     if schema is None or schema.is_mutable or not schema.returns:
         return False
@@ -132,12 +132,18 @@ def returns_a_view(func: Any) -> bool:
 
 
 def takes_a_literal(func: Any) -> bool:
-    """Return True if an op brings a tensor that Python code has written out, as `torch.tensor([1.0])` does."""
+    """Return True if an op introduces a tensor of Python literals, as `torch.tensor([1.0])` does."""
     return _name(func) == "lift_fresh"
 
 
 def asks_for(args: Any, kwargs: Any, *, nan: bool) -> bool:
-    """Return True if the code asks for NaN, or else for infinities: by a number, or in a tensor of numbers alone."""
+    """Return True if the code asks for a NaN or infinity: a literal among the arguments, or no tensor arguments.
+
+    Args:
+        args: Positional arguments of the op.
+        kwargs: Keyword arguments of the op.
+        nan: Check for NaN if True, for infinities if False.
+    """
     wanted = math.isnan if nan else math.isinf
     leaves = tree_leaves([args, kwargs])
     if any(isinstance(leaf, float) and wanted(leaf) for leaf in leaves):

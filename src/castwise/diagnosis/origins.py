@@ -1,11 +1,12 @@
-"""`Origins`: from where the values came, in a replay, that are not finite.
+"""`Origins`: trace where the non-finite values in a replay come from.
 
-A dispatch mode looks at what every op returns. An op that returns NaN, or an infinity, while it was given none is a
-*birth*. Of each piece of memory that holds non-finite values it is kept from which births they came, so that of a NaN
-that reaches the loss the birth is known. Models are full of births that reach nothing: -inf in
-masks, the logarithm of a zero that is masked afterwards, memory that is not yet written.
+A dispatch mode checks the results of every op. An op that returns a NaN or an infinity without having received one is
+a *birth*. Each piece of memory with non-finite values maps to the births they came from, so a NaN in the loss can be
+traced to its birth. Models are full of births that reach nothing: -inf in masks, the logarithm of a zero that is
+masked afterwards, uninitialised memory.
 
-NaN and infinities are followed apart: a NaN among scores did not come from the -inf of a mask that is added to them.
+NaNs and infinities are traced separately: a NaN in attention scores did not come from the -inf of the mask added to
+them.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ Kind = Literal["weight", "input", "op", "constant", "outside", "uninitialised"]
 
 @dataclass(frozen=True, eq=False)
 class Birth:
-    """Where values that are not finite came into a replay.
+    """The point where non-finite values entered a replay.
 
     Args:
-        kind: "weight" and "input" were not finite before; "constant" is an infinity or NaN that the code asks for;
-            "outside" is a tensor that no op of the replay has made, "uninitialised" memory that none has written.
-        order: Number of the op.
-        phase: Where the replay was.
-        module: Qualified name of the innermost module; None outside of the model.
-        op: As in `op_facts.name_of`; of what is "outside", the op that reads it.
+        kind: "weight" or "input" if the tensor was non-finite before the replay; "constant" for an infinity or NaN
+            that the code asks for; "outside" for a tensor that no op of the replay made; "uninitialised" for memory
+            that was never written; "op" for any other op.
+        order: Sequence number of the op.
+        phase: Phase of the replay.
+        module: Qualified name of the innermost module; None outside the model.
+        op: Name as in `op_facts.name_of`; for "outside", the op that reads the tensor.
         inputs: Ranges of the op's floating-point inputs, before it ran.
         outputs: Ranges of its floating-point results.
-        in_float32: The same computed in fp32, if a low precision was involved and it can be.
-        name: Of a weight or an input.
-        tensor: A weight or an input.
-        is_mask: Whether it was put there by the code or the caller, and is -inf alone.
-        place: The line of the model's code, or of the loss's, that has called the op; None if it is not known.
+        in_float32: Ranges of the results in fp32, if the op ran in low precision and can be rerun.
+        name: Name of the weight or input.
+        tensor: The weight or input.
+        is_mask: Whether all non-finite values are -inf and the code or the caller put them there.
+        place: The line of the model's or the loss's code that called the op; None if it is not known.
     """
 
     kind: Kind
@@ -61,18 +63,18 @@ class Birth:
     is_mask: bool = False
     place: Place | None = None
 
-    def as_no_mask(self) -> Birth:
-        """Return the same birth for what cannot be a mask any more."""
+    def without_mask(self) -> Birth:
+        """Return this birth with `is_mask` False."""
         return replace(self, is_mask=False) if self.is_mask else self
 
     @property
     def is_finite_in_float32(self) -> bool:
-        """Whether the op has a finite result in fp32, as far as that is known."""
+        """Whether the op's result is known to be finite in fp32."""
         return self.in_float32 is not None and not any(found.nonfinite for found in self.in_float32)
 
     @property
     def is_weak(self) -> bool:
-        """Whether it is to blame only if nothing else is."""
+        """Whether to blame this birth only if there is no other."""
         return self.is_mask or self.kind == "uninitialised"
 
 
@@ -80,7 +82,7 @@ _Births = frozenset[Birth]
 
 
 class _Origin(NamedTuple):
-    """From where the NaNs and the infinities of a tensor came."""
+    """The births of a tensor's NaNs and of its infinities."""
 
     nan: _Births = frozenset()
     inf: _Births = frozenset()
@@ -94,10 +96,10 @@ class _Measured(NamedTuple):
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Watches the ops of a replay.
+    """Traces non-finite values through the ops of a replay.
 
     Args:
-        module_of_op: Says of which module they are.
+        module_of_op: Tracks the module that each op belongs to.
         before_write: Called with the tensors that an op is about to write to.
     """
 
@@ -108,12 +110,12 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.phase: Phase = "forward"
         self._module_of_op, self._before_write = module_of_op, before_write
         self._order = 0
-        self._origins: dict[int, _Origin] = {}  # by memory
+        self._origins: dict[int, _Origin] = {}  # by address of the memory
         self._unwritten: dict[int, Birth] = {}
-        self._born: list[Birth] = []  # of ops in the forward
+        self._born: list[Birth] = []  # births of ops in the forward
 
     def expect(self, kind: Kind, name: str, module: str | None, tensor: torch.Tensor) -> None:
-        """Note what is not finite of a tensor that the replay is given; of several the first is the one to blame."""
+        """Record a weight or input of the replay if it is not finite. Of several, the first gets the blame."""
         self._order += 1
         found = range_of(tensor)
         if found is not None and found.nonfinite and (memory := memory_of(tensor)) is not None:
@@ -131,15 +133,20 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._origins[memory] = _Origin(before.nan | new, before.inf | new)
 
     def blamed(self, tensors: Iterable[torch.Tensor]) -> Birth | None:
-        """Return the first birth whose values have reached some tensors."""
+        """Return the first birth whose values reached any of these tensors."""
         reached = self._reached(tensors)
         strong = [birth for birth in reached if not birth.is_weak]
         return min(strong or reached, key=lambda birth: birth.order, default=None)
 
     def others(self, tensors: Iterable[torch.Tensor], blamed: Birth | None) -> list[Birth]:
-        """Return the births in the forward beside the one to blame for some tensors: of each module and op one.
+        """Return the other births in the forward, one per module and op.
 
-        What an op made of infinities that have led to these tensors is left out: it is their consequence.
+        An op that received infinities and whose values reached `tensors` is left out, because its result is a
+        consequence.
+
+        Args:
+            tensors: The non-finite tensors; empty if there is no fault.
+            blamed: The birth to blame for them, which is left out.
         """
         reached = self._reached(tensors)
         births = {
@@ -152,7 +159,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return sorted(births.values(), key=lambda birth: birth.order)
 
     def _reached(self, tensors: Iterable[torch.Tensor]) -> _Births:
-        """Return the births whose values are in some tensors."""
+        """Return the births whose values are in these tensors."""
         reached: _Births = frozenset()
         for tensor in tensors:
             found = range_of(tensor)
@@ -186,15 +193,15 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def _origin(self, func: Any, args: Any, kwargs: Any, given: list[_Measured], after: list[_Measured]) -> _Origin:
-        """Return from where the non-finite values came that an op has returned."""
+        """Return the births of the non-finite values in an op's results."""
         nan, inf = self._sources(func, args, given)
         has_nan, has_inf = any(found.nan for _, found in given), any(found.inf for _, found in given)
         unmasked = frozenset(source for source in inf if not source.is_mask)
         if has_nan:
             nan_from, is_nan_born = nan, False
-        elif has_inf and not op_facts.is_softmax(func):  # inf - inf is where the infinities lead to
+        elif has_inf and not op_facts.is_softmax(func):  # inf - inf: a consequence of the infinities
             nan_from, is_nan_born = inf, False
-        else:  # a mask does no harm; that all of a row is masked is not
+        else:  # softmax absorbs a mask, unless the whole row is masked
             nan_from, is_nan_born = unmasked, True
         if not has_inf:
             inf_from, is_inf_born = nan, True
@@ -209,7 +216,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return _Origin(nan_from, inf_from)
 
     def _sources(self, func: Any, args: Any, given: list[_Measured]) -> _Origin:
-        """Return from where the non-finite values came that an op is given."""
+        """Return the births of the non-finite values in an op's inputs."""
         nan: _Births = frozenset()
         inf: _Births = frozenset()
         for tensor, found in given:
@@ -223,11 +230,11 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             nan |= origin.nan if found.nan else frozenset()
             if found.inf:
                 is_factor = op_facts.is_factor(tensor, func, args)
-                inf |= {source.as_no_mask() if is_factor else source for source in origin.inf}
+                inf |= {source.without_mask() if is_factor else source for source in origin.inf}
         return _Origin(nan, inf)
 
     def _unseen(self, func: Any, tensor: torch.Tensor, found: Range) -> Birth:
-        """Return the birth of what no op was seen to make."""
+        """Return a birth for non-finite values that no traced op made."""
         memory = memory_of(tensor)
         if memory in self._unwritten:
             return self._unwritten[memory]
@@ -249,7 +256,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             is_mask=is_constant and is_like_a_mask,
             place=line_of_model(__file__),
         )
-        # The logarithm of a zero is meant, an overflow of a low precision is not.
+        # The logarithm of a zero is intended, an overflow in low precision is not.
         is_meant = is_constant or (is_like_a_mask and not birth.is_finite_in_float32)
         if birth.phase in {"forward", "loss"} and not is_meant:
             self._born.append(birth)
@@ -274,7 +281,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self._note([_Measured(tensor, found)], _Origin(birth, birth))
 
     def _note(self, after: list[_Measured], origin: _Origin) -> None:
-        """Note from where the values of tensors came; in memory that is written in part, together with what was."""
+        """Record the births of non-finite tensors. Births of a partly overwritten piece of memory are kept."""
         for tensor, found in after:
             memory = memory_of(tensor)
             if found.nonfinite and memory is not None:
@@ -286,7 +293,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 )
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        """Forget what was in a tensor's memory, if that is all written now."""
+        """Forget the births in a tensor's memory if the tensor covers all of it."""
         memory = memory_of(tensor)
         if memory is not None and is_all_of_its_memory(tensor):
             self._origins.pop(memory, None)

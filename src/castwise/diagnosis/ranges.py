@@ -1,4 +1,4 @@
-"""`Range`: between which numbers the values of a tensor lie, and how many of them are no numbers."""
+"""`Range`: the smallest and largest finite value of a tensor, and its counts of NaN and inf."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 @dataclass(frozen=True)
 class Range:
-    """The values of one tensor.
+    """The range of one tensor's values. Real and imaginary parts of complex numbers count separately.
 
     Args:
-        dtype: Without "torch.".
-        shape: Of the tensor; of a DTensor, of what is on this rank.
-        lowest: Smallest of the finite values; None if there are none. Of complex numbers the parts count.
-        highest: Largest of the finite values.
-        nan: How many values are NaN.
-        inf: How many are inf or -inf.
+        dtype: Name of the dtype, without "torch.".
+        shape: Shape of the tensor, or of a DTensor's part on this rank.
+        lowest: Smallest finite value; None if there is none.
+        highest: Largest finite value; None if there is none.
+        nan: Number of NaNs.
+        inf: Number of infinities, of either sign.
     """
 
     dtype: str
@@ -39,12 +39,12 @@ class Range:
 
     @property
     def largest(self) -> float | None:
-        """Largest finite magnitude."""
+        """The largest finite magnitude."""
         return None if self.lowest is None or self.highest is None else max(-self.lowest, self.highest)
 
     @property
     def nonfinite(self) -> int:
-        """How many values are not finite."""
+        """The number of non-finite values."""
         return self.nan + self.inf
 
     def __str__(self) -> str:
@@ -54,9 +54,9 @@ class Range:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the one plain tensor in whose memory the elements of a tensor are; None if there is none.
+    """Return the plain tensor that holds a tensor's elements; None if there is none.
 
-    Of a sparse tensor these are the stored elements, of a DTensor those on this rank.
+    For a sparse tensor it holds the stored elements, for a DTensor the elements on this rank.
     """
     if tensor.is_meta or tensor.is_quantized:
         return None
@@ -73,19 +73,19 @@ def stored(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Return the address where the memory begins that a tensor is in, or is a part of; None if it has none."""
+    """Return the address of the storage that a tensor is a view of; None if it has none."""
     elements = stored(tensor)
     return None if elements is None else elements.untyped_storage().data_ptr() or None
 
 
 def is_all_of_its_memory(tensor: torch.Tensor) -> bool:
-    """Return True if nothing else is in a tensor's memory."""
+    """Return True if a tensor covers its whole storage."""
     elements = stored(tensor)
     return elements is not None and elements.nbytes >= elements.untyped_storage().nbytes()
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the floating-point values of a tensor, sharing memory, a complex one's as a real view; None without."""
+    """Return a view of a tensor's floating-point values, of complex ones as real; None if it has none."""
     elements = stored(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
     if elements is not None and elements.is_complex():
         return torch.view_as_real(elements.resolve_conj())
@@ -94,7 +94,10 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def range_of(tensor: torch.Tensor) -> Range | None:
-    """Return the range of a tensor that has values, in one read if all are finite. Syncs with the host."""
+    """Return the range of a tensor, None if it has no floating-point values. Syncs with the host.
+
+    Reads the tensor once if all values are finite.
+    """
     values = values_of(tensor)
     if values is None:
         return None
@@ -109,7 +112,7 @@ def range_of(tensor: torch.Tensor) -> Range | None:
 
 
 def has_only_minus_inf(tensor: torch.Tensor) -> bool:
-    """Return True if the values of a tensor that are not finite are all -inf, as in a mask that is added to scores."""
+    """Return True if all non-finite values of a tensor are -inf, as in an additive attention mask."""
     values = values_of(tensor)
     if values is None:
         return False
@@ -119,7 +122,7 @@ def has_only_minus_inf(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def first_not_finite(tensor: torch.Tensor) -> tuple[tuple[int, ...], Value] | None:
-    """Return the index of a tensor's first value that is not finite, and which it is."""
+    """Return the index and kind of a tensor's first non-finite value; None if all are finite."""
     values = values_of(tensor)
     if values is None or (measured := _measured(values)).isfinite().all():
         return None
@@ -137,5 +140,5 @@ def _ends(measured: torch.Tensor) -> tuple[float | None, float | None]:
 
 
 def _measured(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a dtype that ops can compare: fp8 has none of them."""
+    """Return values in a dtype that comparison ops support; fp8 has none."""
     return values.detach() if values.dtype in _MEASURED else values.detach().float()

@@ -1,4 +1,4 @@
-"""`Recording`: what is needed to replay the micro-batches of a step after it was skipped."""
+"""`Recording`: record the micro-batches of a step, to replay them if it is skipped."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from castwise.diagnosis.op_facts import tensors_of
 from castwise.diagnosis.replay import is_replaying
 from castwise.tracing.module_hooks import ModuleHooks
 
-MOST = 64  # micro-batches of one step
-GRADIENTS_OF = 8  # the last of them, of which the gradients of outputs are kept: such a gradient is as large as logits
+MOST = 64  # micro-batches kept per step
+GRADIENTS_OF = 8  # the most recent ones, whose output gradients are kept; each is as large as the logits
 
 _LOSS_IS_FINITE = {Cause.OVERFLOW: True, Cause.NONFINITE_LOSS: False}
 
 
 @dataclass
 class MicroBatch:
-    """One forward in training, and the gradients that its output has got.
+    """One forward in training, and the gradients of its output.
 
     Args:
-        args: Positional arguments, without their graphs; tensors are the caller's, not copies.
+        args: Positional arguments, detached; the tensors are the caller's, not copies.
         kwargs: Keyword arguments.
         casting: Autocast regions.
-        random: State of random number generators at its beginning.
-        buffers: Module, name and value at its beginning: a forward may leave in them what is not finite.
-        gradients: Of the floating-point tensors in the output, by place; summed over several backwards. Of a batch
-            that is condensed only their largest magnitudes, shape ().
-        is_condensed: Its gradients no longer fit.
+        random: Random state at the start of the forward.
+        buffers: Module, name and value of each buffer at the start; a forward may leave non-finite values in them.
+        outputs: Number of floating-point tensors in the output.
+        gradients: Gradients of these tensors by position, summed over several backwards. In a condensed batch only
+            their largest magnitudes, shape ().
+        is_condensed: Whether the gradients were too large to keep.
     """
 
     args: tuple[Any, ...]
@@ -55,7 +56,7 @@ class MicroBatch:
     is_condensed: bool = False
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
-        """Add a gradient that has arrived."""
+        """Add a gradient of the output at `place`."""
         before, gradient = self.gradients.get(place), gradient.detach()
         if self.is_condensed:
             gradient = _peak(gradient)
@@ -64,28 +65,28 @@ class MicroBatch:
             self.gradients[place] = gradient if before is None else before + gradient
 
     def condense(self) -> None:
-        """Keep of its gradients only whether they are finite. Does not sync with an accelerator."""
+        """Reduce the gradients to their largest magnitudes. Does not sync with an accelerator."""
         if not self.is_condensed:
             self.is_condensed = True
             self.gradients = {place: _peak(gradient) for place, gradient in self.gradients.items()}
 
     def has_bad_gradients(self) -> bool:
-        """Return True if a gradient of its output is not finite."""
+        """Return True if a gradient of the output is not finite."""
         return not all(gradient.isfinite().all() for gradient in self.gradients.values())
 
     def is_known_to_be_finite(self) -> bool:
-        """Return True if its loss was finite, and there is nothing to replay a backward with."""
+        """Return True if the gradients are condensed and finite, so a replay would show nothing."""
         return self.is_condensed and bool(self.gradients) and not self.has_bad_gradients()
 
     def can_be_replayed_in_full(self) -> bool:
-        """Return True if there is something to replay a backward with."""
+        """Return True if the backward can be replayed."""
         return bool(self.gradients) and not self.is_condensed
 
     def diagnose(self, model: nn.Module, scale: float, loss_is_finite: bool | None, with_backward: bool) -> Diagnosis:
-        """Replay it with the weights that the model has now."""
+        """Replay the micro-batch with the model's current weights."""
 
         def region() -> AbstractContextManager[None]:
-            self.random.restore()  # the replay puts back what it was before
+            self.random.restore()  # the replay restores the previous state
             for module, name, before in self.buffers:
                 module._buffers[name] = before.clone()
             return self.casting.in_force()
@@ -104,11 +105,11 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """Those of one step: what the last `MOST` were given, and the gradients that the last `GRADIENTS_OF` have got.
+    """The micro-batches of one step: inputs of the last `MOST`, output gradients of the last `GRADIENTS_OF`.
 
     Args:
-        model: That they were given to.
-        iteration: The number of the scaler's iteration in which they began.
+        model: The model that they were passed to.
+        iteration: Number of the scaler's iteration in which they started.
     """
 
     def __init__(self, model: nn.Module, iteration: int = 0) -> None:
@@ -121,31 +122,31 @@ class MicroBatches:
         return len(self._batches)
 
     def append(self, batch: MicroBatch) -> None:
-        """Add one, and drop the first if there are too many."""
+        """Add a micro-batch, and drop the oldest if there are more than `MOST`."""
         self._batches.append(batch)
         if len(self._batches) > GRADIENTS_OF:
             self._batches[-1 - GRADIENTS_OF].condense()
 
     def diagnose(self, scale: float, cause: Cause | None = None) -> Diagnosis | None:
-        """Replay them in order until one has a fault, once: what was found is kept, for others of the same backward.
+        """Replay the micro-batches in order until one has a fault. Later calls return the same result.
 
         Args:
-            scale: Of the losses of that step.
-            cause: Why it was skipped, as far as the scaler knows; it says whether the losses were finite.
+            scale: Scale of the step's losses.
+            cause: Why the step was skipped, if the scaler knows; it tells whether the losses were finite.
 
         Returns:
-            None if nothing was recorded, or there was no fault in what could be replayed in full.
+            None if no fault was found and not every micro-batch could be replayed in full, or if none was recorded.
         """
         if not self._is_diagnosed:
-            self._is_diagnosed = True  # also if it raises: it would again
+            self._is_diagnosed = True  # even if it raises: it would raise again
             self._diagnosis = self._first_fault(scale, None if cause is None else _LOSS_IS_FINITE.get(cause))
         return self._diagnosis
 
     def _first_fault(self, scale: float, loss_is_finite: bool | None) -> Diagnosis | None:
-        # A batch whose loss was dropped without a backward (`continue`) has no part in the step.
+        # A batch whose loss was dropped without a backward (`continue`) is not part of the step.
         batches = [batch for batch in self._batches if batch.gradients] or list(self._batches)
         suspects = [batch for batch in batches if not batch.is_known_to_be_finite()]
-        # Several may have one loss, which gives all of them bad gradients for the fault of one.
+        # Several batches may share one loss, and one bad batch then makes the gradients of all non-finite.
         bad = [] if loss_is_finite else [batch for batch in suspects if batch.has_bad_gradients()]
         for batch in bad if len(bad) > 1 else []:
             if diagnosis := batch.diagnose(self._model, scale, loss_is_finite, with_backward=False):
@@ -161,19 +162,18 @@ class MicroBatches:
 
 
 class Recording:
-    """Keeps what forwards in training are given, and the gradients of what they return, until it is taken.
+    """Records the inputs of training forwards and the gradients of their outputs until `take` is called.
 
-    A forward costs some 0.1 ms for the state of random number generators; of the model's buffers copies are made, of no
-    other data, and nothing syncs. What a program writes over before the replay (a static input) is replayed as it is
-    then, and so are weights.
-    Forwards without gradients, those that checkpointing runs again, and replays are not recorded. What an iteration of
-    the scaler has left, as its step was left out, is forgotten in the next one.
+    Each forward costs about 0.1 ms for the random states and a copy of the model's buffers; no other data is copied
+    and nothing syncs. Inputs that are overwritten before the replay (static inputs) are replayed with their new
+    values, and so are weights. Forwards without gradients, recomputations of activation checkpointing, and replays are
+    not recorded. Batches of an iteration whose step was never taken are dropped in the next one.
 
     Args:
-        model: As it is called: with its wrappers.
-        iteration: Says in which iteration the scaler is.
-        most_bytes: What the batches and buffers of a step may take; beyond that nothing is recorded any more, with a
-            warning. Gradients of outputs for which there is no space left are reduced to their largest magnitudes.
+        model: The model as the script calls it, with its wrappers.
+        iteration: Returns the number of the scaler's current iteration.
+        most_bytes: Memory limit for the batches and buffers of a step. Above it, recording stops with a warning.
+            Output gradients that do not fit are reduced to their largest magnitudes.
     """
 
     def __init__(
@@ -187,24 +187,24 @@ class Recording:
         self._batches = MicroBatches(model)
 
     def attach(self) -> None:
-        """Begin to record; nothing if it has begun."""
+        """Start recording. Does nothing if already started."""
         if self._hooks is None:
-            # Hooks, not a `forward` of the model's own or what `model.compile()` sets: the one sees what the hooks of
-            # others have made of the batch, and Dynamo compiles again what calls the model when either comes and goes.
-            # Both are bound to one module, and replicas of DataParallel share them.
+            # Hooks rather than a replaced `forward` or the attribute that `model.compile()` sets: a replaced `forward`
+            # sees the batch only after other hooks changed it, and Dynamo recompiles the model's callers whenever
+            # either is set or removed. Both are also bound to one module, which replicas of DataParallel share.
             self._hooks = ModuleHooks()
-            # First of all, before a policy's rule for the model itself sets another state.
+            # First, before a policy's rule for the model itself sets another state.
             self._hooks.put_on(self._model, self._before, self._after, first=True)
 
     def detach(self) -> None:
-        """Stop recording, and forget what was."""
+        """Stop recording and drop all recorded batches."""
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
         self.take()
 
     def take(self) -> MicroBatches:
-        """Return what was recorded since the last time, and forget it: for a step whose verdict comes later."""
+        """Return the batches recorded since the last call, and start anew. The step's result may arrive later."""
         if self._hooks is not None:
             self._hooks.put_back()
         taken = self._batches
@@ -212,7 +212,7 @@ class Recording:
         return taken
 
     def follow(self, iteration: Callable[[], int]) -> None:
-        """Let something else say from now on in which iteration the scaler is; what was recorded counts as of that."""
+        """Replace the source of iteration numbers. Batches recorded so far count for its current iteration."""
         self._iteration, self._batches.iteration = iteration, iteration()
 
     def _begin(self, iteration: int) -> None:
@@ -229,13 +229,13 @@ class Recording:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         batch = self._begun.pop()
-        if batch is None or output is None:  # the forward has raised
+        if batch is None or output is None:  # the forward raised
             return
         with self._guard:
             outputs = outputs_of(output)
             batch.outputs = len(outputs)
             for place, tensor in enumerate(outputs):
-                if tensor.requires_grad and not tensor.is_leaf:  # the hook of a weight would stay
+                if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf would stay
                     tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
             if self._batches.iteration != self._iteration():
                 self._begin(self._iteration())
@@ -243,8 +243,8 @@ class Recording:
             if not self._fits(kept):
                 self.detach()
                 warn(
-                    f"the batch, random states and buffers of a step take more than {self._most_bytes / 2**20:g} MiB: "
-                    "skipped steps are not diagnosed; castwise.Monitor(..., on_skip='diagnose') has no limit",
+                    f"recording a step takes more than {self._most_bytes / 2**20:g} MiB, so skipped steps are not "
+                    "diagnosed any more. castwise.Monitor(..., on_skip='diagnose') has no such limit",
                     UserWarning,
                     2,
                 )
@@ -278,10 +278,10 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _peak(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, which is inf or NaN if any is: shape (), on the same device."""
+    """Return the largest magnitude, inf or NaN if any value is. Shape (), on the same device."""
     return torch.stack(gradient.aminmax()).abs().amax() if gradient.numel() else gradient.new_zeros(())
 
 
 def _detached(value: Any) -> Any:
-    """Return a tensor in the same memory without its graph, so that none is kept alive."""
+    """Return a detached tensor with the same memory, so that its graph is not kept alive."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What would help against a fault that was found, and the sentence that says so."""
+"""`remedy_of`: suggest a remedy for a fault, in words and in code."""
 
 from __future__ import annotations
 
@@ -16,58 +16,56 @@ Remedy = Literal["", "scale", "float32", "input", "weight", "code"]
 
 
 class Help(NamedTuple):
-    """What would help against a fault."""
+    """A remedy for a fault."""
 
     remedy: Remedy
     advice: str
     code: str = ""
-    """Python that does it, to be copied; "" where words have to do."""
+    """Python code to copy; "" if no code applies."""
 
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
 
 def remedy_of(fault: Fault, scale: float) -> Help:
-    """Return what would help."""
+    """Return the remedy for a fault in a replay at this scale."""
     birth = fault.birth
     if fault.is_due_to_scale:
         return _lower_scale(birth, scale)
     if birth is None:
         return _without_birth(fault, scale)
     if birth.kind == "weight":
-        return Help("weight", f"training is lost from here: load a checkpoint in which {birth.name} is finite")
+        return Help("weight", f"training cannot recover from this: load a checkpoint in which {birth.name} is finite")
     if birth.kind == "input":
-        return Help("input", f"look at where input {birth.name} comes from, and drop or repair such samples")
+        return Help("input", f"check where input {birth.name} comes from, and drop or repair such samples")
     if birth.kind == "outside":
-        what = "an argument of the loss, such as the targets" if birth.phase == "loss" else "a tensor it reads"
-        return Help("input", f"{what}, was not finite before the forward: look at where it comes from")
+        what = "an argument of the loss, such as the targets" if birth.phase == "loss" else "a tensor that the op reads"
+        return Help("input", f"{what}, was not finite before the forward: check where it comes from")
     if birth.kind == "constant":
-        return Help("code", "the code itself asks for this value: keep it from reaching the loss")
+        return Help("code", "the code itself sets this value: keep it from reaching the loss")
     if birth.kind == "uninitialised":
-        return Help("code", "write to all of the memory before it is read; if a custom kernel does, look there")
+        return Help("code", "initialise all of the memory before it is read; if a custom kernel should, check that")
     low = low_precision(birth)
     if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
         return _keep_in_float32(birth, low, fault.tensors[0].device.type)
     if birth.module is None and birth.phase in {"loss", "backward"}:
-        return Help("code", "this op of the loss has no finite result in fp32 either: look at what the loss is given")
-    return Help("code", "this op has no finite result in fp32 either: look at the ranges of its inputs")
+        return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
+    return Help("code", "this op is not finite in fp32 either: check the ranges of its inputs")
 
 
 def low_precision(birth: Birth) -> str:
-    """Return the low precision of an op, "" if it computed in none."""
+    """Return the name of an op's low-precision dtype, "" if it has none."""
     return next((found.dtype for found in [*birth.outputs, *birth.inputs] if found.dtype in _LARGEST), "")
 
 
 def _without_birth(fault: Fault, scale: float) -> Help:
     if fault.reached != "gradient of the output":
-        return Help("code", "no op was seen to make it: a kernel that is not an op of torch may have")
+        return Help("code", "no torch op made it: the cause may be a kernel that is not a torch op")
     if fault.loss_is_finite is None:
-        advice = "the model is not the cause: look at the loss and its targets, or lower the scale if they are fine"
+        advice = "the model is not the cause: check the loss and its targets, or lower the scale if they are correct"
         return Help("code", advice)
     if not fault.loss_is_finite:
-        return Help(
-            "code", "the model's output is finite and the loss is not: look at the loss function and its targets"
-        )
+        return Help("code", "the model's output is finite and the loss is not: check the loss function and its targets")
     if scale > 1.0 and any(tensor.dtype is torch.float16 and tensor.isinf().any() for tensor in fault.tensors):
         return Help(
             "scale",
@@ -76,8 +74,8 @@ def _without_birth(fault: Fault, scale: float) -> Help:
         )
     return Help(
         "code",
-        "the model's output and the loss are finite, so the loss's own backward makes it, as that of a square root at "
-        "0 does; a lower scale helps only if the loss computes in fp16",
+        "the model's output and the loss are finite, so the value arises in the loss's backward, as for a square root "
+        "at 0; a lower scale helps only if the loss computes in fp16",
     )
 
 
@@ -90,13 +88,13 @@ def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
     if birth.module is None:
         return Help(
             "float32",
-            "compute the loss in fp32: call .float() on what it is given, outside of the autocast region",
+            "compute the loss in fp32: call .float() on its arguments, outside the autocast region",
             f'with castwise.autocast("{device}", enabled=False):\n    loss = loss_fn(output.float(), targets)',
         )
     return Help(
         "float32",
-        f"run {birth.op} in fp32: the model's own forward calls it; call .float() on its arguments with autocast off, "
-        'or move it into its own module with the rule "float32"',
+        f"run {birth.op}, which the model's forward calls, in fp32: call .float() on its arguments with autocast "
+        'disabled, or move it into a separate module with the rule "float32"',
     )
 
 
@@ -110,12 +108,15 @@ def _lower_scale(birth: Birth | None, scale: float) -> Help:
 
 
 def _largest_scale(birth: Birth, scale: float) -> int | None:
-    """Return the exponent of the largest power of two at which an op does not overflow; gradients are linear in it."""
+    """Return the exponent of the largest power-of-two scale at which an op does not overflow; None if it is unknown.
+
+    Gradients are linear in the scale.
+    """
     limit = _LARGEST.get(birth.outputs[0].dtype) if birth.outputs else None
     largest = max((magnitude(found) for found in birth.in_float32 or ()), default=0.0)
     return None if limit is None or largest <= limit else math.floor(math.log2(scale * (limit / largest)))
 
 
 def magnitude(found: Range) -> float:
-    """Return the largest magnitude in a range."""
+    """Return the largest magnitude in a range, inf if any value is not finite."""
     return math.inf if found.nonfinite else found.largest or 0.0

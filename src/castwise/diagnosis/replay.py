@@ -1,7 +1,7 @@
-"""One more forward and backward, after which everything is as it was.
+"""Run another forward and backward, and restore all state afterwards.
 
-Copies are made of what can change without a trace in the ops (buffers, gradients' places, random states); of weights
-and inputs only when an op is about to write to them, which a dispatch mode sees: a model need not fit in memory twice.
+State that can change unseen by a dispatch mode (buffers, `.grad` attributes, random states) is saved up front. Weights
+and inputs are copied only when an op is about to write to them, so the model need not fit in memory twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from castwise.diagnosis.ranges import memory_of
 from castwise.tracing.op_by_op import without_compiler
 
 _SCRIPTED = torch.jit.ScriptModule
-# Reentrant checkpointing, of torch and of libraries that have copied it, refuses `torch.autograd.grad`.
+# Reentrant checkpointing (torch's, and copies of it in other libraries) does not support `torch.autograd.grad`.
 _REENTRANT = "CheckpointFunctionBackward"
 
 Root = tuple[torch.Tensor, "torch.Tensor | None"]
-"""Where a backward begins: a tensor, and its gradient; None is 1."""
+"""A starting point of a backward: a tensor and its gradient, None for 1."""
 
 Edge = tuple[Any, int]
 
@@ -38,26 +38,29 @@ _THREAD = _Thread()
 
 
 def is_replaying() -> bool:
-    """Return True if this thread replays a batch: hooks that watch training must ignore it."""
+    """Return True if this thread is replaying a batch, which hooks that observe training must ignore."""
     return _THREAD.depth > 0
 
 
 @contextmanager
 def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
-    """Put back what runs of a model inside have changed, also when one raises; yield what has to see their writes.
+    """Restore everything that running a model in this context changes, even if it raises.
 
-    That is weights, buffers, which parameters and buffers there are, gradients (the same tensors), whether modules
-    are in training, tensors in `arguments`, and the state of random number generators.
+    That is: weights, buffers, the sets of parameters and buffers, gradients (the same tensors), training flags,
+    tensors in `arguments`, and random states.
 
     Args:
         model: The model.
-        arguments: Of its forward.
+        arguments: The arguments of its forward.
+
+    Yields:
+        The copy-on-write guard, which must be notified of all writes.
     """
     given = tensors_of(arguments)
     kept = tensors_of([list(model.parameters()), given])
     gradients = [(tensor, tensor.grad) for tensor in kept if tensor.is_leaf]
     training = [(module, module.training) for module in model.modules()]
-    # A ScriptModule cannot get others.
+    # A ScriptModule cannot gain or lose parameters and buffers.
     names = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules() if not isinstance(m, _SCRIPTED)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     guard = CopyOnWrite(tensors_of([kept, [gradient for _, gradient in gradients]]))
@@ -82,9 +85,9 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
 
 
 def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of parameters, without those that the parameters have already.
+    """Return the gradients of parameters, without what their `.grad` already holds.
 
-    What is called after gradients were accumulated does not run: optimizers in the backward, the all-reduce of DDP.
+    Callbacks after gradient accumulation do not run: no optimizers in the backward, no all-reduce of DDP.
     """
     tensors, seeds = [tensor for tensor, _ in roots], [seed for _, seed in roots]
     if not has_reentrant_checkpoint(tensors):
@@ -97,18 +100,18 @@ def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torc
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
-    """Return where in its graph a tensor's gradient arrives: the node, and at which of the node's outputs."""
+    """Return the graph edge where a tensor's gradient arrives: the node and the index of its output."""
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 def edges_below(tensors: Sequence[torch.Tensor]) -> set[Edge]:
-    """Return all edges that gradients of tensors go on to, at which are the tensors that they were computed from."""
+    """Return the edges of all tensors that the given tensors were computed from."""
     return {(node, place) for above in _nodes_of(tensors) for node, place in above.next_functions}
 
 
 def has_reentrant_checkpoint(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if tensors were computed with a checkpoint of `use_reentrant=True`."""
+    """Return True if any of the tensors was computed by a checkpoint with `use_reentrant=True`."""
     return any(node.name() == _REENTRANT for node in _nodes_of(tensors))
 
 
@@ -127,7 +130,7 @@ class CopyOnWrite:
     """Copies of tensors, each made before the first op that writes to its memory.
 
     Args:
-        tensors: That are to be put back.
+        tensors: The tensors to restore.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -137,13 +140,13 @@ class CopyOnWrite:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def before_write(self, written: Iterable[torch.Tensor]) -> None:
-        """Note that an op is about to write to some tensors."""
+        """Copy the tensors that an op is about to write to."""
         for one in written:
             for tensor in self._by_memory.pop(memory_of(one), []):
                 self._copies.append((tensor, tensor.detach().clone()))
 
     def put_back(self) -> None:
-        """Write the copies back."""
+        """Restore all copied tensors."""
         for tensor, copy in self._copies:
             _write(tensor, copy)
 
@@ -155,4 +158,4 @@ def _fill(names: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.data.copy_(values)  # without a trace in its count of writes
+        tensor.data.copy_(values)  # does not bump the version counter

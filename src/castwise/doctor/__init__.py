@@ -1,1 +1,1 @@
-"""What a machine can do in which format, found out by asking and by measuring."""
+"""Detection and measurement of the formats that a machine supports."""

@@ -1,4 +1,4 @@
-"""All that `castwise doctor` finds out, as one value."""
+"""The results of `castwise doctor`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ BUDGET_S = 6.0
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do.
+    """The capabilities of one device.
 
     Attributes:
-        device: Its name in torch, such as `"cuda:0"`.
-        name: Its name on the market.
-        threads: Of a CPU, how many torch computes with.
-        vectors: Of a CPU, the instruction set of torch's own kernels.
-        units: Of a CPU, the instruction sets that multiply in bf16 and in fp16.
-        limit: Of a CPU, the variable that keeps oneDNN from using all of it, such as `ONEDNN_MAX_CPU_ISA=AVX2`.
-        capability: Of an NVIDIA GPU, its compute capability.
-        memory_bytes: Of an NVIDIA or AMD GPU.
-        native: By format, whether there are units for it; None where that is not known.
-        recipes: By recipe of 8 or 4 bits, whether torch's kernels compute it natively; it is emulated elsewhere.
-        speeds: By format, the speed of matrix products, or why it was not measured.
-        recommendation: What to train with.
+        device: The device's name in torch, such as `"cuda:0"`.
+        name: The product name.
+        threads: For a CPU, the number of threads that torch uses.
+        vectors: For a CPU, the instruction set of torch's own kernels.
+        units: For a CPU, the instruction sets that multiply in bf16 and in fp16.
+        limit: For a CPU, the environment variable that restricts oneDNN, such as `ONEDNN_MAX_CPU_ISA=AVX2`.
+        capability: For an NVIDIA GPU, its compute capability.
+        memory_bytes: Memory of an NVIDIA or AMD GPU.
+        native: By format, whether the hardware computes it; None if unknown.
+        recipes: By 8- or 4-bit recipe, whether torch's kernels compute it natively; otherwise it is emulated.
+        speeds: By format, the speed of matrix products, or the reason why it was not measured.
+        recommendation: The recommended policy and schedule.
     """
 
     device: str
@@ -52,13 +52,13 @@ class Device:
     recommendation: Recommendation
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it with an entry per format, as JSON can hold it."""
+        """Return a JSON-compatible dict with an entry per format."""
         facts = {name: value for name, value in asdict(self).items() if name not in {"native", "speeds"}}
         return {**facts, "formats": [self._format(name) for name in self.native]}
 
     def _format(self, name: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"format": name, "dtype": str(DTYPES[name]), "native": self.native[name]}
-        speed = self.speeds.get(name, "this device cannot")
+        speed = self.speeds.get(name, "not supported by this device")
         if isinstance(speed, str):
             return {**entry, "size": None, "gflops": None, "times_fp32": None, "verdict": None, "error": speed}
         numbers = {"gflops": _rounded(speed.gflops), "times_fp32": _rounded(speed.times_fp32)}
@@ -67,14 +67,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What a machine can do.
+    """The capabilities of a machine.
 
     Attributes:
         torch: Version of torch.
         python: Version of Python.
         platform: The operating system.
-        devices: The CPU, then what accelerators there are.
-        notes: What is known of this torch.
+        devices: The CPU, then any accelerators.
+        notes: Known facts about this version of torch.
     """
 
     torch: str
@@ -84,12 +84,12 @@ class Checkup:
     notes: list[Note]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return a JSON-compatible dict."""
         return {**asdict(self), "devices": [device.as_dict() for device in self.devices]}
 
 
 def examine(progress: Progress = lambda *_: None) -> Checkup:
-    """Find out what this machine can do; takes several seconds, in which matrices are multiplied on every device."""
+    """Examine this machine by multiplying matrices on every device for several seconds."""
     devices = [torch.device("cpu")]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""The formats that matrix products may take, and which of them a device has units for."""
+"""Formats of matrix products, and which of them a device computes in hardware."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-# The first compute capability whose tensor cores take the format (CUDA C++ Programming Guide, "Compute Capabilities").
+# First compute capability whose tensor cores support a format (CUDA C++ Programming Guide, "Compute Capabilities").
 _TENSOR_CORES_SINCE = {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 Native = dict[str, bool | None]
 
 
 def of_cuda(capability: tuple[int, int]) -> Native:
-    """Return by format whether an NVIDIA GPU has units for it.
+    """Return, by format, whether an NVIDIA GPU computes it in hardware.
 
     Args:
-        capability: Its compute capability, as in `torch.cuda.get_device_capability`.
+        capability: Compute capability, as returned by `torch.cuda.get_device_capability`.
 
     Example:
         >>> of_cuda((7, 5))
@@ -33,25 +33,25 @@ def of_cuda(capability: tuple[int, int]) -> Native:
 
 
 def of_cpu() -> Native:
-    """Return by format whether this CPU has units for it and torch uses them; None where that is not known."""
+    """Return, by format, whether this CPU computes it in hardware and torch uses that; None if unknown."""
     return {"fp32": True, **{name: is_native_here(DTYPES[name]) for name in ("bf16", "fp16")}}
 
 
 def of_device(device: torch.device) -> Native:
-    """Return by format whether a device has units for it; None where torch does not say.
+    """Return, by format, whether a device computes it in hardware; None if torch does not report it.
 
     Args:
-        device: One of this machine.
+        device: A device of this machine.
     """
     if device.type == "cpu":
         return of_cpu()
-    if device.type == "cuda" and torch.version.hip is None:  # AMD counts capabilities differently
+    if device.type == "cuda" and torch.version.hip is None:  # AMD numbers capabilities differently
         return of_cuda(torch.cuda.get_device_capability(device))
     return {"fp32": True, "bf16": None, "fp16": None}
 
 
 def to_try(native: Native) -> list[str]:
-    """Return the formats that are worth measuring: what is emulated, too, but not what a device cannot do at all.
+    """Return the formats to measure, including emulated ones but not unsupported ones.
 
     Example:
         >>> to_try(of_cuda((7, 5)))

@@ -1,4 +1,4 @@
-"""What is known of versions of torch, each with where it was found out."""
+"""Facts about versions of torch, with their sources."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Note:
 
     Attributes:
         text: The fact.
-        source: Where it is tested, or was read.
+        source: The test or source file that shows it.
     """
 
     text: str
     source: str
 
 
-# Each from one version up to before another; None has no end.
+# Each note applies from the first version up to but excluding the second; None means no end.
 _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
     (
         None,
         "2.13",
         Note(
-            "castwise is tested with torch 2.13; of older ones, the sources of 2.11 were read.",
+            "castwise is tested with torch 2.13. Of older versions, only the source of 2.11 was checked.",
             "castwise/_torch_private.py",
         ),
     ),
@@ -34,9 +34,9 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         None,
         "2.13",
         Note(
-            "What torch.compile compiles in a region with a policy runs its backward under autocast: the setting that "
-            "decides it (torch._functorch.config.backward_pass_autocast) is one for all threads before 2.13, and a "
-            "policy leaves it alone.",
+            "Code compiled by torch.compile in a region with a policy runs its backward under autocast. Before 2.13, "
+            "the setting for this (torch._functorch.config.backward_pass_autocast) is shared by all threads, so a "
+            "policy does not change it.",
             "castwise/_torch_private.py; torch/utils/_config_module.py of 2.11",
         ),
     ),
@@ -44,7 +44,7 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         "2.13",
         None,
         Note(
-            "torch.autocast no longer loses the gradients of a weight whose cast it has cached under torch.no_grad().",
+            "torch.autocast no longer loses the gradients of a weight whose cast it cached under torch.no_grad().",
             "tests/doctor/test_notes.py",
         ),
     ),
@@ -52,7 +52,7 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         "2.13",
         "2.14",
         Note(
-            "The faults of torch.amp that castwise's README lists are faults of this version.",
+            "The bugs of torch.amp that castwise's README lists are present in this version.",
             "tests/amp/test_torch_is_wrong.py and the tests beside it",
         ),
     ),
@@ -60,7 +60,7 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         "2.14",
         None,
         Note(
-            "This torch is newer than 2.13, which castwise is tested with: private names it uses may have moved.",
+            "This torch is newer than 2.13, the version castwise is tested with: private names it uses may have moved.",
             "castwise/_torch_private.py",
         ),
     ),
@@ -68,7 +68,7 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
 
 
 def notes_on(version: str) -> list[Note]:
-    """Return what is known of a version of torch.
+    """Return the notes that apply to a version of torch.
 
     Args:
         version: Such as `torch.__version__`.

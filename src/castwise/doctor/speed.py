@@ -1,8 +1,8 @@
 """How fast a device multiplies matrices in each format.
 
-What is timed is a linear layer's three products of a training step, `x @ w.T`, `g @ w` and `g.T @ x` with square
-matrices: emulated formats differ by ten between them. The formats take turns in random order, so that a change of clock
-or a busy neighbour hits all of them, and a ratio is one of times taken within the same turn.
+The benchmark times the three products of a linear layer in a training step, `x @ w.T`, `g @ w` and `g.T @ x`, with
+square matrices; in emulated formats their speeds differ by a factor of ten. The formats run in random order within each
+round, so that a clock change or a busy neighbour affects all of them. Ratios compare times of the same round.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from castwise.doctor.formats import DTYPES
 
 SMALLEST, LARGEST = 256, 4096
 ROUNDS, FEWEST_ROUNDS = 11, 3
-# An emulated format would hold the others down to a size at which they are not yet at their fastest.
+# Emulated formats run apart: they would limit the others to a size at which these do not reach full speed.
 _SLOW_FROM = 4.0
 _NOISY_FROM = 1.5
-GAIN = 1.1  # less is not worth a change of precision
+GAIN = 1.1  # a smaller gain does not justify lower precision
 
 Progress = Callable[[str, int, int], object]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""A callback that receives the current activity, the number of finished parts, and the total."""
 Verdict = Literal["faster", "as fast", "slower", "too noisy to tell"]
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """First quartile, median and third quartile of what was measured."""
+    """First quartile, median and third quartile of measured values."""
 
     low: float
     median: float
@@ -53,12 +53,12 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast matrix products in a format are.
+    """Speed of matrix products in a format.
 
     Attributes:
         size: Rows and columns of the matrices.
         gflops: 10^9 multiplications and additions per second.
-        times_fp32: The same in multiples of fp32's, in the same turn: above 1 is faster.
+        times_fp32: Speed relative to fp32 in the same round; above 1 is faster.
     """
 
     size: int
@@ -67,7 +67,7 @@ class Speed:
 
     @property
     def verdict(self) -> Verdict:
-        """What three turns of four agree about."""
+        """The verdict that three of four rounds agree on."""
         low, high = self.times_fp32.low, self.times_fp32.high
         if low >= GAIN:
             return "faster"
@@ -82,13 +82,13 @@ def measure(
     """Measure the speed of matrix products.
 
     Args:
-        device: Where.
-        formats: Names of `castwise.doctor.formats.DTYPES`, fp32 among them.
-        budget_s: Seconds that this may take, about. Emulated formats on slow machines take some more.
-        progress: Called before each turn.
+        device: The device to measure.
+        formats: Names in `castwise.doctor.formats.DTYPES`, including fp32.
+        budget_s: Approximate time limit in seconds; emulated formats on slow machines take somewhat longer.
+        progress: Called before each round.
 
     Returns:
-        For each format its speed, or in words why there is none.
+        For each format its speed, or the reason why it was not measured.
 
     Example:
         >>> speeds = measure(torch.device("cpu"), ["fp32", "bf16"], budget_s=0.1)
@@ -100,14 +100,14 @@ def measure(
     for name in formats:
         try:
             seconds[name] = _warm(device, name, SMALLEST)()
-        except (RuntimeError, TypeError) as error:  # there is no kernel for it, or no memory
+        except (RuntimeError, TypeError) as error:  # no kernel for the format, or out of memory
             found[name] = str(error).partition("\n")[0]
     if "fp32" not in seconds:
-        return {**dict.fromkeys(formats, "there is no fp32 to compare with"), **found}
+        return {**dict.fromkeys(formats, "no fp32 result to compare with"), **found}
     slow = [name for name in seconds if seconds[name] > _SLOW_FROM * seconds["fp32"]]
     fast = [name for name in seconds if name not in slow]
     races = [race for race in (["fp32", *slow] if slow else [], fast) if race]
-    for race in races:  # the fast ones last: their race is where fp32's own speed is from
+    for race in races:  # the fast formats last: fp32's own speed comes from their race
         found |= _race(device, race, budget_s / len(races), progress)
     return {name: found[name] for name in formats}
 
@@ -116,7 +116,7 @@ def _race(device: torch.device, formats: list[str], budget_s: float, progress: P
     size = SMALLEST
     while True:
         runs = {name: _warm(device, name, size) for name in formats}
-        a_round = min(sum(run() for run in runs.values()) for _ in range(2))  # one may have been held up
+        a_round = min(sum(run() for run in runs.values()) for _ in range(2))  # one of them may have been delayed
         if size == LARGEST or 8 * a_round * (ROUNDS + 2) > budget_s:
             break
         size *= 2
@@ -141,7 +141,7 @@ def _race(device: torch.device, formats: list[str], budget_s: float, progress: P
 
 
 def _warm(device: torch.device, name: str, size: int) -> Callable[[], float]:
-    """Return what runs the products once and says how many seconds they took; their kernels have been loaded."""
+    """Load the kernels and return a function that runs the products once and returns the seconds."""
     products = _products(device, DTYPES[name], size)
 
     def seconds() -> float:
@@ -165,7 +165,7 @@ def _products(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[
         g.t() @ x
 
     def scaled() -> None:
-        for left in (x, g, x):  # GPUs multiply fp8 in this layout alone
+        for left in (x, g, x):  # GPUs multiply fp8 only in this layout
             torch.ops.aten._scaled_mm(left, w.t(), one, one, out_dtype=torch.bfloat16)
 
     one: Tensor = torch.ones((), device=device)

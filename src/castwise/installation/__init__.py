@@ -1,4 +1,4 @@
-"""`install`: castwise instead of torch's mixed precision, for code that does not know it."""
+"""`install`: replace torch's mixed precision with castwise's, for code that does not use castwise."""
 
 from __future__ import annotations
 
@@ -36,33 +36,32 @@ def install(
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
-    From now on `torch.autocast`, `torch.GradScaler` and what `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
-    `torch.distributed.fsdp.sharded_grad_scaler` have are castwise's, there and in every module that has imported them
-    already. Existing objects and subclasses of torch's classes stay as they are, and a warning names them.
-    It loads torch's compiler, which the first optimizer would load anyway, and FSDP.
+    Replaces `torch.autocast`, `torch.GradScaler` and the names in `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
+    `torch.distributed.fsdp.sharded_grad_scaler`, there and in every module that has already imported them. Existing
+    objects and subclasses of torch's classes are not replaced; a warning names them. Loads torch's compiler, which the
+    first optimizer would load anyway, and FSDP.
 
-    Each mistake is reported once, as a warning with file and line: the manual's page on `castwise run` lists them.
+    Each mistake is reported once, as a warning with file and line. The manual's page on `castwise run` lists them.
 
     Args:
-        out: A folder. Each model that an optimizer trains gets a `Monitor` after its first step, which writes a folder
-            of its own there, and `uninstall` writes `report.html`. None records nothing.
+        out: A folder. Each model that an optimizer trains gets a `Monitor` before its first step, which writes to a
+            subfolder, and `uninstall` writes `report.html`. None records nothing.
         every: Steps between two samples of these monitors.
-        policy: Bound to the models that there are when the first region is entered, and active in all regions instead
-            of their dtype. With several models, names of modules begin with the class of
-            the model (`Generator.layers.0`).
-        schedule: Schedule of all enabled scalers, instead of their own numbers.
-        weight_cache: Give all regions a `WeightCache` of the models that there are when the first one is entered.
-        on_skip: `"diagnose"` replays the batch of each skipped step, for which a step's batches and the model's buffers
-            are kept, 64 MiB at most. On an accelerator it is known two steps later, and replayed with the weights of
-            then.
+        policy: Active in all regions instead of their dtype. It is bound to the models that exist when the first region
+            is entered. With several models, names of modules start with the model's class (`Generator.layers.0`).
+        schedule: Schedule of all enabled scalers, instead of their own settings.
+        weight_cache: Give all regions a `WeightCache` of the models that exist when the first region is entered.
+        on_skip: `"diagnose"` replays the batch of each skipped step. For this, a step's batches and the model's buffers
+            are kept, at most 64 MiB. On an accelerator a skip is known two steps later, and the replay uses the weights
+            of that time.
 
     Raises:
-        RuntimeError: It is installed already.
+        RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is not a number of steps, or `on_skip` is something else or has no folder to write into.
+        ValueError: `every` is not an integer >= 1, `on_skip` is invalid, or `on_skip` is set without `out`.
 
     Warns:
-        UserWarning: There is something that could not be replaced.
+        UserWarning: Some objects or classes could not be replaced.
 
     Example:
         >>> import castwise, torch
@@ -76,36 +75,36 @@ def install(
     if on_skip not in (None, "diagnose"):
         raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
     if on_skip and out is None:
-        raise ValueError('on_skip="diagnose" records what it finds: give a folder, out=..., too')
+        raise ValueError('on_skip="diagnose" requires a folder for its records: pass out=... too')
     begin(Account(out, every, math.inf if on_skip else 0), Settings(policy, schedule, weight_cache))
 
 
 def begin(account: Account, settings: Settings) -> None:
-    """`install` what has been set up."""
+    """Install with a given account and settings."""
     with _LOCK:
         if _INSTALLED:
-            raise RuntimeError("castwise is installed already: uninstall() it first")
+            raise RuntimeError("castwise is already installed: call uninstall() first")
         replacement = Replacement(settings)
         replacement.put_in_place()
         account.begin()
         _INSTALLED.append((replacement, account))
-    replacement.warn_of_what_is_left()
+    replacement.warn_about_unreplaced()
 
 
 def uninstall() -> Path | None:
-    """Restore torch as it was before `install`, and write the report; do nothing if castwise is not installed.
+    """Undo `install` and write the report. Does nothing if castwise is not installed.
 
-    Modules that have imported castwise's classes as torch's in between keep them.
+    Modules that imported castwise's classes from torch in the meantime keep them.
 
     Returns:
-        The report; None if there is none.
+        Path of the report; None if there is none.
     """
     summary = end()
     return None if summary is None else summary.report
 
 
 def end() -> Summary | None:
-    """`uninstall`, and return what the recorded runs come down to; None if there are none."""
+    """Uninstall, and return the summary of the recorded runs; None if there are none."""
     with _LOCK:
         if not _INSTALLED:
             return None
@@ -115,13 +114,13 @@ def end() -> Summary | None:
 
 
 def is_recording() -> bool:
-    """Return True if castwise is installed, and a model is being recorded in a folder."""
+    """Return True if castwise is installed and is recording a model."""
     with _LOCK:
         return any(account.has_recorded for _, account in _INSTALLED)
 
 
 def what_was_seen() -> str:
-    """Return, in words, what castwise has seen of a training run while it is installed; empty if nothing."""
+    """Return in words what castwise has observed since it was installed; empty if nothing."""
     with _LOCK:
         return ", ".join(filter(None, [account.seen for _, account in _INSTALLED]))
 
@@ -136,15 +135,15 @@ def installed(
     weight_cache: bool = False,
     on_skip: Literal["diagnose"] | None = None,
 ) -> Iterator[None]:
-    """`install` at the beginning of a block, and `uninstall` at its end, also after an error.
+    """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
     Args:
-        out: As for `install`.
-        every: As for `install`.
-        policy: As for `install`.
-        schedule: As for `install`.
-        weight_cache: As for `install`.
-        on_skip: As for `install`.
+        out: See `install`.
+        every: See `install`.
+        policy: See `install`.
+        schedule: See `install`.
+        weight_cache: See `install`.
+        on_skip: See `install`.
 
     Example:
         >>> import castwise, torch

@@ -1,4 +1,4 @@
-"""What is recorded of code that does not know it: a monitor for each model, mistakes, and the report at the end."""
+"""Record code that does not use castwise: a monitor for each model, mistakes, and the report at the end."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ if TYPE_CHECKING:
     from castwise.report.summary import Summary
 
 REPORT = "report.html"
-# What diagnoses may keep of a step.
+# Memory limit for the recorded batches of a step.
 MOST_BYTES = 64 << 20
-_PROCESSES = "process that was started", "processes that were started"
+_PROCESSES = "child process", "child processes"
 
 
 class Account(Observer):
     """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
-    With several processes each writes its own folders, and none waits for another: what it does not know is whether
-    they all train the same. Workers that were forked and are no ranks have the number of their process in the name.
+    With several processes, each writes its own folders, and none waits for another, because they may not train the same
+    model. Folders of forked workers that are not ranks have the process id in their name.
 
     Args:
-        out: The folder; None records nothing, and tells mistakes alone.
-        every: Of the monitors.
-        diagnoses: How many skipped steps of a model are diagnosed, of each cause.
+        out: The folder; None records nothing, and only reports mistakes.
+        every: Steps between two samples of the monitors.
+        diagnoses: Largest number of diagnosed skipped steps per model and cause.
 
     Raises:
-        ValueError: `every` is not a number of steps.
+        ValueError: `every` is not an integer >= 1.
     """
 
     def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
         check_every(every)
         self._diagnoses = diagnoses
-        self._recordings: dict[nn.Module, Recording] = {}  # of the first step
+        self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
         self.out, self._every = None if out is None else Path(out), every
         self._monitors: list[weakref.ref[Monitor]] = []
-        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
         self._hook: Any = None
         self._names: list[str] = []
@@ -73,15 +73,15 @@ class Account(Observer):
         self._has_scaler = False
 
     def begin(self) -> None:
-        """Look for mistakes and for models from now on; models are recorded if there is a folder."""
+        """Start looking for mistakes and models. Models are recorded if there is a folder."""
         for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
-            file.unlink()  # of workers of an earlier run
-        WATCH.begin_telling(self._told, of_gradients=True)
+            file.unlink()  # records of workers of an earlier run
+        WATCH.begin_telling(self._on_mistake, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def end(self) -> Summary | None:
-        """Record pending results, write the report, and return its summary if there is one."""
+        """Record pending results, write the report and return its summary; None if there is none."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -89,7 +89,7 @@ class Account(Observer):
         for monitor in filter(None, [reference() for reference in self._monitors]):
             with self._guard:
                 monitor.detach()
-        WATCH.end_telling(self._told)
+        WATCH.end_telling(self._on_mistake)
         if not self.has_recorded or self._rank or self.out is None:
             return None
         from castwise.report.summary import end
@@ -98,29 +98,29 @@ class Account(Observer):
 
     @property
     def notes(self) -> list[str]:
-        """What was asked for and had no effect, in words."""
+        """Messages about options that had no effect."""
         if not self._diagnoses or not self.has_recorded or self._has_scaler:
             return []
         return [
-            "no step was diagnosed: only steps that a GradScaler skips are, and no enabled one was used. For a batch "
-            "that gives inf or NaN call castwise.diagnose(model, loss_fn, batch) inside the autocast region"
+            "no step was diagnosed, because only steps skipped by a GradScaler are and no enabled one was used. For a "
+            "batch that gives inf or NaN, call castwise.diagnose(model, loss_fn, batch) inside the autocast region"
         ]
 
     @property
     def has_recorded(self) -> bool:
-        """Whether a model was met."""
+        """Whether a model was recorded."""
         return bool(self._names)
 
     @property
     def seen(self) -> str:
-        """What was seen of a training run, in words; empty if nothing was."""
+        """Counts of observed events in words; empty if there were none."""
         counts = {**self._seen, _PROCESSES: _processes_started()}
         return ", ".join(f"{count} {one if count == 1 else more}" for (one, more), count in counts.items() if count)
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     def entered(self, region: Any) -> None:
-        """Count regions; in the first one of a training step begin to keep what a diagnosis needs."""
+        """Count regions. In the first one of a training step, start recording batches for a diagnosis."""
         if not self._has_seen_a_region and torch.is_grad_enabled() and not is_dynamo_active():
             self._has_seen_a_region = True
             with self._guard:
@@ -134,26 +134,26 @@ class Account(Observer):
         self._seen["scaled loss", "scaled losses"] += 1
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that is unscaled before its step is met here: its gradients are still scaled."""
-        self._meet(optimizer, scaler)
+        """Attach a monitor to an optimizer that is unscaled before its step, while gradients are still scaled."""
+        self._register(optimizer, scaler)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """A step that is skipped does not call the optimizer: it is met here."""
+        """Attach a monitor before a step of the scaler, which does not call the optimizer if it skips."""
         self._has_scaler |= scaler.is_enabled()
-        self._meet(optimizer, scaler if scaler.is_enabled() else None)
+        self._register(optimizer, scaler if scaler.is_enabled() else None)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """Forget what was kept for models that have not stepped in the first iteration."""
+        """Drop the recordings of models that did not step in the first iteration."""
         for recording in self._recordings.values():
             recording.detach()
         self._recordings.clear()
 
     @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._meet(optimizer, None)
+        self._register(optimizer, None)
 
     def _record_batches(self) -> None:
-        """Keep the batches of models that are about to be trained: the first step may be one that is skipped."""
+        """Start recording the batches of all models with an optimizer, because the first step may be skipped."""
         optimizers = _optimizers_of(None) if self._diagnoses and self.out is not None else []
         for model in {model_with(params_of(optimizer)) for optimizer in optimizers}:
             if model is not None and not isinstance(model, Models):
@@ -161,39 +161,39 @@ class Account(Observer):
                 recording.attach()
 
     def _is_worker(self) -> bool:
-        """Return True in a process that was forked from the one castwise was installed in, and is no rank."""
+        """Return True in a process that is not a rank and was forked from the one where castwise was installed."""
         is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
         return os.getpid() != self._pid and not is_rank
 
-    def _told(self, mistake: Mistake) -> None:
-        """The finder warns of them by itself, and looks only while something listens."""
+    def _on_mistake(self, mistake: Mistake) -> None:
+        """Do nothing. The watch issues the warnings, but runs only while it has a subscriber."""
 
-    def _meet(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        if optimizer not in self._met:
-            self._met.add(optimizer)
+    def _register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if optimizer not in self._registered:
+            self._registered.add(optimizer)
             with self._guard:
                 self._monitor(optimizer, scaler)
 
     def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         model = model_with(params_of(optimizer))
         if model is None:
-            self._seen["optimizer of parameters of no module", "optimizers of parameters of no module"] += 1
-            warn("an optimizer trains parameters that belong to no module: there is nothing to monitor", UserWarning, 2)
+            self._seen["optimizer without a module", "optimizers without a module"] += 1
+            warn("an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning, 2)
             return
-        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._met)]
-        self._met.update(optimizers)
+        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
+        self._registered.update(optimizers)
         if self.out is None:
             WATCH.model_found(model)
             return
         sink = self._sink(model)
-        monitor = _Alone(model, optimizers, scaler, every=self._every, sinks=[sink])
+        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
         recording = self._recordings.pop(model, None)
         if self._diagnoses and scaler is not None:
             monitor.diagnose(recording, self._diagnoses)
         elif recording is not None:
             recording.detach()
         monitor.attach()
-        # What the optimizer's hooks keep alive: a script may train one model after the other.
+        # A weak reference: the optimizer's hooks keep the monitor alive. A script may train several models in turn.
         self._monitors.append(weakref.ref(monitor))
         weakref.finalize(monitor, _end_record, sink).atexit = False
 
@@ -213,21 +213,21 @@ class Account(Observer):
         return JSONL(self.out / folder / FILE_NAME)
 
 
-class _Alone(Monitor):
-    """A monitor that waits for no other process: nothing is known of what those do."""
+class _LocalMonitor(Monitor):
+    """A monitor that does not communicate with other processes, which may do something else."""
 
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
 
     def diagnose(self, recording: Recording | None, most: float) -> None:
-        """Diagnose skipped steps from now on.
+        """Start diagnosing skipped steps.
 
         Args:
-            recording: Of the model, if there is one that has begun.
-            most: How many of each cause: the overflows of a search for the scale are not to use up what a later NaN
-                needs.
+            recording: A recording of the model that has already started, if there is one.
+            most: Largest number of diagnoses per cause, so that overflows during the search for the scale leave some
+                for a later NaN.
         """
-        if is_split_over_ranks(self._model):  # a replay that ends on one rank would keep the others waiting
+        if is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
             return
         assert self._scaler is not None
         scaler: Any = self._scaler
@@ -244,17 +244,17 @@ class _Alone(Monitor):
 
 
 def _processes_started() -> int:
-    """Return how many processes Python's multiprocessing has started from this one."""
+    """Return the number of processes that this one started with multiprocessing."""
     if "multiprocessing.process" not in sys.modules:
         return 0
-    next_name = multiprocessing.Process().name  # "Process-3", in such a process "Process-1:3"
+    next_name = multiprocessing.Process().name  # "Process-3", or "Process-1:3" in a child process
     return int(next_name.replace(":", "-").rpartition("-")[2]) - 1
 
 
 def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
-    """Return the optimizers there are for a model's parameters, or all, without those that wrap another one.
+    """Return the existing optimizers of a model's parameters, or of any model, without wrapped ones.
 
-    Of `MasterWeights` and its inner optimizer it is the former whose `step` is called.
+    Of `MasterWeights` and its inner optimizer, return `MasterWeights`, whose `step` the script calls.
     """
     wanted = None if model is None else set(map(id, model.parameters()))
     found, inner = [], set()
@@ -271,7 +271,7 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
 
 
 def _remove_records(out: Path | None, rank: int) -> None:
-    """Remove what an earlier run of this rank has left: the first one removes that of all ranks but the others."""
+    """Remove the records of an earlier run. Rank 0 removes those without a rank in their name, others their own."""
     for file in [] if out is None else out.glob(f"*/{FILE_NAME}"):
         _, dash, of_rank = file.parent.name.rpartition("-rank")
         if (of_rank == str(rank)) if rank else not (dash and of_rank.isdigit()):
@@ -279,7 +279,7 @@ def _remove_records(out: Path | None, rank: int) -> None:
 
 
 def _end_record(sink: JSONL) -> None:
-    """End the record of a model that is no more."""
+    """End the record of a model that was garbage-collected."""
     with suppress(OSError):
         sink({"kind": "end"})
         sink.close()

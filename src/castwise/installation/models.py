@@ -1,4 +1,4 @@
-"""The models of a process, found among its objects."""
+"""Find the models of a process among its objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 class Models(nn.Module):
-    """Several models as one; names of their modules begin with their classes.
+    """Several models as one. Names of modules start with the model's class.
 
     Args:
-        models: In any order.
+        models: The models, in any order.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -29,14 +29,18 @@ class Models(nn.Module):
 
 
 def model_with(params: Iterable[torch.Tensor] | None = None) -> nn.Module | None:
-    """Return the outermost module that has these parameters, or any; `Models` if it takes several, None without any."""
+    """Return the outermost module with any of these parameters, `Models` if there are several, None if there is none.
+
+    Args:
+        params: The parameters; None accepts all modules with parameters.
+    """
     wanted = None if params is None else set(map(id, params))
     having: list[nn.Module] = []
     for value in gc.get_objects():
-        # type(), as isinstance asks for __class__, which proxies answer with whatever they stand for.
+        # type(), because isinstance reads __class__, which proxies forward to their target.
         if issubclass(type(value), nn.Module) and not isinstance(value, Models) and _has(value, wanted):
             having.append(value)
-    # The compiler's graphs have the parameters of what they were made from.
+    # The compiler's graph modules share the parameters of their model.
     having = [each for each in having if not isinstance(each, torch.fx.GraphModule)] or having
     inner = {id(child) for module in having for child in module.modules() if child is not module}
     outermost = sorted((module for module in having if id(module) not in inner), key=lambda each: type(each).__name__)
@@ -49,5 +53,5 @@ def _has(module: nn.Module, wanted: set[int] | None) -> bool:
     try:
         parameters = module.parameters()
         return any(wanted is None or id(parameter) in wanted for parameter in parameters)
-    except Exception:  # half made, or one that fails when it is asked
+    except Exception:  # not fully initialised, or a module whose `parameters` fails
         return False

@@ -1,4 +1,4 @@
-"""Where torch's mixed precision is found, and castwise's in its place."""
+"""Replace torch's mixed-precision names with castwise's, and restore them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from castwise.installation.settings import Settings
 from castwise.mistakes.mistake import Place, caller
 from castwise.mistakes.watch import WATCH
 
-# Names in torch, each with the one at the same place in castwise.
+# Names in torch's modules; castwise has the same names in the same submodules.
 _NAMES = {
     "": ("autocast", "GradScaler"),
     "amp": ("autocast", "custom_fwd", "custom_bwd", "is_autocast_available", "GradScaler"),
@@ -38,17 +38,17 @@ _NAMED = 8
 
 
 class Replacement:
-    """One replacement, that knows how to undo itself.
+    """One replacement, which can be undone.
 
     Args:
-        settings: What the classes in place do beyond what the code asks for.
+        settings: Settings for the new classes.
     """
 
     def __init__(self, settings: Settings) -> None:
         load_compiler()
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._new: dict[int, Any] = {}
-        self._old: list[Any] = []  # keeps ids theirs
+        self._old: list[Any] = []  # kept alive so that ids stay unique
         for module, names in _NAMES.items():
             if module.startswith("distributed") and not torch.distributed.is_available():
                 continue
@@ -69,7 +69,7 @@ class Replacement:
         self._load_state_dict = torch.optim.Optimizer.load_state_dict
 
     def put_in_place(self) -> None:
-        """Replace them in torch, and in whatever else has imported them."""
+        """Replace the names in torch, and in all modules that imported them."""
         for name, module in list(sys.modules.items()):
             if _is_of(name, "torch") or _is_of(name, "castwise") or not hasattr(module, "__dict__"):
                 continue
@@ -83,7 +83,7 @@ class Replacement:
         torch.optim.Optimizer.load_state_dict = _observed_load(self._load_state_dict)  # type: ignore[method-assign]  # on purpose
 
     def undo(self) -> None:
-        """Put back what was there, unless something else was put there since."""
+        """Restore the old values, except where a name was changed since."""
         torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]  # on purpose
         torch.optim.Optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # on purpose
         for namespace, key, old, new in reversed(self._places):
@@ -91,8 +91,8 @@ class Replacement:
                 namespace[key] = old
         self._settings.forget()
 
-    def warn_of_what_is_left(self) -> None:
-        """Name the subclasses and objects of torch's own that there are."""
+    def warn_about_unreplaced(self) -> None:
+        """Warn about existing subclasses and objects of torch's classes."""
         classes = tuple(old for old in self._old if isinstance(old, type) and not issubclass(old, Enum))
         made = set(map(type, gc.get_objects()))
         subclasses = {f"the class {_full_name(cls)}" for cls in _subclasses(classes) if cls not in classes}
@@ -102,17 +102,18 @@ class Replacement:
             more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             place = caller() or Place("<unknown>", 0)
             text = (
-                f"not replaced by castwise, as they were made before: {', '.join(left[:_NAMED])}{more}. "
-                "Install castwise before the modules that make them are imported"
+                f"not replaced by castwise, because they already existed: {', '.join(left[:_NAMED])}{more}. "
+                "Install castwise before importing the modules that create them"
             )
             with suppress(UserWarning):  # where warnings are errors
                 warnings.warn_explicit(text, UserWarning, place.file, place.line)
 
 
 class _Observed:
-    """`LRScheduler.step` that says which schedule is asked for it; called, it is torch's own, in the caller's frame.
+    """`LRScheduler.step` that notifies the watch when it is looked up.
 
-    Its warnings are given at the line that calls it, as without castwise.
+    The lookup returns torch's own method, so the call adds no frame and warnings point to the same line as without
+    castwise.
     """
 
     def __init__(self, step: Any) -> None:
@@ -127,7 +128,7 @@ class _Observed:
 
 
 def _observed_save(save: Any) -> Any:
-    """Return `torch.save` that says that something is saved."""
+    """Return a `torch.save` that notifies the watch."""
 
     @functools.wraps(save)
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ def _observed_save(save: Any) -> Any:
 
 
 def _observed_load(load_state_dict: Any) -> Any:
-    """Return `Optimizer.load_state_dict` that says what was loaded."""
+    """Return an `Optimizer.load_state_dict` that notifies the watch."""
 
     @functools.wraps(load_state_dict)
     def observed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

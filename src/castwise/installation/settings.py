@@ -1,4 +1,4 @@
-"""What regions and scalers do beyond what the code that makes them asks for."""
+"""Settings that `install` applies to all regions and scalers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from castwise.weights.weight_cache import WeightCache
 
 
 class Settings:
-    """A policy, a schedule, a weight cache.
+    """A policy, a schedule and a weight cache.
 
     Args:
-        policy: In force in all regions.
-        schedule: Of all scalers.
-        weight_cache: Whether regions have one.
+        policy: Policy of all regions.
+        schedule: Schedule of all scalers.
+        weight_cache: Whether all regions use a weight cache.
 
     Raises:
-        TypeError: A policy or a schedule is none.
+        TypeError: The policy or the schedule has the wrong type.
     """
 
     def __init__(self, policy: Policy | None, schedule: Schedule | None, weight_cache: bool) -> None:
@@ -45,13 +45,13 @@ class Settings:
 
     @property
     def notes(self) -> list[str]:
-        """What was asked for and had no effect, in words."""
+        """Messages about settings that had no effect."""
         if self.schedule is None or self._has_scheduled:
             return []
-        return [f"the schedule {self.schedule} had no effect: no enabled GradScaler of torch was made"]
+        return [f"the schedule {self.schedule} had no effect: the script created no enabled torch GradScaler"]
 
     def applied_to(self, new: Any) -> Any:
-        """Return what is to take torch's place: a class of castwise's, or one derived from it that follows these."""
+        """Return the replacement for a class or function of torch: `new`, or a subclass that applies the settings."""
         if not isinstance(new, type):
             return new
         if issubclass(new, autocast) and (self.policy is not None or self.weight_cache):
@@ -64,13 +64,13 @@ class Settings:
         self._has_scheduled = True
 
     def apply(self, region: Any) -> None:
-        """Put the policy and the cache into a region that is about to be entered, if it is enabled."""
+        """Apply the policy and the weight cache to a region before it is entered, if it is enabled."""
         if not region._enabled or region._policy is not None:
             return
         if is_dynamo_compiling():
             if not self._has_warned:
                 self._has_warned = True
-                warn("the policy and the weight cache do not hold in regions inside compiled code", UserWarning, 3)
+                warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning, 3)
             return
         if not self._is_bound:
             self._bind()
@@ -86,7 +86,7 @@ class Settings:
         if self._model is not None and self.policy is not None:
             if isinstance(self._model, Models) and self.policy.output is not None:
                 warn(
-                    "the policy's output has no effect: there are several models, and none is the outermost",
+                    "the policy's output has no effect, because there are several models and none contains the others",
                     UserWarning,
                     3,
                 )
@@ -95,7 +95,7 @@ class Settings:
             self._cache = WeightCache(self._model)
 
     def forget(self) -> None:
-        """Take the policy off the models."""
+        """Unbind the policy and drop the weight cache."""
         if self._bound is not None:
             self._bound.unbind()
         self._bound = self._cache = self._model = None

@@ -1,4 +1,4 @@
-"""castwise in other frameworks: one file for each, imported only when it is used."""
+"""Integrations with other frameworks, one module each, imported only when used."""
 
 from castwise._lazy_modules import submodules_of
 

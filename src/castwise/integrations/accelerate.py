@@ -1,14 +1,14 @@
-"""castwise in Accelerate: `prepare(accelerator)` makes its scaler, its autocast and its clipping castwise's.
+"""Accelerate: `prepare(accelerator)` replaces its scaler, autocast and clipping with castwise's.
 
-Only the accelerator that is given is changed, and what it prepares afterwards. `report(accelerator, folder)` records
-the training run, and writes its report in `accelerator.end_training()`.
+This changes only the given accelerator, and models and optimizers that it prepares afterwards.
+`report(accelerator, folder)` records the training run and writes its report in `accelerator.end_training()`.
 
-Accelerate ends an iteration of the scaler with every step of every optimizer. If the backwards of several come before
-the first of their steps, the scale may move, and all that was unscaled is forgotten, before the last of them: that one
-divides by a scale that its gradients were not made with, or twice. Here an iteration ends with the step of the last
-optimizer that has gradients, and otherwise before the next loss is scaled.
+Accelerate ends an iteration of the scaler with every step of every optimizer. If the backwards of several optimizers
+come before their steps, the scale may change between the steps, and the record of which gradients are unscaled is lost:
+later steps divide by the wrong scale, or twice. Here an iteration ends with the step of the last optimizer that has
+gradients, and otherwise before the next loss is scaled.
 
-Needs the extra `castwise[accelerate]`.
+Requires the extra `castwise[accelerate]`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from castwise.monitor.monitor import Monitor
 from castwise.report.summary import end_and_say
 
 try:
-    import accelerate.accelerator as of_accelerate  # type: ignore[import-untyped]  # it has no types
+    import accelerate.accelerator as of_accelerate  # type: ignore[import-untyped]  # has no types
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from accelerate.utils import (  # type: ignore[import-untyped]
@@ -49,48 +49,48 @@ __all__ = ["prepare", "report", "unwrapped"]
 _Parameters: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
 _PAGE = "report.html"
-_LEFT_ALONE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Accelerator:
-    """Let an accelerator autocast, scale, step and clip with castwise: called once, before its own `prepare`.
+    """Use castwise for an accelerator's autocast, scaling, steps and clipping. Call once, before its own `prepare`.
 
-    Where Accelerate has a scaler (fp16) it becomes castwise's, with the numbers of `GradScalerKwargs`: a
-    `ShardedGradScaler` under FSDP, and a `GradScaler` that asks all ranks under FSDP2 and with a `ParallelismConfig`.
-    `accelerator.autocast()` and the region around the forward of prepared models become castwise's, with what
-    `AutocastKwargs` says. `accelerator.clip_grad_norm_` and `clip_grad_value_` are those of the scaler if they are
-    given the parameters of one prepared optimizer, and otherwise do what Accelerate does. `step_was_skipped` of a
-    prepared optimizer is right for fused optimizers and closures as well; of a fused one it waits for the device.
+    If Accelerate uses a scaler (fp16), it is replaced with a castwise scaler with the settings of `GradScalerKwargs`: a
+    `ShardedGradScaler` under FSDP, and a `GradScaler` that synchronizes all ranks under FSDP2 and with a
+    `ParallelismConfig`. `accelerator.autocast()` and the region around the forward of prepared models become castwise
+    regions with the settings of `AutocastKwargs`. `accelerator.clip_grad_norm_` and `clip_grad_value_` use the scaler
+    if called with the parameters of one prepared optimizer, and otherwise do what Accelerate does. `step_was_skipped`
+    of a prepared optimizer is also correct for fused optimizers and closures; for a fused optimizer it syncs.
 
     Args:
-        accelerator: One that has prepared nothing yet. In fp16, bf16 or full precision; Accelerate computes in full
-            precision if it is asked for fp16 on a CPU.
-        schedule: How the scale moves, instead of `GradScalerKwargs`. With a schedule there is a scaler in every
-            precision: `schedules.Guard()` skips steps that are not finite in bf16.
+        accelerator: An accelerator in fp16, bf16 or full precision that has not prepared anything yet. With fp16 on a
+            CPU, Accelerate computes in full precision.
+        schedule: Schedule of the scale, instead of `GradScalerKwargs`. With a schedule there is a scaler in every
+            precision: `schedules.Guard()` skips non-finite steps in bf16.
 
     Returns:
         The same accelerator.
 
     Raises:
-        TypeError: `accelerator` is not one, or `schedule` none of castwise's.
-        RuntimeError: It has prepared something already, or is castwise's already.
-        ValueError: It leaves mixed precision to DeepSpeed, Megatron-LM, XLA or an fp8 library, or there are both a
-            schedule and numbers in `GradScalerKwargs`.
+        TypeError: `accelerator` is not an Accelerator, or `schedule` is not a castwise schedule.
+        RuntimeError: The accelerator has already prepared something, or already uses castwise.
+        ValueError: The accelerator leaves mixed precision to DeepSpeed, Megatron-LM, XLA or an fp8 library, or both
+            `schedule` and settings in `GradScalerKwargs` are given.
 
     Warns:
-        UserWarning: It is asked for fp16 on a CPU.
+        UserWarning: The accelerator is set to fp16 on a CPU.
 
     Example:
         >>> from accelerate import Accelerator  # doctest: +SKIP
         >>> accelerator = prepare(Accelerator(mixed_precision="fp16"))  # doctest: +SKIP
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     """
-    _refuse_what_cannot_be_prepared(accelerator)
+    _check_preparable(accelerator)
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         warn("Accelerate does not autocast to fp16 on a CPU: it computes in fp32 there", UserWarning, 2)
     if accelerator.scaler is not None or schedule is not None:
         accelerator.scaler = _scaler_for(accelerator, schedule)
-    ours = _Ours(accelerator)
+    ours = _CastwiseMethods(accelerator)
     accelerator.autocast = ours.autocast
     accelerator.prepare_model = ours.prepare_model
     accelerator.prepare_optimizer = ours.prepare_optimizer
@@ -100,23 +100,23 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     return accelerator
 
 
-def _refuse_what_cannot_be_prepared(accelerator: Any) -> None:
+def _check_preparable(accelerator: Any) -> None:
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
-    if isinstance(getattr(accelerator.autocast, "__self__", None), _Ours):
-        raise RuntimeError("this accelerator is castwise's already: prepare it once")
+    if isinstance(getattr(accelerator.autocast, "__self__", None), _CastwiseMethods):
+        raise RuntimeError("this accelerator already uses castwise: call prepare() only once")
     prepared = [*accelerator._models, *accelerator._optimizers]
     if prepared:
         names = ", ".join(type(getattr(each, "optimizer", each)).__name__ for each in prepared)
         raise RuntimeError(
-            f"this accelerator has prepared {names} already, which would keep Accelerate's own scaler and autocast: "
+            f"this accelerator has already prepared {names}, which would keep Accelerate's own scaler and autocast: "
             "call castwise.integrations.accelerate.prepare(accelerator) before accelerator.prepare(...)"
         )
-    if accelerator.mixed_precision == "fp8" or accelerator.distributed_type in _LEFT_ALONE:
+    if accelerator.mixed_precision == "fp8" or accelerator.distributed_type in _UNSUPPORTED:
         given = f"{accelerator.distributed_type} and mixed_precision={accelerator.mixed_precision!r}"
         raise ValueError(
-            f"with {given} another library does the mixed precision, and castwise does not replace it: leave out "
-            "prepare()"
+            f"with {given} another library handles mixed precision, which castwise does not replace: remove the call "
+            "to castwise's prepare()"
         )
 
 
@@ -127,7 +127,7 @@ def _scaler_for(accelerator: Accelerator, schedule: Schedule | None) -> GradScal
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         scaler = _sharded()(device, schedule=schedule, **settings)
     else:
-        # Of parameters that are split each rank looks at its part alone; under DDP all of them see the same.
+        # Each rank checks only its part of split parameters; under DDP all ranks check the same gradients.
         is_split = accelerator.is_fsdp2 or accelerator.parallelism_config is not None
         group = torch.distributed.group.WORLD if is_split else None
         scaler = _Scaler(device, schedule=schedule, process_group=group, **settings)
@@ -142,24 +142,24 @@ def report(
     *,
     on_skip: Literal["diagnose"] | None = None,
 ) -> Monitor:
-    """Record what happens to the numbers of a training run, and write `report.html` when it ends.
+    """Record the numerics of a training run, and write `report.html` when it ends.
 
-    Called once, on all processes, after `accelerator.prepare` has prepared the model and its optimizers. The run ends
-    with `accelerator.end_training()`, which also prints what the report comes down to. A script that fails before
-    leaves its record, for `castwise report folder`.
+    Call once, on all processes, after `accelerator.prepare` has prepared the model and its optimizers. The run ends
+    with `accelerator.end_training()`, which also prints a summary of the report. If the script fails earlier, its
+    records remain, for `castwise report folder`.
 
     Args:
-        accelerator: Changed by `prepare`; without a scaler (bf16, fp32) also another.
-        folder: Where the records (`monitor.jsonl`) and the report go.
-        every: Steps from one sample to the next, >= 1.
+        accelerator: An accelerator set up with `prepare`; without a scaler (bf16, fp32), any accelerator.
+        folder: Folder for the records (`monitor.jsonl`) and the report.
+        every: Steps between two samples, >= 1.
         on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
 
     Returns:
-        The monitor, for example to set its `step`: Accelerate does not count steps.
+        The monitor, for example to set its `step`, because Accelerate does not count steps.
 
     Raises:
-        RuntimeError: The accelerator has not prepared one model and its optimizers.
-        TypeError: Its scaler is torch's.
+        RuntimeError: The accelerator has not prepared exactly one model and its optimizers.
+        TypeError: The accelerator's scaler is torch's.
         ValueError: See `Monitor`.
 
     Example:
@@ -171,14 +171,14 @@ def report(
     if len(models) != 1 or not optimizers:
         raise RuntimeError(
             f"this accelerator has prepared {len(models)} models and {len(optimizers)} optimizers: call report after "
-            "accelerator.prepare(model, optimizer), and with several models make a castwise.Monitor for each"
+            "accelerator.prepare(model, optimizer), and with several models create a castwise.Monitor for each"
         )
     monitor = Monitor(models[0], optimizers, accelerator.scaler, every=every, sinks=[folder], on_skip=on_skip).attach()
     theirs = accelerator.end_training
 
     def end_training() -> None:
         accelerator.end_training = theirs
-        monitor.detach()  # on all processes, while they can still reach each other
+        monitor.detach()  # on all processes, before the process group is destroyed
         if accelerator.is_main_process:
             end_and_say([folder], Path(folder) / _PAGE)
         theirs()
@@ -188,10 +188,10 @@ def report(
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that Accelerate has wrapped.
+    """Return the optimizer inside Accelerate's wrapper.
 
     Args:
-        optimizer: A prepared one; one that is not is returned as it is.
+        optimizer: A prepared optimizer. Any other is returned unchanged.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
@@ -203,7 +203,7 @@ class _Scaler(GradScaler):
     """A scaler for callers that call `update` after each of several optimizers."""
 
     prepared: Callable[[], list[torch.optim.Optimizer]] = staticmethod(list)
-    """All optimizers that it steps."""
+    """Returns all optimizers that the scaler steps."""
     _stepped: tuple[torch.optim.Optimizer, ...] = ()
     _is_update_due = False
 
@@ -215,17 +215,17 @@ class _Scaler(GradScaler):
         return returned
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if new_scale is None and self._do_others_wait():
+        if new_scale is None and self._others_have_gradients():
             self._is_update_due = True
         else:
             self._stepped, self._is_update_due = (), False
             super().update(new_scale)
 
     def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer was stepped in the iteration under way."""
+        """Return True if an optimizer has stepped in the current iteration."""
         return any(optimizer is each for each in self._stepped)
 
-    def _do_others_wait(self) -> bool:
+    def _others_have_gradients(self) -> bool:
         others = [optimizer for optimizer in self.prepared() if not self.has_stepped(optimizer)]
         return any(param.grad is not None for optimizer in others for param in params_of(optimizer))
 
@@ -253,13 +253,13 @@ class _Scaler(GradScaler):
 
 @functools.cache
 def _sharded() -> type[_Scaler]:
-    from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # loads all of FSDP
+    from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # imports all of FSDP
 
     return type("_ShardedScaler", (_Scaler, ShardedGradScaler), {})
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no types
-    """A prepared optimizer that also knows of skips which are decided within the optimizer's own step."""
+    """A prepared optimizer that also reports skips decided inside the optimizer's own step."""
 
     _skipped: torch.Tensor | None = None
 
@@ -274,8 +274,8 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has 
         return bool(was_skipped)
 
 
-class _Ours:
-    """What an accelerator has instead of its own methods of the same names, which are those of its class."""
+class _CastwiseMethods:
+    """Replacements for an accelerator's methods of the same names. The originals are on its class."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._theirs = accelerator, type(accelerator)
@@ -286,7 +286,7 @@ class _Ours:
         return region if isinstance(region, autocast) else self._theirs.autocast(self._accelerator, autocast_handler)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
-        with _regions_of_ours():
+        with _castwise_regions():
             return self._theirs.prepare_model(self._accelerator, *args, **kwargs)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,7 @@ class _Ours:
             self._accelerator.scaler.clip_grad_value_(optimizer, clip_value)
 
     def _owner_of(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
-        """Return the optimizer that has these gradients and no others, if a scaler unscales them."""
+        """Return the optimizer that has exactly these gradients, if there is an enabled scaler."""
         scaler = self._accelerator.scaler
         if scaler is None or not scaler.is_enabled():
             return None
@@ -342,7 +342,7 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _region(native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None) -> Any:
-    """Return castwise's region instead of the one that Accelerate would enter, if that is one."""
+    """Return a castwise region instead of Accelerate's, if that is an autocast region."""
     theirs = get_mixed_precision_context_manager(native_amp, autocast_kwargs)
     if not isinstance(theirs, torch.autocast):
         return theirs
@@ -351,8 +351,8 @@ def _region(native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = N
 
 
 @contextmanager
-def _regions_of_ours() -> Iterator[None]:
-    """Let Accelerate wrap a model's forward in castwise's region: it asks a function of its module for one."""
+def _castwise_regions() -> Iterator[None]:
+    """Make Accelerate wrap a model's forward in a castwise region, by replacing the function that returns one."""
     of_accelerate.get_mixed_precision_context_manager = _region
     try:
         yield

@@ -1,7 +1,7 @@
-"""castwise in PyTorch Lightning: a plugin for `Trainer`, one for `Fabric`, and a callback that writes the report.
+"""PyTorch Lightning: a precision plugin for `Trainer`, one for `Fabric`, and a callback that writes the report.
 
-For scripts that `import lightning`. Those that `import pytorch_lightning`, which has other classes of the same names,
-find the same in `castwise.integrations.pytorch_lightning`. Needs the extra `castwise[lightning]`.
+For scripts that `import lightning`. Scripts that `import pytorch_lightning`, which has separate classes with the same
+names, use `castwise.integrations.pytorch_lightning` instead. Requires the extra `castwise[lightning]`.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ except ImportError as error:
 __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 
-# The plugins are instances of both of Lightning's, as strategies ask for the one or the other: mypy compares the two.
+# Strategies check for one or the other of Lightning's plugins, so these derive from both, which mypy rejects.
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
-    """Mixed precision of a `Trainer`, instead of its `precision` and with any strategy that splits by torch:
+    """Mixed precision for a `Trainer`, instead of its `precision`, with any strategy based on torch's parallelism:
 
     ```python
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), gradient_clip_val=1.0)
     ```
 
-    Forwards run in `castwise.autocast`, losses are scaled by a castwise scaler. Results are bit for bit those of
-    Lightning's own plugin or, with clipping by the norm, equal up to roundings of the norm. Either plugin loads the
-    other's checkpoints.
+    Forwards run in `castwise.autocast`, and a castwise scaler scales the losses. Results are bitwise identical to those
+    of Lightning's own plugin or, with clipping by norm, equal up to rounding of the norm. Each plugin loads the other's
+    checkpoints.
 
-    Gradients are clipped by the scaler, in its one read of them, and those of fused optimizers can be, too. Hooks and
-    an overridden `configure_gradient_clipping` see them unscaled, which takes one pass more if there are any.
-    `torch.optim.LBFGS` works. A batch without a loss (`training_step` returned None) calls no hooks of a step.
+    The scaler clips gradients as part of its single read, including those of fused optimizers. Hooks and an overridden
+    `configure_gradient_clipping` see unscaled gradients, which costs another pass if there are any.
+    `torch.optim.LBFGS` works. A batch without a loss (`training_step` returned None) calls no step hooks.
 
-    With manual optimization the scale is moved after each step if no gradients of other parameters are there, and
-    otherwise before the next backward: optimizers whose backwards all come before their steps share a scale.
+    With manual optimization, the scale is updated after each step if no other parameters have gradients, and otherwise
+    before the next backward, so optimizers whose backwards all come before their steps share a scale.
 
     Args:
         precision: `"16-mixed"` for fp16, `"bf16-mixed"` for bf16.
-        device: Type of device of the model: `"cuda"`, `"cpu"`, ...
-        scaler: The one to use. Without one there is none in bf16, and in fp16 a `castwise.GradScaler(device)`, or if a
-            strategy has split the model over ranks (FSDP, tensor parallelism) a `castwise.ShardedGradScaler(device)`.
-            It is made when it is first asked for. One with `schedules.Guard()` skips steps that are not finite in bf16.
-        policy: Which module runs in which precision; it is bound to the `LightningModule` when that is set up.
-        weight_cache: Keep casts of weights until they change (see `castwise.WeightCache`), rather than for one use.
+        device: Device type of the model: `"cuda"`, `"cpu"`, ...
+        scaler: The scaler to use. By default there is none in bf16. In fp16 the default is a
+            `castwise.GradScaler(device)`, or a `castwise.ShardedGradScaler(device)` if a strategy has split the model
+            over ranks (FSDP, tensor parallelism), created on first use. A scaler with `schedules.Guard()` skips
+            non-finite steps in bf16.
+        policy: The precision of each module; bound to the `LightningModule` when that is set up.
+        weight_cache: Keep casts of weights until the weights change (see `castwise.WeightCache`), instead of casting
+            for each use.
 
     Raises:
-        TypeError: `scaler` or `policy` is not one of castwise's, or the policy is bound already.
-        ValueError: `precision` is another one, or not the policy's.
-        RuntimeError: In `fit`, if the model is split over ranks and `scaler` does not let them agree on their steps.
+        TypeError: `scaler` or `policy` is not a castwise object, or the policy is already bound.
+        ValueError: `precision` is invalid, or differs from that of the policy.
+        RuntimeError: In `fit`, if the model is split over ranks and `scaler` does not synchronize their steps.
     """
 
     _plain = of_trainer.Precision
@@ -63,7 +65,7 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
 
 
 class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.FSDPPrecision):  # type: ignore[misc]
-    """Mixed precision of a `Fabric`, instead of its `precision` and with any strategy that splits by torch:
+    """Mixed precision for a `Fabric`, instead of its `precision`, with any strategy based on torch's parallelism:
 
     ```python
     precision = FabricMixedPrecision("16-mixed", "cuda")
@@ -77,22 +79,22 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
     fabric.save(path, {"model": model, "optimizer": optimizer, "precision": precision})
     ```
 
-    Results are bit for bit those of Lightning's own plugin. As there, models are given their arguments
-    in the low precision, and return fp32; optimizers may be stepped with a closure. When the scale is moved is said in
-    `MixedPrecision`; `update_if_due()` does it before the next backward does.
+    Results are bitwise identical to those of Lightning's own plugin. As with that plugin, models receive their
+    arguments in low precision and return fp32, and optimizers may step with a closure. The scale is updated as with
+    `MixedPrecision`; `update_if_due()` updates it at once.
 
-    `fabric.clip_gradients` works, in three passes over the gradients and with an error if they overflow, unless it is
-    given `error_if_nonfinite=False`; `clip_grad_norm_` takes one, and lets the step be skipped.
+    `fabric.clip_gradients` works too. It makes three passes over the gradients, and raises if they overflow, unless
+    called with `error_if_nonfinite=False`. `clip_grad_norm_` makes one pass, and an overflow skips the step.
 
     Args:
         precision: `"16-mixed"` for fp16, `"bf16-mixed"` for bf16.
-        device: Type of device of the model: `"cuda"`, `"cpu"`, ...
-        scaler: As for `MixedPrecision`.
+        device: Device type of the model: `"cuda"`, `"cpu"`, ...
+        scaler: See `MixedPrecision`.
 
     Raises:
-        TypeError: `scaler` is not one of castwise's.
-        ValueError: `precision` is another one.
-        RuntimeError: In a backward, if a model is split over ranks and `scaler` does not let them agree on their steps.
+        TypeError: `scaler` is not a castwise scaler.
+        ValueError: `precision` is invalid.
+        RuntimeError: In a backward, if a model is split over ranks and `scaler` does not synchronize their steps.
     """
 
     _plain = of_fabric.Precision
@@ -100,24 +102,24 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
 
 
 class ReportCallback(Report, pl.Callback):
-    """Monitors a run from its first step to its last, and writes the report, also if it fails or is stopped:
+    """Monitors a run from its first to its last step and writes the report, even if the run fails or is stopped:
 
     ```python
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), callbacks=[ReportCallback("run")])
     ```
 
-    `run/monitor.jsonl` is the record that a `castwise.Monitor` writes, `run/report.html` the page of `castwise report`.
-    A resumed run continues in the same record. The first rank writes. If the page cannot be written there is a warning;
-    it needs the extra `castwise[report]`.
+    A `castwise.Monitor` writes its records to `run/monitor.jsonl`, and the report goes to `run/report.html`. A resumed
+    run continues the same file. Only the first rank writes. The report requires the extra `castwise[report]`; if it
+    cannot be written, there is a warning.
 
     Args:
-        folder: Where to write.
-        every: Steps from one sample to the next, >= 1.
-        on_skip: `"diagnose"` finds the op that a skipped step's first inf or NaN comes from, if `training_step` calls
-            the module itself, `self(x)`; see `castwise.Monitor`.
+        folder: Folder for the records and the report.
+        every: Steps between two samples, >= 1.
+        on_skip: `"diagnose"` finds the op that made a skipped step's first inf or NaN, if `training_step` calls the
+            module itself, `self(x)`; see `castwise.Monitor`.
 
     Raises:
-        TypeError: In `fit`, if the Trainer's scaler is torch's: Lightning's own plugin for fp16 has one.
-        ValueError: In `fit`, if `every` or `on_skip` is out of its range, or skipped steps of a model that is split
-            over ranks are to be diagnosed.
+        TypeError: In `fit`, if the Trainer has a torch scaler, as with Lightning's own plugin for fp16.
+        ValueError: In `fit`, if `every` or `on_skip` is out of range, or if `on_skip` is set and the model is split
+            over ranks.
     """

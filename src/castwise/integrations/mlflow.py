@@ -1,4 +1,4 @@
-"""A monitor's records as metrics, parameters and texts of an MLflow run."""
+"""Log a monitor's records as metrics, parameters and texts of an MLflow run."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 from castwise.monitor.curves import norm_of_sample, of_step
 
-# The server is asked as often, or when a request is full, and not once for each number.
+# Numbers are sent at this interval, or earlier if a request is full.
 _SECONDS_BETWEEN_REQUESTS = 10.0
 _REFUSED = re.compile(r"[^0-9A-Za-z_. -]")
 _WHOLE_MODEL = "whole model"
 
 
 class MLflow:
-    """A sink of `Monitor` that logs to MLflow: needs the extra `castwise[mlflow]`.
+    """A sink of `Monitor` that logs to MLflow. Requires the extra `castwise[mlflow]`.
 
-    Metrics of each step are `step/scale`, `step/loss`, `step/grad_norm` (of clipped and of sampled steps),
-    `step/seconds` and `step/skipped` (0 or 1). Of sampled steps, for each module: `flush <format>/<module>` and
-    `headroom_bits <format>/<module>` of its gradients, `activation flush <format>/<module>` and
-    `activation headroom_bits <format>/<module>` of its outputs, and for each parameter `update_to_weight/<parameter>`
-    and `lost_in_bf16/<parameter>`. The settings of the training are parameters of the MLflow run, `castwise/<setting>`;
-    one that it has already stays as it is. The tag `castwise.last_skip` says which step was skipped last, and why. Each
-    diagnosis is a text among the artifacts, in `castwise`.
+    The metrics of each step are `step/scale`, `step/loss`, `step/grad_norm` (of clipped and of sampled steps),
+    `step/seconds` and `step/skipped` (0 or 1). Sampled steps have `flush <format>/<module>` and
+    `headroom_bits <format>/<module>` for each module's gradients, `activation flush <format>/<module>` and
+    `activation headroom_bits <format>/<module>` for its outputs, and `update_to_weight/<parameter>` and
+    `lost_in_bf16/<parameter>` for each parameter. The training settings become parameters of the MLflow run,
+    `castwise/<setting>`; existing ones are not changed. The tag `castwise.last_skip` has the last skipped step and its
+    cause. Each diagnosis is a text artifact in `castwise`.
 
-    What MLflow does not take in a name becomes `_`, names that are equal then are numbered, and the model itself is
-    `whole model`. Numbers that are not finite are handed over as they are.
+    Characters that MLflow does not allow in names become `_`, names that are then equal are numbered, and the model
+    itself is called `whole model`. Non-finite numbers are passed on unchanged.
 
-    Numbers are sent in batches: when there are as many as MLflow takes in one, ten seconds after the last ones, with
-    each sample, and at the end. A process that is killed loses those that were not sent yet. Without a server MLflow
-    itself can write to a folder (`MLFLOW_TRACKING_URI=file:...` and `MLFLOW_ALLOW_FILE_STORE=true`), or with more than
-    the extra installs (all of `mlflow`) to SQLite.
+    Numbers are sent in batches: when MLflow's limit for a batch is reached, every ten seconds, with each sample, and at
+    the end. A killed process loses numbers that were not sent yet. MLflow can also write without a server: to a folder
+    (`MLFLOW_TRACKING_URI=file:...` and `MLFLOW_ALLOW_FILE_STORE=true`), or to SQLite if the full `mlflow` package is
+    installed, which the extra does not include.
 
     Args:
-        run_id: The MLflow run to log to. By default it is the one that is active when the first record comes
-            (`mlflow.start_run()`); if there is none, one is started then, and ended at the monitor's end.
+        run_id: The MLflow run to log to. By default, the run that is active when the first record arrives
+            (`mlflow.start_run()`). If there is none, a run is started then, and ended with the monitor.
 
     Raises:
         ModuleNotFoundError: mlflow is not installed.
@@ -51,7 +51,7 @@ class MLflow:
         self._run: _Run | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Take a record, and send what is there if it is time to."""
+        """Log a record, and send the pending numbers if it is time."""
         if self._run is None:
             self._run = _Run(self._given)
         self._run.take(record)
@@ -59,7 +59,7 @@ class MLflow:
             self.close()
 
     def close(self) -> None:
-        """Send what is left, and end the run if this sink has started it; a later record begins another one."""
+        """Send the pending numbers, and end the run if this sink started it. A later record starts another run."""
         if self._run is not None:
             self._run.send()
             self._run.end()
@@ -70,7 +70,7 @@ class MLflow:
 
 
 class _Run:
-    """An MLflow run, and what has not been sent to it yet."""
+    """An MLflow run, and the numbers that were not sent to it yet."""
 
     def __init__(self, run_id: str | None) -> None:
         import mlflow
@@ -110,7 +110,7 @@ class _Run:
         self._metrics += [Metric(self._names.of(name), value, now, step) for name, value in curves]
 
     def _log_settings(self, record: Mapping[str, Any]) -> None:
-        """Log the settings of the training run that MLflow does not have yet: it lets no parameter change."""
+        """Log the training settings that the MLflow run lacks. MLflow does not allow parameters to change."""
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
@@ -143,7 +143,7 @@ class _Run:
 
 
 class _Names:
-    """Names as MLflow takes them: each of its own, and the same every time."""
+    """Maps names to unique names that MLflow accepts, always the same for each name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -162,14 +162,14 @@ def _candidates(name: str) -> Iterator[str]:
     group, _, rest = name.partition("/")
     rest = _REFUSED.sub("_", rest) or _WHOLE_MODEL
     if not rest.strip("."):
-        rest = rest.replace(".", "_")  # it would be a folder
+        rest = rest.replace(".", "_")  # "." and ".." would be folders
     for number in count(1):
         suffix = f" {number}" if number > 1 else ""
         yield f"{group}/{rest}"[: MAX_ENTITY_KEY_LENGTH - len(suffix)] + suffix
 
 
 def _of_sample(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each metric: MLflow has no histograms, so each module has its own."""
+    """Yield the name and value of each metric, separately for each module, because MLflow has no histograms."""
     yield from norm_of_sample(record).items()
     for prefix, kind in (("", "modules"), ("activation ", "activations")):
         for module, statistics in record[kind].items():

@@ -1,4 +1,4 @@
-"""`castwise.integrations.lightning` for scripts that `import pytorch_lightning`, which has its own classes."""
+"""`castwise.integrations.lightning` for scripts that `import pytorch_lightning`, which has separate classes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ except ImportError as error:
 __all__ = ["FabricMixedPrecision", "MixedPrecision", "ReportCallback"]
 
 
-# Of both of Lightning's, as in castwise.integrations.lightning: mypy compares the two.
+# Derives from both of Lightning's plugins, as in castwise.integrations.lightning, which mypy rejects.
 class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSDPPrecision):  # type: ignore[misc]
     """`castwise.integrations.lightning.MixedPrecision` for `pytorch_lightning.Trainer`.
 
     Args:
-        precision: As there.
-        device: As there.
-        scaler: As there.
-        policy: As there.
-        weight_cache: As there.
+        precision: See there.
+        device: See there.
+        scaler: See there.
+        policy: See there.
+        weight_cache: See there.
     """
 
     _plain = of_trainer.Precision
@@ -42,9 +42,9 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
     """`castwise.integrations.lightning.FabricMixedPrecision` for `lightning_fabric.Fabric`.
 
     Args:
-        precision: As there.
-        device: As there.
-        scaler: As there.
+        precision: See there.
+        device: See there.
+        scaler: See there.
     """
 
     _plain = of_fabric.Precision
@@ -55,7 +55,7 @@ class ReportCallback(Report, pl.Callback):
     """`castwise.integrations.lightning.ReportCallback` for `pytorch_lightning.Trainer`.
 
     Args:
-        folder: As there.
-        every: As there.
-        on_skip: As there.
+        folder: See there.
+        every: See there.
+        on_skip: See there.
     """

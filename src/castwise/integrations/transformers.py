@@ -1,9 +1,9 @@
-"""castwise in the Transformers Trainer: a callback that monitors a training run and writes the report.
+"""Transformers Trainer: a callback that monitors a training run and writes the report.
 
-Scaling and autocasting need no callback: call `castwise.install()` before the Trainer is made, or
+Scaling and autocast do not need the callback: call `castwise.install()` before creating the Trainer, or
 `castwise.integrations.accelerate.prepare(trainer.accelerator)` before `trainer.train()`.
 
-Needs the extra `castwise[transformers]`.
+Requires the extra `castwise[transformers]`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _PAGE = "report.html"
 
 
 class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow Transformers
-    """Records what happens to the numbers of a training run, and writes `report.html` when it ends.
+    """Records the numerics of a training run, and writes `report.html` when it ends.
 
-    A `Monitor` is attached when the training begins, after a checkpoint was loaded, and detached when it ends. A
-    Trainer tells no callback of a run that fails: its record is ended, and its report written, by `close()`, by
-    the next `train()`, when the callback is freed, or at the latest when the process ends.
+    Attaches a `Monitor` when training starts, after a checkpoint was loaded, and detaches it when training ends. A
+    Trainer does not notify callbacks of a failed run. The record of a failed run is ended and its report written by
+    `close()`, by the next `train()`, when the callback is garbage-collected, or when the process ends.
 
     Args:
-        folder: Where the records (`monitor.jsonl`) and the report go.
-        every: Steps from one sample to the next, >= 1.
+        folder: Folder for the records (`monitor.jsonl`) and the report.
+        every: Steps between two samples, >= 1.
         on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
 
     Raises:
-        TypeError: When the training begins, if its scaler is torch's.
-        ValueError: When the training begins, as in `Monitor`.
+        TypeError: When training starts, if the scaler is torch's.
+        ValueError: When training starts, as in `Monitor`.
 
     Warns:
         RuntimeWarning: The report cannot be written, for example because `castwise[report]` is not installed. The
-            records are there.
+            records are kept.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[ReportCallback("runs/x")])  # doctest: +SKIP
@@ -59,7 +59,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
     ) -> None:
         self.folder, self._every, self._on_skip = Path(folder), every, on_skip
-        self._end_of_failed: weakref.finalize[Any, ReportCallback] | None = None
+        self._end_if_failed: weakref.finalize[Any, ReportCallback] | None = None
 
     def on_train_begin(
         self,
@@ -70,18 +70,18 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
-            TypeError: The Trainer scales with a scaler that is not castwise's.
+            TypeError: The Trainer's scaler is not a castwise scaler.
         """
         self.close()
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
-                f"the Trainer scales with {type(scaler).__module__}.{type(scaler).__name__}, which reports none of its "
-                "steps: call castwise.install() before the Trainer is made, or "
-                "castwise.integrations.accelerate.prepare(trainer.accelerator) before it trains"
+                f"the Trainer scales with {type(scaler).__module__}.{type(scaler).__name__}, which does not report its "
+                "steps: call castwise.install() before creating the Trainer, or "
+                "castwise.integrations.accelerate.prepare(trainer.accelerator) before trainer.train()"
             )
         monitor = Monitor(
             model,
@@ -92,30 +92,30 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             on_skip=self._on_skip,
         ).attach()
         folder = self.folder if state.is_world_process_zero else None
-        self._end_of_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("the training has failed"))
+        self._end_if_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("training failed"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the next step the Trainer's number."""
-        going_on = None if self._end_of_failed is None else self._end_of_failed.peek()
-        if going_on is not None:
-            monitor, _, _ = going_on[2]
+        """Set the number of the next step to the Trainer's."""
+        pending = None if self._end_if_failed is None else self._end_if_failed.peek()
+        if pending is not None:
+            monitor, _, _ = pending[2]
             monitor.step = state.global_step + 1
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End the record and write the report."""
-        going_on = None if self._end_of_failed is None else self._end_of_failed.detach()
-        if going_on is not None:
-            monitor, folder, _ = going_on[2]
+        pending = None if self._end_if_failed is None else self._end_if_failed.detach()
+        if pending is not None:
+            monitor, folder, _ = pending[2]
             _end(monitor, folder, None)
 
     def close(self) -> None:
-        """End the record of a run that failed, and write its report; do nothing if there is none."""
-        if self._end_of_failed is not None:
-            self._end_of_failed()
+        """End the record of a failed run and write its report. Does nothing if there is none."""
+        if self._end_if_failed is not None:
+            self._end_if_failed()
 
 
 def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""A monitor's records as metrics, histograms and texts of a Weights & Biases run."""
+"""Log a monitor's records as metrics, histograms and texts of a Weights & Biases run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _STEP = "castwise/number of step"
 
 
 class WandB:
-    """A sink of `Monitor` that logs to Weights & Biases: needs the extra `castwise[wandb]`.
+    """A sink of `Monitor` that logs to Weights & Biases. Requires the extra `castwise[wandb]`.
 
-    Metrics begin with `castwise/`, are drawn over the number of the training's step, and leave the run's own steps to
-    the script. There are at most 23 numbers, with the names of the `TensorBoard` sink's curves: of each step
-    `castwise/step/loss` and so on, of sampled steps the worst of all modules, such as `castwise/gradients/flush fp16`.
-    How all modules are spread is in histograms, `castwise/gradients/all flush fp16`, and `castwise/gradients/log2` is
-    the histogram of the gradients themselves. The settings of the training are in the run's config, in `castwise`. The
-    run's summary says which step was skipped last and why (`castwise/last skip`), what the last diagnosis was
-    (`castwise/last diagnosis`), and of which modules the worst numbers are (`castwise/worst`).
+    Metrics start with `castwise/` and are plotted over the training step; the run's own step counter is left to the
+    script. There are at most 23 metrics, named like the curves of the `TensorBoard` sink: `castwise/step/loss` and so
+    on for each step, and the worst of all modules for sampled steps, such as `castwise/gradients/flush fp16`.
+    Histograms show the distribution over all modules, `castwise/gradients/all flush fp16`, and the exponents of the
+    gradients, `castwise/gradients/log2`. The training settings are in the run's config under `castwise`. The run's
+    summary has the last skipped step and its cause (`castwise/last skip`), the last diagnosis
+    (`castwise/last diagnosis`), and the modules with the worst numbers (`castwise/worst`).
 
     With `WANDB_MODE=offline` nothing is sent until `wandb sync`.
 
     Args:
-        run: What `wandb.init` has returned. By default it is the run that is active when the first record comes; if
-            there is none, one is started then, and finished at the monitor's end.
+        run: A run returned by `wandb.init`. By default, the run that is active when the first record arrives. If there
+            is none, a run is started then, and finished with the monitor.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
-        TypeError: `run` is no run.
+        TypeError: `run` is not a run.
 
     Example:
         >>> sink = WandB(wandb.init(project="gpt"))  # doctest: +SKIP
@@ -42,7 +42,7 @@ class WandB:
 
     def __init__(self, run: wandb.Run | None = None) -> None:
         if not (run is None or hasattr(run, "define_metric")):
-            raise TypeError(f"run must be what wandb.init(...) returned, got {run!r}: write WandB(wandb.init(...))")
+            raise TypeError(f"run must be a run from wandb.init(...), got {run!r}: pass WandB(wandb.init(...))")
         if find_spec("wandb") is None:
             raise ModuleNotFoundError("the WandB sink needs wandb: pip install 'castwise[wandb]'")
         self._given = run
@@ -70,7 +70,7 @@ class WandB:
             self.close()
 
     def close(self) -> None:
-        """Finish the run if this sink has started it; a later record begins another one."""
+        """Finish the run if this sink started it. A later record starts another run."""
         if self._run is not None and self._is_ours:
             self._run.finish()
         self._run = None

@@ -1,1 +1,1 @@
-"""16-bit weights that learn as fp32 ones do, with any optimizer: `castwise.MasterWeights`."""
+"""16-bit weights that train like fp32 weights, with any optimizer: `castwise.MasterWeights`."""

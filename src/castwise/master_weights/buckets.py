@@ -1,4 +1,4 @@
-"""Buckets: stretches of 16-bit parameters that are decoded, stepped and encoded together, in a CPU's cache."""
+"""Buckets: stretches of 16-bit parameters that are decoded, stepped and encoded together, while in a CPU's cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PIECE, _ODD = 1 << 20, 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return True if each rank holds a part of a tensor."""
+    """Return True if a tensor is a DTensor, of which each rank holds a part."""
     return not is_plain(tensor) and hasattr(tensor, "to_local")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: all, unless it is a DTensor. Writes reach the tensor."""
+    """Return this rank's part of a DTensor, or any other tensor whole; it shares memory with the tensor."""
     if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(values: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return what this rank holds as a DTensor, if `like` is one."""
+    """Return this rank's values as a DTensor if `like` is one, else unchanged."""
     if not is_dtensor(like):
         return values
     from torch.distributed.tensor import DTensor
@@ -41,34 +41,34 @@ def as_dtensor(values: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def write_count(param: torch.Tensor) -> int:
-    """Return how many writes torch has counted: of a DTensor, itself and what this rank holds count apart."""
+    """Return the version counter of a parameter; for a DTensor, plus that of this rank's part."""
     return version(param) if is_plain(param) else version(param) + version(local(param))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor in the order they have in memory, which they share."""
+    """Return a flat view of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of another one: itself, or a copy."""
+    """Return a tensor with the strides of `like`: the tensor itself or a copy."""
     if tensor.stride() == like.stride() and not tensor.is_neg():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 class Layout(NamedTuple):
-    """What must not change of a parameter."""
+    """The properties of a parameter that must not change."""
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    """Of what this rank holds."""
+    """Strides of this rank's part."""
     device: torch.device
 
     @classmethod
     def of(cls, param: torch.Tensor) -> Layout:
-        """Return that of a parameter."""
+        """Return the layout of a parameter."""
         here = param if is_plain(param) else local(param)
         return cls(param.dtype, param.shape, here.stride(), here.device)
 
@@ -82,19 +82,19 @@ class Weight:
     layout: Layout
     stretches: list[Stretch] = field(default_factory=list)
     version: int | None = 0
-    """Of the parameter when its fp32 weight was last known. None: it is that of `bits`, which is to be looked at."""
+    """Version counter of the parameter when its fp32 weight was last known. None: compare with `bits` instead."""
     bits: int | None = None
-    """Digest of the 16 bits that belong to what is kept, before the first step and after a checkpoint was loaded:
-    frameworks write weights that are there already (DDP broadcasts them), and checkpoints of models come later."""
+    """Digest of the 16-bit weights that match the kept data, before the first step and after loading a checkpoint.
+    Frameworks rewrite weights with the same values (DDP broadcasts them), and model checkpoints may be loaded later."""
     awaits_weights: bool = False
-    """Whether a checkpoint without a digest was loaded: the next write is that of the model."""
+    """Whether a checkpoint without a digest was loaded, so that the next write is the model's checkpoint."""
 
     def is_cut(self) -> bool:
-        """Return True if it is in several buckets."""
+        """Return True if the weight is split over several buckets."""
         return len(self.stretches) > 1
 
     def digest(self) -> int:
-        """Return a number that other bits, or the same in another order, hardly have. Syncs."""
+        """Return a hash of the 16-bit weights that depends on values and order. Syncs."""
         here = flat(local(self.param)).view(torch.int16)
         total = 0
         for start in range(0, here.numel(), _PIECE):
@@ -103,33 +103,33 @@ class Weight:
             total += int((piece * (places * _ODD)).sum().item())
         return total % (1 << 62)
 
-    def expects_these(self) -> bool:
-        """Return True if the weights that are there now, and were written, belong to what is kept. Syncs."""
+    def matches_kept(self) -> bool:
+        """Return True if the weights that were written match the kept data. Syncs."""
         return self.awaits_weights if self.bits is None else self.bits == self.digest()
 
     def note_written(self) -> None:
-        """Note that the parameter is what the fp32 weight rounds to."""
+        """Record that the parameter now holds the rounded fp32 weight."""
         self.version = write_count(self.param)
         self.bits, self.awaits_weights = None, False
 
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A part of a weight's memory in a bucket, or all of it."""
+    """A part or all of a weight's memory, in a bucket."""
 
     weight: Weight
     start: int
     length: int
     bucket: Bucket
     offset: int
-    """Where it is in the bucket."""
+    """Start position in the bucket."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor that is laid out as the weight; flat."""
+        """Return this part of a tensor with the strides of the weight; flat."""
         return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.start)
 
     def of_param(self) -> torch.Tensor:
-        """Return this part of what this rank holds of the parameter: flat if the weight is cut, or else as it is."""
+        """Return this part of the parameter on this rank: flat if the weight is split, else in its shape."""
         param = self.weight.param
         here = param if is_plain(param) else local(param)
         return self.of(here) if self.length < here.numel() else here
@@ -139,37 +139,37 @@ class Stretch:
         return values[self.offset : self.offset + self.length]
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint has of it; flat."""
+        """Return the checkpoint entries of this part; flat."""
         return self.bucket.codec.saved(self.offset, self.offset + self.length)
 
     def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Take over what a checkpoint has of it; flat."""
+        """Load the checkpoint entries of this part; flat."""
         self.bucket.codec.load(self.offset, self.offset + self.length, saved)
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """What stands for a stretch in the optimizer, in the memory of a workspace."""
+    """The stand-in for a stretch that the optimizer steps, in the memory of a workspace."""
 
     stretch: Stretch
     stand_in: torch.Tensor
-    """The fp32 weight: laid out as the parameter, or flat if that is cut."""
+    """The fp32 weight: with the strides of the parameter, or flat if that is split."""
     fp32_grad: torch.Tensor
-    """Memory for a gradient, laid out alike."""
+    """Memory for a gradient, with the same strides."""
     low: torch.Tensor
-    """Memory for the 16-bit weight, laid out alike."""
+    """Memory for the 16-bit weight, with the same strides."""
     is_part: bool
-    """Whether other parts of the weight are lent by themselves."""
+    """Whether the weight is split and its other parts are lent separately."""
     grad: torch.Tensor | None = None
-    """What this rank holds of the parameter's gradient in this step, in its dtype, laid out alike."""
+    """This rank's part of the parameter's gradient in this step, in its dtype, with the same strides."""
 
 
-class Desk:
-    """Where a bucket is in a workspace: views that each step needs again.
+class BucketViews:
+    """A bucket's views of a workspace, which each step reuses.
 
     Args:
-        bucket: Which.
-        workspace: Whose memory.
+        bucket: The bucket.
+        workspace: The workspace that provides the memory.
     """
 
     __slots__ = ("loans", "values", "weights")
@@ -177,7 +177,7 @@ class Desk:
     def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
         self.values = workspace.get("values", torch.float32, bucket)
         self.weights = workspace.get("weights", bucket.dtype, bucket)
-        """Copies of the 16-bit weights, where they are several."""
+        """Copies of the 16-bit weights, if the bucket has several stretches."""
         grads = workspace.get("grads", torch.float32, bucket)
         self.loans = []
         for stretch in bucket.stretches:
@@ -189,8 +189,8 @@ class Desk:
             weight = stretch.weight
             self.loans.append(Loan(stretch, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut()))
 
-    def take_values_back(self) -> None:
-        """Copy fp32 weights that an optimizer has put elsewhere, by an assignment to `.data`."""
+    def copy_values_back(self) -> None:
+        """Copy back fp32 weights that an optimizer has moved to other memory by assigning to `.data`."""
         for loan in self.loans:
             here, there = loan.stretch.in_bucket(self.values), local(loan.stand_in)
             if here.data_ptr() != there.data_ptr():
@@ -198,26 +198,26 @@ class Desk:
 
 
 class Workspace:
-    """Memory that buckets use one after another: new memory would cost more than the arithmetic in it.
+    """Memory that buckets use one after another, because allocating it would cost more than the arithmetic.
 
     Args:
-        length: Elements of the largest bucket.
+        length: Number of elements in the largest bucket.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self._tensors: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-        self._desks: dict[Bucket, Desk] = {}
+        self._views: dict[Bucket, BucketViews] = {}
 
-    def desk(self, bucket: Bucket) -> Desk:
-        """Return the bucket's place."""
-        desk = self._desks.get(bucket)
-        if desk is None:
-            desk = self._desks[bucket] = Desk(bucket, self)
-        return desk
+    def views_of(self, bucket: Bucket) -> BucketViews:
+        """Return a bucket's views."""
+        views = self._views.get(bucket)
+        if views is None:
+            views = self._views[bucket] = BucketViews(bucket, self)
+        return views
 
     def get(self, use: str, dtype: torch.dtype, bucket: Bucket) -> torch.Tensor:
-        """Return memory for a use, shape (bucket.length,), with anything in it."""
+        """Return uninitialised memory of shape (bucket.length,) for a use."""
         key = use, dtype, bucket.device
         if key not in self._tensors:
             self._tensors[key] = torch.empty(self.length, dtype=dtype, device=bucket.device)
@@ -233,9 +233,9 @@ class Bucket:
     stretches: list[Stretch] = field(default_factory=list)
     length: int = 0
     has_gaps: bool = False
-    """Whether there is memory between stretches, which are aligned."""
+    """Whether alignment leaves gaps between stretches."""
     sum: int | None = None
-    """Of the 16-bit weights, read as whole numbers, when they were last written; on a CPU."""
+    """Checksum of the 16-bit weights when they were last written: their sum as integers. CPU only."""
     codec: Codec = field(init=False)
 
     def add(self, weight: Weight, start: int, length: int) -> None:
@@ -247,58 +247,59 @@ class Bucket:
         self.length = stretch.offset + length
 
     def has_grads(self) -> bool:
-        """Return True if there is a gradient of a weight."""
+        """Return True if any weight has a gradient."""
         return any(stretch.weight.param.grad is not None for stretch in self.stretches)
 
-    def decode(self, desk: Desk) -> list[Stretch]:
-        """Put the fp32 weights into `desk.values`.
+    def decode(self, views: BucketViews) -> list[Stretch]:
+        """Write the fp32 weights to `views.values`.
 
         Returns:
-            Stretches of weights that were written unnoticed, as through `.data`, as far as is known: on accelerators it
-            is not. Their fp32 weights are then the 16-bit ones, and what is kept beside those is to be encoded anew.
+            Stretches whose 16-bit weights were written without changing the version counter, as through `.data`. Their
+            fp32 weights are now the 16-bit ones, and they must be encoded again. Always empty on accelerators, where
+            this is not detected.
         """
-        weights = self._weights(desk)
+        weights = self._weights(views)
         if len(self.stretches) > 1:
             if self.has_gaps:
                 weights.zero_()
-            torch._foreach_copy_([loan.low for loan in desk.loans], [each.of_param() for each in self.stretches])
-        self.codec.decode(weights, desk.values)
+            torch._foreach_copy_([loan.low for loan in views.loans], [each.of_param() for each in self.stretches])
+        self.codec.decode(weights, views.values)
         if self.sum is None or self.sum == _sum(weights):
             return []
         written = [
             each for each in self.stretches if each.weight.bits is None or each.weight.bits != each.weight.digest()
         ]
         for stretch in written:
-            stretch.in_bucket(desk.values).copy_(stretch.in_bucket(weights))
+            stretch.in_bucket(views.values).copy_(stretch.in_bucket(weights))
         return written
 
-    def encode(self, desk: Desk, stepped: list[Stretch]) -> None:
-        """Take over the fp32 weights of some stretches from `desk.values`, and write their 16-bit ones."""
+    def encode(self, views: BucketViews, stepped: list[Stretch]) -> None:
+        """Encode the fp32 weights of some stretches in `views.values`, and write their 16-bit weights."""
         others = set() if len(stepped) == len(self.stretches) else {*self.stretches} - {*stepped}
         kept = [{name: tensor.clone() for name, tensor in other.saved().items()} for other in others]
-        weights = self._weights(desk)
-        self.codec.encode(desk.values, weights)
+        weights = self._weights(views)
+        self.codec.encode(views.values, weights)
         for other, saved in zip(others, kept, strict=True):
             other.load(saved)
         if len(self.stretches) > 1:
-            for other in others:  # which rounding by chance has made others
+            for other in others:  # restore those that stochastic rounding has changed
                 other.in_bucket(weights).copy_(flat(other.of_param()))
-            loans = [loan for loan in desk.loans if loan.stretch not in others]
+            loans = [loan for loan in views.loans if loan.stretch not in others]
             torch._foreach_copy_([loan.stretch.of_param() for loan in loans], [loan.low for loan in loans])
         if self.device.type == "cpu" and not self.codec.is_empty():
             self.sum = _sum(weights)
         for stretch in stepped:
             stretch.weight.note_written()
 
-    def _weights(self, desk: Desk) -> torch.Tensor:
-        """Return the memory of the 16-bit weights, or if they are several memory for copies."""
-        return desk.weights if len(self.stretches) > 1 else flat(self.stretches[0].of_param())
+    def _weights(self, views: BucketViews) -> torch.Tensor:
+        """Return the memory of the 16-bit weights; with several stretches, the memory for their copies."""
+        return views.weights if len(self.stretches) > 1 else flat(self.stretches[0].of_param())
 
 
 def _sum(weights: torch.Tensor) -> int:
     if weights.storage_offset() % 4:
         return int(weights.view(torch.int16).sum(dtype=torch.int64).item())
-    rest = weights.numel() % 4  # eight bytes at a time take an eighth of the time
+    rest = weights.numel() % 4  # eight bytes at a time is eight times as fast
     if rest:
         return _sum(weights[:-rest]) + int(weights[-rest:].view(torch.int16).sum(dtype=torch.int64).item())
     return int(weights.view(torch.int64).sum().item())
@@ -308,15 +309,15 @@ def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:
     """Put weights into buckets.
 
     Args:
-        weights: Which.
-        size: Elements that a bucket has at most.
-        cuts: Whether a larger weight is cut, unless it is a DTensor; else it gets a bucket of its own.
+        weights: The weights.
+        size: The maximum number of elements in a bucket.
+        cuts: Whether to split larger weights, except DTensors. Otherwise each gets a separate bucket.
 
     Returns:
-        Buckets, in which the stretches of each weight are in their order.
+        Buckets, in which the stretches of each weight are in order.
     """
     full: list[Bucket] = []
-    shared: list[Bucket] = []  # come last, as last stretches do, which are shorter
+    shared: list[Bucket] = []  # come last, because they include weights' last, shorter stretches
     open_: dict[torch.device, Bucket] = {}
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype

@@ -1,4 +1,4 @@
-"""What a checkpoint of an optimizer has of 16-bit weights beside the inner optimizer's state: write, check, read."""
+"""The entries for 16-bit weights in an optimizer checkpoint: write, check and load them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_DIGEST = -1
 
 
 def entries_of(weight: Weight, chance: Chance | None) -> dict[str, torch.Tensor]:
-    """Return the entries of a weight, in its shape; with the state of `chance`, if it is given."""
+    """Return the checkpoint entries of a weight, in its shape, including the state of `chance` if given."""
     here = local(weight.param)
     entries = {}
     for name, dtype in weight.stretches[0].bucket.codec.entries().items():
@@ -27,7 +27,7 @@ def entries_of(weight: Weight, chance: Chance | None) -> dict[str, torch.Tensor]
         for stretch in weight.stretches:
             stretch.of(entry).copy_(stretch.saved()[name])
         entries[PREFIX + name] = as_dtensor(entry, weight.param)
-    if entries:  # of a DTensor, this rank's part has none: it may be another one when it is loaded
+    if entries:  # no digest for a DTensor: the part on this rank may differ when loaded
         entries[_DIGEST] = torch.tensor(_NO_DIGEST if is_dtensor(weight.param) else weight.digest())
     if chance is not None:
         entries[_SEED], entries[_STEPS] = torch.tensor(chance.seed), torch.tensor(chance.steps())
@@ -35,7 +35,7 @@ def entries_of(weight: Weight, chance: Chance | None) -> dict[str, torch.Tensor]
 
 
 def separated(state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict[Any, Any]]:
-    """Return the entries of a checkpoint, by number of the parameter, and the state of the inner optimizer."""
+    """Split the state of a checkpoint into our entries, by parameter number, and the inner optimizer's state."""
     ours, of_inner = {}, {}
     for number, entries in state.items():
         if not isinstance(entries, Mapping):
@@ -51,35 +51,35 @@ def separated(state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict
 
 
 def check_entries(weight: Weight, entries: Mapping[str, torch.Tensor], settings: str) -> None:
-    """Raise a ValueError unless entries are those of a weight.
+    """Raise a ValueError if checkpoint entries do not fit a weight.
 
     Args:
-        weight: Which.
-        entries: Of a checkpoint.
-        settings: The method and what belongs to it, as an error shows it.
+        weight: The weight.
+        entries: Its entries in the checkpoint.
+        settings: The method and its settings, for the error message.
     """
     expected = {PREFIX + name: dtype for name, dtype in weight.stretches[0].bucket.codec.entries().items()}
     given_names = entries.keys() - {_DIGEST, _SEED, _STEPS}
     if given_names != expected.keys():
         raise ValueError(
-            f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, and {settings} "
+            f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, but {settings} "
             f"needs {listed(sorted(expected)) or 'none'}: use the settings it was saved with"
         )
     for name, dtype in expected.items():
         if entries[name].dtype is not dtype:
             raise ValueError(
                 f"{name!r} of {weight.name!r} is {entries[name].dtype} in the checkpoint, not {dtype}: another "
-                "optimizer has cast it"
+                "optimizer cast it"
             )
         if entries[name].shape != weight.layout.shape:
             raise ValueError(
-                f"{name!r} of {weight.name!r} has shape {tuple(entries[name].shape)} in the checkpoint, and the "
+                f"{name!r} of {weight.name!r} has shape {tuple(entries[name].shape)} in the checkpoint, but the "
                 f"parameter has {tuple(weight.layout.shape)}"
             )
 
 
 def load_entries(weight: Weight, entries: Mapping[str, torch.Tensor], chance: Chance | None) -> None:
-    """Take over entries that have been checked. The weights that they belong to may be there, or come later."""
+    """Load checked entries. The weights that they belong to may be loaded before or after."""
     whole = {
         name: laid_out_as(local(entries[PREFIX + name]), local(weight.param))
         for name in weight.stretches[0].bucket.codec.entries()
@@ -98,11 +98,13 @@ def load_entries(weight: Weight, entries: Mapping[str, torch.Tensor], chance: Ch
 def load_inner(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], low: set[torch.Tensor], low_state: LowState
 ) -> None:
-    """Let the inner optimizer load its part, with fp32 tensors for 16-bit parameters: it casts state to their dtype.
+    """Load the inner optimizer's part of a checkpoint.
+
+    Optimizers cast loaded state to the dtype of their parameters, so fp32 tensors stand in for 16-bit parameters.
 
     Args:
         optimizer: The inner optimizer. Its groups stay the same objects.
-        state_dict: Without entries.
+        state_dict: The checkpoint without our entries.
         low: The 16-bit parameters.
         low_state: How their state is stored.
     """

@@ -1,11 +1,10 @@
-"""How fp32 weights are held in 16-bit ones and what is kept beside them; flat tensors in, flat tensors out.
+"""Codecs that split fp32 weights into 16-bit weights and extra bits, and join them again; all tensors are flat.
 
-A bfloat16 weight is the upper half of an fp32 number, rounded. What rounding took away is the lower half, read as a
-signed 16-bit number: the residue. Both together are the fp32 number.
-
-One case is left. A bfloat16 number with an even last bit has 65,537 fp32 numbers that round to it, a tie on either
-side included, and 16 bits tell 65,536 apart. `nearest_even` therefore also notes which ties were rounded down.
-`nearest_away` rounds no tie down, and so needs no note; its weights differ from torch's cast at one number in 2**17.
+A bfloat16 weight is the rounded upper half of an fp32 number. The residue is the lower half, read as a signed 16-bit
+number. Together they are the fp32 number, with one exception: 65,537 fp32 numbers round to a bfloat16 number whose last
+bit is even, including a tie on either side, and 16 bits distinguish only 65,536. `nearest_even` therefore also records
+which ties were rounded down. `nearest_away` rounds no tie down and needs no record; its weights differ from torch's
+cast for one number in 2**17.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 import torch
 
-_ROW = 512  # ties are looked for in rows: one number in 65,536 is one, so most rows hold none
+_ROW = 512  # ties are searched in rows: one number in 65,536 is a tie, so most rows have none
 _TIE = -(1 << 15)
 _LARGEST_HALF = 65504.0
-# From here on, fp32 numbers that round to one fp16 number are told apart by 16 bits; below, fixed point takes over.
+# From here up, 16 bits distinguish the fp32 numbers that round to one fp16 number; below, residues are fixed-point.
 _FLOATING_FROM, _FIXED_POINT = 2.0**-16, 2.0**40
 
 # Multipliers and masks that move one bit of a byte into each of 8 bytes, and back.
@@ -43,12 +42,12 @@ def _encode(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) 
 
 def _encode_away(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
     bits = values.view(torch.int32)
-    # A tie is 0x8000 in the lower half. One more is no tie, and rounds up; inf has 0 there, and stays.
+    # A tie has 0x8000 in the lower half. Adding 1 makes it round up. Inf has 0 there and is unchanged.
     weights.copy_((bits >> 15).bitwise_and_(1).bitwise_or_(bits).view(torch.float32))
     residue.copy_(bits)
 
 
-# On CPUs, Inductor vectorises 32-bit and 64-bit integers but no 16-bit ones: compiled code takes two weights at a time.
+# On CPUs, Inductor vectorizes 32-bit and 64-bit integers but not 16-bit ones, so compiled code processes weight pairs.
 
 
 def _decode_pairs(weights: torch.Tensor, residue: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,12 +73,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Codec(ABC):
-    """Holds what a stretch of 16-bit weights lacks of the fp32 weights.
+    """Holds the bits of fp32 weights that a stretch of 16-bit weights lacks.
 
     All tensors are flat and of the same length: `weights` in 16 bits, `values` and `out` in fp32.
 
     Args:
-        **kept: What is held of each weight, by the name that a checkpoint has for it.
+        **kept: The data held for each weight, by its name in checkpoints.
     """
 
     def __init__(self, **kept: torch.Tensor) -> None:
@@ -87,14 +86,14 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 weights, which are put into `out`."""
+        """Write the fp32 weights to `out`, and return it."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        """Take over fp32 weights, and write `weights`."""
+        """Store fp32 weights: write `weights`, and keep the other bits."""
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return what a checkpoint has of each weight: names and dtypes."""
+        """Return the names and dtypes of the checkpoint entries of each weight."""
         return {name: tensor.dtype for name, tensor in self._kept.items()}
 
     def saved(self, begin: int, end: int) -> dict[str, torch.Tensor]:
@@ -102,16 +101,16 @@ class Codec(ABC):
         return {name: tensor[begin:end] for name, tensor in self._kept.items()}
 
     def load(self, begin: int, end: int, saved: dict[str, torch.Tensor]) -> None:
-        """Take over the entries of a checkpoint."""
+        """Load the entries of a checkpoint for weights `begin` to `end`."""
         for name, tensor in self._kept.items():
             tensor[begin:end].copy_(saved[name])
 
     def is_empty(self) -> bool:
-        """Return True if nothing is held."""
+        """Return True if the codec holds no data."""
         return not self._kept
 
     def bytes(self) -> int:
-        """Return how many bytes the codec holds."""
+        """Return the number of bytes that the codec holds."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
 
@@ -131,12 +130,12 @@ def codec_of(
     Args:
         method: "split", "fp32", "kahan" or "stochastic".
         rounding: "nearest_even" or "nearest_away", for "split" with bfloat16.
-        dtype: Of the weights.
-        length: How many weights.
-        device: Where.
-        compiled: Whether encoding and decoding go through `torch.compile`, for "split" with bfloat16.
-        chance: Where random bits come from, for "stochastic".
-        stream: Which of its streams; another one for each codec.
+        dtype: Dtype of the weights.
+        length: Number of weights.
+        device: Their device.
+        compiled: Whether encoding and decoding are compiled by `torch.compile`, for "split" with bfloat16.
+        chance: Source of random bits, for "stochastic".
+        stream: Name of the random stream, unique for each codec.
     """
     if method == "fp32":
         return _FullCopy(length, device)
@@ -148,7 +147,7 @@ def codec_of(
 
 
 class _Split(Codec):
-    """bfloat16 weights and 16-bit residues: every fp32 number comes back bit for bit, but for the payload of NaNs."""
+    """bfloat16 weights and 16-bit residues: restores every fp32 number bit for bit, except NaN payloads."""
 
     def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
         super().__init__(residue=torch.zeros(length, dtype=torch.int16, device=device))
@@ -199,13 +198,13 @@ class _Split(Codec):
 
 
 class _ListedTies:
-    """Which ties were rounded down, as a list of positions: on a CPU, where the host may ask how many there are."""
+    """Which ties were rounded down, as a list of positions; for CPUs, where its length is known without a sync."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._positions = torch.zeros(0, dtype=torch.int64)
         self._added = torch.zeros(0, dtype=torch.int32)
-        """What the upper half lacks there: 1 << 16, or 0 for a tie that was rounded up."""
+        """The correction of the upper half at each position: 1 << 16, or 0 for a tie that was rounded up."""
 
     def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
         in_rows = self._length // _ROW * _ROW
@@ -217,7 +216,7 @@ class _ListedTies:
         if in_rows < self._length:
             found = torch.cat([found, (residue[in_rows:] == _TIE).nonzero().view(-1).add_(in_rows)])
         self._positions = found
-        if len(found):  # of those rounded down, to the even number below, the upper half of the bits is that number
+        if len(found):  # an even upper half means that the tie was rounded down
             self._added = bits.take(found).bitwise_and_(1 << 16).bitwise_xor_(1 << 16)
         else:
             self._added = self._added[:0]
@@ -242,7 +241,7 @@ class _ListedTies:
 
 
 class _PackedTies:
-    """Which ties were rounded down, a bit for each weight: on accelerators, where the host must not wait."""
+    """Which ties were rounded down, as one bit per weight; for accelerators, where a list would need a sync."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._length = length
@@ -276,10 +275,10 @@ class _PackedTies:
 
 
 class _SplitHalf(Codec):
-    """float16 weights and 16-bit residues: fp32 numbers come back bit for bit from 2**-16 to 65504.
+    """float16 weights and 16-bit residues: restores fp32 numbers from 2**-16 to 65504 bit for bit.
 
-    Smaller ones come back rounded to a multiple of 2**-40. Larger ones are held at 65504 and a residue of at most 128,
-    but inf stays inf.
+    Smaller numbers are rounded to a multiple of 2**-40. Larger finite ones are limited to 65504 plus the largest
+    residue, less than 128. Inf stays inf.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -303,7 +302,7 @@ class _SplitHalf(Codec):
 
 
 class _FullCopy(Codec):
-    """The fp32 weights themselves, 4 bytes each: what the other codecs are compared with."""
+    """A full fp32 copy, 4 bytes per weight: the baseline for the other codecs."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._master = torch.zeros(length, dtype=torch.float32, device=device)
@@ -318,7 +317,7 @@ class _FullCopy(Codec):
 
 
 class _Kahan(Codec):
-    """What rounding took away, rounded to the dtype of the weights: about 8 more bits for bfloat16, 11 for float16.
+    """The rounding error, rounded to the dtype of the weights: about 8 more bits for bfloat16, 11 for float16.
 
     Source: compensated summation, W. Kahan, "Further remarks on reducing truncation errors", 1965.
     """
@@ -334,14 +333,14 @@ class _Kahan(Codec):
         weights.copy_(values)
         lost = self._compensation.copy_(values - weights)
         lost.masked_fill_(lost.isfinite().logical_not_(), 0.0)  # inf - inf is NaN
-        # What is rounded up to a tie would round to another weight next time: it becomes the number before.
+        # A compensation rounded up to a tie would change the weight next time, so use the next smaller number.
         is_other = lost.float().add_(weights).to(weights.dtype) != weights
         lost.view(torch.int16).add_(is_other.logical_and_(weights.isfinite()), alpha=-1)
         lost.masked_fill_(lost == 0, -0.0)  # w + -0.0 is w, -0.0 too
 
 
 class _Stochastic(Codec):
-    """Nothing is kept: a weight is rounded up or down by chance, so that it is right on average."""
+    """Stochastic rounding: keeps no extra bits; weights are right on average."""
 
     def __init__(self, chance: Chance, stream: str) -> None:
         super().__init__()
@@ -355,19 +354,19 @@ class _Stochastic(Codec):
 
 
 class Chance:
-    """Random bits that depend on a seed, a stream, and the number of steps taken, and on nothing else.
+    """Random bits that depend only on a seed, a stream, and the number of steps taken.
 
     Args:
-        seed: Any whole number.
-        compiled: Whether rounding goes through `torch.compile`.
+        seed: Any integer.
+        compiled: Whether rounding is compiled by `torch.compile`.
     """
 
     def __init__(self, seed: int, *, compiled: bool = False) -> None:
         self.seed, self.taken, self._is_compiled = seed, 0, compiled
-        self._taken_on: dict[torch.device, torch.Tensor] = {}  # where the host does not know: beyond `taken`
+        self._taken_on: dict[torch.device, torch.Tensor] = {}  # steps that only a device has counted
 
     def count(self, found_inf: torch.Tensor | None = None) -> None:
-        """Count a step; one whose `found_inf` is not 0 is not taken. Does not sync."""
+        """Count a step unless `found_inf` is nonzero. Does not sync."""
         if found_inf is None or found_inf.is_cpu:
             self.taken += 1 if found_inf is None else int(found_inf.item() == 0)
             return
@@ -375,21 +374,21 @@ class Chance:
         self._taken_on[found_inf.device] = before + (found_inf.reshape(()) == 0)
 
     def steps(self) -> int:
-        """Return the number of steps taken. Syncs where that was decided on a device."""
+        """Return the number of steps taken. Syncs if a device decided whether to take them."""
         return self.taken + max((int(taken.item()) for taken in self._taken_on.values()), default=0)
 
     def set(self, seed: int, taken: int) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.seed, self.taken, self._taken_on = seed, taken, {}
 
     def round(self, values: torch.Tensor, dtype: torch.dtype, stream: str) -> torch.Tensor:
-        """Round by chance, as `round_by_chance` does."""
+        """Round stochastically with `round_by_chance`, using the bits of a stream for this step."""
         key = torch.full((), _signed(zlib.crc32(f"{self.seed} {stream}".encode())), dtype=torch.int32)
         step = torch.full((), _signed(self.taken), dtype=torch.int32)
         key, step = key.to(values.device), step.to(values.device)
         if values.device in self._taken_on:
             step = step + self._taken_on[values.device]
-        # Flat, as compiled code is made anew for each number of dimensions.
+        # Flat, because compiled code would be recompiled for each number of dimensions.
         rounded = (_compiled(_round) if self._is_compiled else _round)(values.reshape(-1), key, step, dtype)
         return rounded.view(values.shape)
 
@@ -403,45 +402,44 @@ def _signed(number: int) -> int:
 
 
 def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round each number up or down to a neighbour in `dtype`, with probabilities that make it right on average.
+    """Round stochastically: to one of the two neighbours in `dtype`, so that the result is right on average.
 
-    A number that `dtype` holds stays as it is, whatever the random bits; so do inf and NaN. For float16, numbers beyond
-    65504 become 65504.
+    Numbers that `dtype` can represent, inf and NaN are unchanged. For float16, numbers beyond 65504 become 65504.
 
     Args:
-        values: fp32.
-        random: int32 of the same shape: 16 random bits each.
+        values: fp32 tensor.
+        random: int32 tensor of the same shape, with 16 random bits per element.
         dtype: bfloat16 or float16.
 
     Returns:
-        fp32 numbers that `dtype` holds.
+        fp32 tensor of numbers that `dtype` can represent.
     """
     if dtype is torch.bfloat16:
         rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
-        return torch.where(values == values, rounded, values)  # of some NaN the sum is a number; inf stays inf
+        return torch.where(values == values, rounded, values)  # the sum turns some NaNs into numbers; inf stays inf
     random = random.bitwise_and(0x1FFF)
     rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
-    # Of 13 bits, too: fp32 has no more beside numbers up to 2**10. Below 2**-14 all steps are as long.
+    # 13 bits, too: next to an integer below 2**10, fp32 holds no more. Below 2**-14 all steps are equal.
     steps = (values.abs() * 2.0**24 + random / 2.0**13).floor_().mul_(2.0**-24).copysign_(values)
     rounded = torch.where(values.abs() < 2.0**-14, steps, rounded).clamp_(-_LARGEST_HALF, _LARGEST_HALF)
     return torch.where(values.isfinite(), rounded, values)
 
 
 def random_bits(like: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Return 16 random bits for each element, a function of key, step and the element's position alone.
+    """Return 16 random bits per element, which depend only on key, step and the element's position.
 
-    Source: the finalizer of MurmurHash3, with the multipliers of xxHash; once for the key and once for the step.
+    Source: the finalizer of MurmurHash3 with the multipliers of xxHash, applied once for the key and once for the step.
 
     Args:
-        like: For its number of elements and its device.
+        like: Tensor that gives the number of elements and the device.
         key: int32, shape (), on the same device.
-        step: As `key`.
+        step: Same as `key`.
 
     Returns:
-        int32, within [0, 65536); flat.
+        Flat int32 tensor with values in [0, 65536).
     """
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
-    shifted = torch.empty_like(x)  # once: new memory costs more than a shift
+    shifted = torch.empty_like(x)  # reused: new memory costs more than a shift
     for salt in (step, 0):
         x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted)).mul_(-0x7A143589)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=shifted)).mul_(-0x3D4D51C3)

@@ -1,4 +1,4 @@
-"""How an optimizer may be called: parameters in parts, one by one, or all at once."""
+"""How an optimizer may be called: with parts of parameters, single parameters, or all at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import optim
 
 
 class Reach(Enum):
-    """What an optimizer must see at once."""
+    """What an optimizer must get in one call."""
 
     ELEMENT = "element"
-    """Each element is stepped by itself: a parameter may be cut."""
+    """Steps each element independently, so a parameter may be split."""
     PARAMETER = "parameter"
-    """Each parameter is stepped by itself."""
+    """Steps each parameter independently."""
     ALL = "all"
-    """Anything may depend on anything, as where state is kept in a group: one call for all."""
+    """May combine parameters, for example with state in a group, so it needs one call for all."""
 
 
-# Tested in tests/master_weights/test_master_weights.py, each against one call for all.
+# Each is tested in tests/master_weights/test_master_weights.py against one call for all.
 _BY_ELEMENT = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
@@ -34,32 +34,32 @@ _BY_PARAMETER = tuple(
 
 
 def reach_of(optimizer: optim.Optimizer) -> Reach:
-    """Return how an optimizer may be called. A subclass may do anything."""
+    """Return how an optimizer may be called; ALL for subclasses, which may do anything."""
     if type(optimizer) in _BY_ELEMENT:
         return Reach.ELEMENT
     return Reach.PARAMETER if type(optimizer) in _BY_PARAMETER else Reach.ALL
 
 
 def check(optimizer: object) -> None:
-    """Raise a TypeError or ValueError unless an optimizer can be lent weights."""
+    """Raise a TypeError or ValueError if `MasterWeights` cannot wrap an optimizer."""
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"MasterWeights wraps a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, optim.LBFGS):
-        raise TypeError("MasterWeights cannot wrap LBFGS: its closure computes with the weights while it steps")
+        raise TypeError("MasterWeights cannot wrap LBFGS: its closure runs the model in the middle of a step")
     if isinstance(optimizer, optim.SparseAdam):
-        raise TypeError("MasterWeights cannot wrap SparseAdam: sparse gradients keep fp32 weights; step it beside")
+        raise TypeError("MasterWeights cannot wrap SparseAdam: sparse gradients need fp32 weights; step it separately")
     inside = [name for name, value in vars(optimizer).items() if isinstance(value, optim.Optimizer)]
     if inside:
         raise TypeError(
-            f"{type(optimizer).__name__} steps the optimizer that it keeps in {inside[0]!r}, which has the parameters: "
-            "give MasterWeights that one"
+            f"{type(optimizer).__name__} wraps the optimizer in its attribute {inside[0]!r}: give MasterWeights the "
+            "inner optimizer"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("MasterWeights cannot wrap a differentiable optimizer: autograd does not see lent weights")
+        raise ValueError("MasterWeights cannot wrap a differentiable optimizer: autograd does not see its fp32 weights")
 
 
 def step_without_hooks(optimizer: optim.Optimizer) -> object:
-    """Call an optimizer's `step` without its hooks, which are called once around all calls."""
+    """Call an optimizer's `step` without its hooks, which run once around all calls."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it with functools.wraps
@@ -68,15 +68,15 @@ def step_without_hooks(optimizer: optim.Optimizer) -> object:
 
 
 def note_stepped(optimizer: optim.Optimizer) -> None:
-    """Tell learning-rate schedulers made for an optimizer before it was wrapped that it was stepped."""
-    if "step" in vars(optimizer):  # they have put their own around it, which is not called
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # theirs
+    """Mark an optimizer as stepped, for learning-rate schedulers created before it was wrapped."""
+    if "step" in vars(optimizer):  # schedulers have patched it, and the patch is not called
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' flag
 
 
 def state_names(optimizer: optim.Optimizer) -> set[str] | None:
-    """Return the names of state that has the shape of its weight, found by one step on a weight made for it.
+    """Return the names of state with the shape of its weight, found by one step on a small dummy weight.
 
-    None if it cannot step now, as schedule-free optimizers cannot before `train()`.
+    None if the optimizer cannot step now, like schedule-free optimizers before `train()`.
     """
     probe = copy.copy(optimizer)
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
@@ -89,7 +89,7 @@ def state_names(optimizer: optim.Optimizer) -> set[str] | None:
     try:
         with torch.no_grad():
             step_without_hooks(probe)
-    except Exception:  # of any optimizer
+    except Exception:  # an optimizer may raise anything
         return None
     return {
         str(name)

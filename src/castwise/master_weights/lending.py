@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from castwise.amp.gradients import is_plain
-from castwise.master_weights.buckets import Desk, Loan, as_dtensor, is_dtensor, laid_out_as, local
+from castwise.master_weights.buckets import BucketViews, Loan, as_dtensor, is_dtensor, laid_out_as, local
 
 
 @dataclass(slots=True)
@@ -19,14 +19,14 @@ class LowState:
     """State that is stored in 16 bits and lent in fp32."""
 
     dtypes: dict[str, torch.dtype]
-    """By name of the state."""
+    """By state name."""
     nearest: set[str]
-    """Names of state that is rounded to nearest, not by chance."""
+    """Names of state that is rounded to nearest instead of stochastically."""
     round: Callable[[torch.Tensor, torch.dtype, str], torch.Tensor]
-    """Rounds fp32 numbers to a dtype by chance; given a name of its own for each tensor."""
+    """Rounds fp32 numbers to a dtype stochastically; takes a unique name for each tensor."""
 
     def stored(self, of_param: Mapping[Any, Any], param: torch.Tensor) -> dict[Any, Any]:
-        """Return state of a 16-bit weight in the dtypes it is stored in, laid out as the weight."""
+        """Return the state of a 16-bit weight in its storage dtypes, with the strides of the weight."""
         return {name: self._stored(name, value, param) for name, value in of_param.items()}
 
     def _stored(self, name: object, value: Any, param: torch.Tensor) -> Any:
@@ -38,15 +38,15 @@ class LowState:
         return stored if is_dtensor(param) else laid_out_as(stored, local(param))
 
 
-def loans_of(desk: Desk, *, all_: bool) -> list[Loan]:
-    """Return the loans of those of a bucket's stretches of which there is a gradient, and give them that.
+def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
+    """Return the loans of a bucket's stretches that have a gradient, and set their gradients.
 
     Args:
-        desk: Where the bucket has been decoded.
-        all_: Also those without a gradient.
+        views: The views of the decoded bucket.
+        all_: Whether to include stretches without a gradient.
     """
     loans, copied_to, copied = [], [], []
-    for loan in desk.loans:
+    for loan in views.loans:
         param = loan.stretch.weight.param
         of_param = param.grad
         loan.grad = None
@@ -84,17 +84,17 @@ def lent(
     *,
     all_: bool,
 ) -> Iterator[None]:
-    """Let an optimizer have loans instead of parameters; take its state over when the body ends without an error.
+    """Give an optimizer loans instead of parameters, and store its state if the body ends without an error.
 
     Args:
-        optimizer: Whose `param_groups` and `state` are exchanged meanwhile.
-        members: By index of the group what is in it: loans, and parameters that are as they are.
+        optimizer: The optimizer, whose `param_groups` and `state` are replaced inside the body.
+        members: By group index, the members of the group: loans, and parameters that are used directly.
         low_state: Which state is stored in 16 bits.
-        new: Parameters without state before this step: each part of one makes its own.
-        all_: Whether these are all of its members, and it has state of no parameter as well.
+        new: Parameters without state before this step; each part of one creates its own.
+        all_: Whether `members` are all parameters, so that state that belongs to no parameter is included.
 
     Raises:
-        RuntimeError: The optimizer has kept state of a tensor that it does not have.
+        RuntimeError: The optimizer has created state for a tensor that it was not given.
     """
     groups, state = optimizer.param_groups, optimizer.state
     params_before = {index: groups[index]["params"] for index in members}
@@ -122,7 +122,7 @@ def lent(
         optimizer.param_groups, optimizer.state = groups, state
         for index, params in params_before.items():
             groups[index]["params"] = params
-        for loan in loans:  # the memory is another bucket's next
+        for loan in loans:  # the next bucket reuses the memory
             loan.grad = loan.stand_in.grad = None
     for loan in loans:
         if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
@@ -131,8 +131,8 @@ def lent(
         known = {param for group in groups for param in group["params"]}
         if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
             raise RuntimeError(
-                f"{type(optimizer).__name__} keeps state of tensors that it was not given, as optimizers made of "
-                "another one do: give MasterWeights the innermost one"
+                f"{type(optimizer).__name__} keeps state for tensors that it was not given, as optimizers that wrap "
+                "another one do: give MasterWeights the innermost optimizer"
             )
         state.update(borrowed)
 
@@ -146,7 +146,7 @@ def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> di
         if _is_of_weight(value, param):
             part = loan.stretch.of(value) if is_part else value
             lent_state[name] = part.float() if part.dtype.itemsize < 4 else part
-        else:  # such as the count of steps, which each part moves
+        else:  # such as the step count, which each part increments
             lent_state[name] = value.clone() if is_part and isinstance(value, torch.Tensor) else value
     return lent_state
 
@@ -159,7 +159,7 @@ def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: L
     of_param = state[param]
     for name, value in of_stand_in.items():
         if not _is_of_weight(value, loan.stand_in):
-            if not is_part or stretch is stretch.weight.stretches[-1]:  # else parts to come need the old one
+            if not is_part or stretch is stretch.weight.stretches[-1]:  # otherwise later parts need the old value
                 of_param[name] = value
             continue
         low = low_state.dtypes.get(str(name))

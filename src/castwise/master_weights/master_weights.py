@@ -1,8 +1,8 @@
-"""`MasterWeights`: an optimizer around another one, which steps fp32 weights while the model has 16-bit ones.
+"""`MasterWeights`: wraps an optimizer so that it steps fp32 weights while the model has 16-bit ones.
 
-`step` goes over the parameters bucket by bucket: decode fp32 weights, lend them with fp32 gradients to the inner
-optimizer, step, encode them again. `codecs` has the number formats, `buckets` the stretches of memory, `lending` what
-the inner optimizer sees meanwhile, `narrowing` which parameters become 16-bit, `checkpoint_entries` what is saved.
+`step` works bucket by bucket: it decodes the fp32 weights, lends them with fp32 gradients to the inner optimizer, calls
+its step, and encodes them again. `codecs` defines the number formats, `buckets` the memory, `lending` what the inner
+optimizer sees, `narrowing` which parameters become 16-bit, and `checkpoint_entries` what is saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from castwise.amp.measure import check_bound, check_norm_type, reciprocal
 from castwise.master_weights import narrowing
 from castwise.master_weights.buckets import (
     Bucket,
-    Desk,
+    BucketViews,
     Layout,
     Loan,
     Stretch,
@@ -75,49 +75,50 @@ class _Round:
     """One call of the inner optimizer."""
 
     buckets: list[Bucket]
-    """Whose weights are lent."""
+    """The buckets whose weights are lent."""
     members: dict[int, list[Stretch | torch.Tensor]]
-    """By index of the group which parameters take part: stretches of 16-bit ones, and others as they are."""
+    """By group index, the members of the call: stretches of 16-bit parameters, and other parameters."""
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Train 16-bit weights with any optimizer as if they were fp32: the bits that rounding takes away are kept.
+    """Train 16-bit weights with any optimizer as if they were fp32, by keeping the bits that rounding removes.
 
-    A bfloat16 weight and 16 more bits beside it are an fp32 weight. `step` puts them together, a few megabytes at a
-    time, lets the optimizer step them with fp32 gradients and fp32 state, and takes them apart again. Weights take 4
-    bytes instead of 4 + 2 for autocast's copies, gradients 2 instead of 4. By default the parameters that autocast
-    casts become 16-bit; then training under autocast gives the losses and weights that fp32 weights give, bit for bit.
+    A bfloat16 weight and 16 extra bits form an fp32 weight. `step` joins them, a few megabytes at a time, lets the
+    inner optimizer step the fp32 weights with fp32 gradients and state, and splits them again. A weight takes 4 bytes
+    instead of 4 + 2 with autocast's copies, and a gradient 2 instead of 4. By default the parameters that autocast
+    casts become 16-bit. Training under autocast then gives the same losses and weights as fp32 weights, bit for bit.
 
-    It is the optimizer to use from then on: give it to schedulers, scalers and frameworks. `param_groups` and `state`
-    are those of the inner optimizer. Make it after the model is on its device and before DDP or a scheduler; run the
-    model under autocast, also to evaluate it. `model.to(dtype)` afterwards is an error at the next step.
+    Use this optimizer instead of the inner one: pass it to schedulers, scalers and frameworks. `param_groups` and
+    `state` are those of the inner optimizer. Create it after moving the model to its device and before DDP or a
+    scheduler. Run the model under autocast, in evaluation, too. After `model.to(dtype)` the next step raises.
 
     Args:
-        optimizer: The inner optimizer. It must not be stepped by itself any more.
-        model: Whose parameters it has; in fp32, or in `dtype` already.
-        dtype: Of the narrowed weights: bfloat16 or float16.
-        method: "split" keeps all bits; "fp32" an fp32 copy, which is what "split" is compared with; "kahan" a 16-bit
-            compensation, 8 more bits; "stochastic" nothing, and rounds by chance.
-        rounding: Of "split" with bfloat16: "nearest_even" makes weights what `.bfloat16()` makes of the fp32 ones;
-            "nearest_away" rounds ties away from zero.
-        state_dtype: In what state is stored, by its name in the optimizer, as {"exp_avg": torch.bfloat16}; fp32
-            by default. It is computed in fp32 and rounded by chance, or, as {"exp_avg": (torch.bfloat16, "nearest")},
-            to nearest, which loses small changes of slow averages.
-        narrow: Which parameters become 16-bit. By default weights and biases of linear and convolution layers that no
-            other module has; given a bound policy, those of them that it has compute in `dtype`; "all" are all.
-        grad_dtype: In what gradients accumulate: "param", the dtype of the weights, or torch.float32 (torch >= 2.13,
-            and not with DDP and FSDP, whose reducers know one dtype for both).
-        bucket_bytes: Of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less overhead.
-        compile: Compile decoding, encoding and rounding by chance; the results have the same bits. On CPUs it is worth
-            it for what is rounded by chance.
-        generator: Seeds what is rounded by chance, by its `initial_seed()`; 0 by default. All ranks need the same.
+        optimizer: The inner optimizer. Its own `step` raises a RuntimeError from then on.
+        model: The model that owns the parameters, in fp32 or already in `dtype`.
+        dtype: Dtype of the 16-bit weights: bfloat16 or float16.
+        method: "split" keeps all bits; "fp32" keeps a full fp32 copy, as a baseline for "split"; "kahan" keeps a 16-bit
+            compensation, about 8 more bits; "stochastic" keeps nothing and rounds stochastically.
+        rounding: For "split" with bfloat16: "nearest_even" rounds like `.bfloat16()`; "nearest_away" rounds ties away
+            from zero.
+        state_dtype: Storage dtypes of optimizer state by name, such as {"exp_avg": torch.bfloat16}; fp32 by default.
+            State is computed in fp32 and rounded stochastically, or to nearest with
+            {"exp_avg": (torch.bfloat16, "nearest")}, which loses small changes of slow averages.
+        narrow: Which parameters become 16-bit. By default, weights and biases of linear and convolution layers that no
+            other module shares; with a bound policy, those of them that compute in `dtype`; with "all", all parameters.
+        grad_dtype: Dtype in which gradients accumulate: "param", the dtype of the weights, or torch.float32 (needs
+            torch >= 2.13; not with DDP and FSDP, which require one dtype for both).
+        bucket_bytes: Bytes of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less
+            overhead.
+        compile: Compile decoding, encoding and stochastic rounding; results are bit-identical. On CPUs this pays off
+            for stochastic rounding.
+        generator: Its `initial_seed()` seeds stochastic rounding; 0 by default. Must be the same on all ranks.
 
     Raises:
-        TypeError: `optimizer` is not a torch optimizer, or cannot be wrapped (LBFGS, SparseAdam); or `narrow` or
-            `grad_dtype` is none of those above.
-        ValueError: An argument is out of its range; a parameter is in another `MasterWeights`, or cannot become
-            16-bit where it is (below DDP or FSDP1; in an FSDP2 unit that would have two dtypes); a weight is too large
-            for float16; or `state_dtype` names state that the optimizer does not keep. Nothing has been changed then.
+        TypeError: `optimizer` is not a torch optimizer, or cannot be wrapped (LBFGS, SparseAdam); `narrow` is invalid;
+            or another argument has the wrong type.
+        ValueError: An argument is out of range; a parameter is in another `MasterWeights`, or a wrapper keeps it from
+            becoming 16-bit (DDP, FSDP1, an FSDP2 unit that would have two dtypes); a weight is too large for float16;
+            or `state_dtype` names state that the optimizer does not keep. Nothing has been changed then.
 
     Example:
         >>> import castwise
@@ -131,8 +132,8 @@ class MasterWeights(torch.optim.Optimizer):
         (torch.bfloat16, torch.float32)
     """
 
-    _step_supports_amp_scaling = True  # scalers leave gradients to `step`, which unscales them in fp32
-    _steps_in_fp32 = True  # castwise's scaler measures them in fp32, and says what to multiply them by
+    _step_supports_amp_scaling = True  # scalers leave unscaling to `step`, which does it in fp32
+    _steps_in_fp32 = True  # castwise's scaler measures gradients in fp32, and sets `grad_factor`
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class MasterWeights(torch.optim.Optimizer):
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(optimizer, MasterWeights):
-            raise TypeError("MasterWeights cannot wrap a MasterWeights: give it the optimizer that is inside")
+            raise TypeError("MasterWeights cannot wrap a MasterWeights: give it the inner optimizer")
         check(optimizer)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -159,9 +160,9 @@ class MasterWeights(torch.optim.Optimizer):
         _check_choice("rounding", rounding, _ROUNDINGS)
         _check_choice("grad_dtype", grad_dtype, ("param", torch.float32))
         if grad_dtype is torch.float32 and not hasattr(torch.Tensor, "grad_dtype"):
-            raise ValueError(f"grad_dtype=torch.float32 needs torch >= 2.13, this is {torch.__version__}")
+            raise ValueError(f"grad_dtype=torch.float32 needs torch >= 2.13, got {torch.__version__}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 4096:
-            raise ValueError(f"bucket_bytes must be a whole number >= 4096, got {bucket_bytes!r}")
+            raise ValueError(f"bucket_bytes must be an integer >= 4096, got {bucket_bytes!r}")
         if not isinstance(compile, bool):
             raise TypeError(f"compile must be True or False, got {compile!r}")
         if not isinstance(generator, (torch.Generator, type(None))):
@@ -182,10 +183,15 @@ class MasterWeights(torch.optim.Optimizer):
         chosen = self._check_params(optimizer, model, params)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
-        # A hook that was registered on the inner optimizer runs once a step as well.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._share_hooks()
         self._adopt(model, params, chosen)
+
+    def _share_hooks(self) -> None:
+        """Run the hooks of the inner optimizer once per step, and make its own `step` raise."""
+        if _refuse_alone not in self._inner._optimizer_step_pre_hooks.values():
+            self._inner.register_step_pre_hook(_refuse_alone)
+        self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +221,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _check_params(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, params: list[torch.Tensor]
     ) -> set[torch.Tensor]:
-        """Return the parameters that are to be 16-bit, or raise with nothing changed."""
+        """Return the parameters that should be 16-bit, or raise without changing anything."""
         names = narrowing.names_of(model)
         chosen = narrowing.choose(model, self._narrow, self._dtype, params)
         low = [param for param in params if param in chosen or param.dtype is self._dtype]
@@ -223,7 +229,7 @@ class MasterWeights(torch.optim.Optimizer):
         for param in params:
             name = names.get(param, "a parameter that the model does not have")
             if param.dtype is other and self._narrow is None:
-                raise ValueError(f"{name!r} is {other} already: say dtype={other}, or make the model fp32 first")
+                raise ValueError(f"{name!r} is {other} already: give dtype={other}, or convert the model to fp32 first")
             if any(str(key).startswith(PREFIX) for key in optimizer.state.get(param, ())):
                 raise ValueError(
                     f"the optimizer has state of a MasterWeights for {name!r}: load the checkpoint into it"
@@ -231,19 +237,19 @@ class MasterWeights(torch.optim.Optimizer):
         for param in low:
             name = names.get(param, "a parameter that the model does not have")
             if _owner_of(param) not in (None, self):
-                raise ValueError(f"{name!r} is in another MasterWeights already: a parameter can be in one")
+                raise ValueError(f"{name!r} is in another MasterWeights already: a parameter can be in only one")
             if is_fsdp_flattened(param) and self._reach is not Reach.ELEMENT:
                 raise ValueError(
-                    f"{name!r} is flattened by FSDP1, which only optimizers that step each element by itself can take: "
-                    "use FSDP2 (fully_shard)"
+                    f"{name!r} is flattened by FSDP1, which works only with optimizers that step each element "
+                    "independently: use FSDP2 (fully_shard)"
                 )
             if self._grad_dtype is torch.float32 and is_dtensor(param):
                 raise ValueError(
-                    f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: leave grad_dtype out, and "
-                    "reduce in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                    f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: omit grad_dtype, and reduce "
+                    "in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
             if self._grad_dtype is torch.float32 and param.grad is not None:
-                raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() before")
+                raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() first")
             here = local(param)
             if not (here.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(here)):
                 raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
@@ -251,13 +257,13 @@ class MasterWeights(torch.optim.Optimizer):
                 largest = float(local(param).abs().amax()) if local(param).numel() else 0.0
                 if 65504.0 < largest < float("inf"):
                     raise ValueError(
-                        f"{name!r} has a weight of magnitude {largest:.6g}, and float16 ends at 65504: use bfloat16"
+                        f"{name!r} has a weight of magnitude {largest:.6g}, but float16 ends at 65504: use bfloat16"
                     )
         narrowing.check_is_possible(model, set(low), self._dtype)
         return set(low)
 
     def _adopt(self, model: nn.Module, params: Iterable[torch.Tensor], chosen: set[torch.Tensor]) -> None:
-        """Make parameters 16-bit and keep what they lose."""
+        """Make parameters 16-bit and keep the bits that they lose."""
         names = narrowing.names_of(model)
         fp32 = {param: flat(local(param)).clone() for param in chosen if param.dtype is torch.float32}
         narrowing.narrow_(model, chosen, self._dtype)
@@ -282,12 +288,12 @@ class MasterWeights(torch.optim.Optimizer):
         self._known_rounds = None
         with torch.no_grad():
             for bucket in added:
-                desk = self._workspace.desk(bucket)
-                desk.values.zero_()
+                views = self._workspace.views_of(bucket)
+                views.values.zero_()
                 for stretch in bucket.stretches:
                     param = stretch.weight.param
-                    stretch.in_bucket(desk.values).copy_(stretch.of(fp32[param] if param in fp32 else local(param)))
-                bucket.encode(desk, bucket.stretches)
+                    stretch.in_bucket(views.values).copy_(stretch.of(fp32[param] if param in fp32 else local(param)))
+                bucket.encode(views, bucket.stretches)
         for weight in new:
             weight.bits = weight.digest()
             _OWNERS[weight.param] = ref(self)
@@ -298,27 +304,27 @@ class MasterWeights(torch.optim.Optimizer):
         self._weights += new
         if not self._weights:
             warn(
-                "MasterWeights has nothing to do: the optimizer has no weight of a linear or convolution layer of this "
-                'model; narrow="all" takes others as well',
+                "MasterWeights has nothing to do: the optimizer has no weights of linear or convolution layers of this "
+                'model. To make other parameters 16-bit, give narrow="all"',
                 UserWarning,
                 3,
             )
 
     @staticmethod
     def narrow_(model: nn.Module, dtype: torch.dtype = torch.bfloat16, narrow: object = None) -> None:
-        """Make the weights 16-bit that a `MasterWeights` would, before DDP or FSDP1 wraps the model.
+        """Make the same weights 16-bit as a `MasterWeights` would, before DDP or FSDP1 wraps the model.
 
-        What fp32 weights lose by it is lost. Lightning wraps a model before it asks for optimizers: call this in
-        `configure_model`.
+        The bits that fp32 weights lose are not kept. Lightning wraps a model before it calls `configure_optimizers`, so
+        call this in `configure_model`.
 
         Args:
-            model: Is changed in place.
+            model: The model, which is changed in place.
             dtype: bfloat16 or float16.
             narrow: As in the constructor.
 
         Raises:
-            TypeError: `narrow` is none of its values.
-            ValueError: `dtype` is another, or the model is wrapped already.
+            TypeError: `narrow` is invalid.
+            ValueError: `dtype` is invalid, or the model is already wrapped.
         """
         _check_choice("dtype", dtype, _DTYPES)
         chosen = narrowing.choose(model, narrow, dtype, model.parameters())
@@ -326,20 +332,21 @@ class MasterWeights(torch.optim.Optimizer):
         narrowing.narrow_(model, chosen, dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer; its parameters become 16-bit as those before.
+        """Add a group to the inner optimizer, and make its parameters 16-bit by the rules of the constructor.
 
         Args:
-            param_group: "params", tensors or pairs of name and tensor; and options for them.
+            param_group: A dict with "params" (tensors, or pairs of name and tensor) and options for them.
 
         Raises:
-            RuntimeError: The model is gone.
-            ValueError: As in the constructor, or as the inner optimizer does. Nothing has been changed then.
+            RuntimeError: The model no longer exists.
+            TypeError: `param_group` is not such a dict.
+            ValueError: See the constructor, and the inner optimizer. Nothing has been changed then.
         """
         model = None if self._model is None else self._model()
         if model is None:
-            raise RuntimeError("the model is gone, whose parameters these would be")
+            raise RuntimeError("the model no longer exists, so parameters cannot be added: create a new MasterWeights")
         if not isinstance(param_group, dict) or "params" not in param_group:
-            raise TypeError(f'a group is a dict with "params", got {param_group!r}')
+            raise TypeError(f'param_group must be a dict with "params", got {param_group!r}')
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else [*params]
         tensors = [param[1] if isinstance(param, tuple) else param for param in params]
@@ -352,27 +359,27 @@ class MasterWeights(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip all gradients together in the next `step`, in fp32; instead of `torch.nn.utils.clip_grad_norm_`.
+        """Clip the total gradient norm in fp32 in the next `step`.
 
-        That one would round norms and clipped gradients to 16 bits. Here `.grad` stay as they are. With a scaler, call
-        the scaler's.
+        Use this instead of `torch.nn.utils.clip_grad_norm_`, which would round norms and clipped gradients to 16 bits.
+        `.grad` is not changed. With a scaler, call the scaler's `clip_grad_norm_`.
 
         Args:
-            max_norm: The largest norm they may have, >= 0.
+            max_norm: The largest allowed norm, >= 0.
             norm_type: p of the p-norm, > 0, or inf.
-            error_if_nonfinite: Raise if the norm is not finite, which syncs.
+            error_if_nonfinite: Raise if the norm is not finite. Syncs.
 
         Returns:
-            The p-norm before clipping: fp32, shape (), as `torch.nn.utils.clip_grad_norm_` has it of fp32 gradients.
+            The p-norm before clipping: fp32, shape (), the same as torch's function gives for fp32 gradients.
 
         Raises:
-            RuntimeError: The norm is not finite, and `error_if_nonfinite` is set; or the model is in FSDP1.
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or the model is in FSDP1.
             TypeError: An argument has the wrong type.
-            ValueError: An argument is out of its range.
+            ValueError: An argument is out of range.
         """
         max_norm, norm_type = check_bound("max_norm", max_norm), check_norm_type(norm_type)
         if any(is_fsdp_flattened(weight.param) for weight in self._weights):
-            raise RuntimeError("FSDP1 has a part of the gradients on each rank: call the model's clip_grad_norm_")
+            raise RuntimeError("FSDP1 shards the gradients: call the model's clip_grad_norm_")
         grads = _grads(self.param_groups)
         if not grads:
             return torch.zeros(())
@@ -383,15 +390,15 @@ class MasterWeights(torch.optim.Optimizer):
             norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
             if error_if_nonfinite and not norm.isfinite():
                 raise RuntimeError(
-                    f"the norm of order {norm_type} of the gradients is {norm.item()}: they are not clipped"
+                    f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped"
                 )
             self._clipped = Snapshot(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         return norm
 
     def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
-        """Return what gradients are to be multiplied by, to unscale or to clip them; None if by nothing."""
+        """Return the factor that unscales or clips gradients; None if there is none."""
         clipped, self._clipped = self._clipped, None
-        if scale is not None:  # a fused optimizer divides by it, which clips as well if the scaler was asked to
+        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
             factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
             return factor if is_fused or factor is not None else reciprocal(scale)
         if clipped is None:
@@ -404,27 +411,26 @@ class MasterWeights(torch.optim.Optimizer):
 
     @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the fp32 weights, and write what they round to.
+        """Step the fp32 weights, and write their rounded values to the model.
 
-        With a `grad_scale` on the optimizer, as scalers set it, gradients are divided by it in fp32 first; with a
-        `found_inf` that is not 0 nothing is changed. On an accelerator that syncs unless the inner optimizer is fused.
+        If a scaler has set `grad_scale` on the optimizer, gradients are first divided by it in fp32. If it has set a
+        nonzero `found_inf`, nothing is changed; on an accelerator this syncs unless the inner optimizer is fused.
 
         Args:
-            closure: Computes gradients and returns the loss; it is called once, before anything is stepped, as all of
-                torch's optimizers do that can be wrapped.
+            closure: Computes gradients and returns the loss. Called once, before anything is stepped.
 
         Returns:
-            What the closure returned, or else the inner optimizer.
+            The return value of the closure; without a closure, that of the inner optimizer's `step`.
 
         Raises:
-            TypeError: There is a closure and the inner optimizer may call it as it likes, or a sparse gradient of a
-                16-bit parameter.
-            RuntimeError: A parameter has another dtype, device or shape than before; or a backward has added to
-                gradients that were clipped. Nothing has been changed then.
+            TypeError: A closure is given for an inner optimizer that may call it several times, or a 16-bit parameter
+                has a sparse gradient.
+            RuntimeError: A parameter has another dtype, device or shape than before, or a backward has added to
+                gradients after clipping. Nothing has been changed then.
 
         Warns:
-            UserWarning: A weight was written from outside since the last step; it is taken as it is. Writes that torch
-                does not count, as through `.data`, are found on a CPU, and the warning comes after the step.
+            UserWarning: A weight was written from outside since the last step; the new value is used. Writes that do
+                not change the version counter, as through `.data`, are detected on CPUs only, after the step.
         """
         loss = None
         if closure is not None and not callable(closure):
@@ -432,8 +438,8 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             if self._reach is Reach.ALL:
                 raise TypeError(
-                    f"MasterWeights takes no closure for {type(self._inner).__name__}, which may call it while weights "
-                    "are lent: compute the gradients first, and step without it"
+                    f"MasterWeights takes no closure for {type(self._inner).__name__}, which may call it during the "
+                    "step: compute the gradients first, and call step() without a closure"
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -441,14 +447,14 @@ class MasterWeights(torch.optim.Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None and self._clipped is not None:
             raise RuntimeError(
-                "the gradients are scaled, and were clipped as if they were not: instead of the optimizer's, call "
-                "scaler.clip_grad_norm_(optimizer, ...)"
+                "the gradients are scaled, but were clipped as if they were not: call "
+                "scaler.clip_grad_norm_(optimizer, ...) instead of the optimizer's method"
             )
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
         factor, returned = self._factor(scale, is_fused=is_fused), None
-        # Each part of a parameter that is cut makes state of its own in the first step.
+        # Each part of a split parameter creates its state in the first step.
         new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
         written: list[Weight] = []
         try:
@@ -460,7 +466,7 @@ class MasterWeights(torch.optim.Optimizer):
                 for round_ in rounds:
                     returned = self._step_round(round_, factor, new, written, writes_grads=scale is not None)
         except BaseException:
-            for param in new:  # not all parts may have made theirs
+            for param in new:  # some parts may not have created theirs
                 self.state.pop(param, None)
             raise
         note_stepped(self._inner)
@@ -469,14 +475,14 @@ class MasterWeights(torch.optim.Optimizer):
         return returned if closure is None else loss
 
     def _rounds(self) -> list[_Round]:
-        """Return the calls of the inner optimizer that are a step; raise a RuntimeError if a weight is in no group."""
+        """Return the calls of the inner optimizer for one step; raise a RuntimeError if a weight is in no group."""
         ids = [[id(param) for param in group["params"]] for group in self.param_groups]
         if self._known_rounds is not None and self._known_rounds[0] == ids:
             return self._known_rounds[1]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for weight in self._weights:
             if weight.param not in group_of:
-                raise RuntimeError(f"{weight.name!r} is in no group any more: make a new MasterWeights without it")
+                raise RuntimeError(f"{weight.name!r} is no longer in any group: create a new MasterWeights without it")
         if self._reach is Reach.ALL:
             rounds = [self._whole()]
         else:
@@ -496,7 +502,7 @@ class MasterWeights(torch.optim.Optimizer):
         return rounds
 
     def _whole(self) -> _Round:
-        """Return one call with all that there is, for an optimizer that takes no parts."""
+        """Return one call with all parameters, for an optimizer that needs them together."""
         of_param = {weight.param: weight.stretches[0] for weight in self._weights}
         members: dict[int, list[Stretch | torch.Tensor]] = {
             index: [of_param.get(param, param) for param in group["params"]]
@@ -533,22 +539,22 @@ class MasterWeights(torch.optim.Optimizer):
     def _lent(
         self, round_: _Round, new: set[torch.Tensor], written: list[Weight], *, all_: bool = False
     ) -> Iterator[list[Loan]]:
-        """Let the inner optimizer have fp32 weights in the body; write what they round to when it ends well.
+        """Lend fp32 weights to the inner optimizer in the body; write their rounded values if it does not raise.
 
         Args:
-            round_: What is lent.
+            round_: The call, with the members to lend.
             new: Parameters without state before this step.
-            written: Is added to: weights that were found to be written unnoticed.
-            all_: Whether weights without gradients are lent as well.
+            written: Weights found to be written from outside are appended.
+            all_: Whether to also lend weights without gradients.
         """
-        all_ = all_ or self._reach is Reach.ALL  # such optimizers may count parameters by their places
-        desks, found, loans = dict[Bucket, Desk](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
+        all_ = all_ or self._reach is Reach.ALL  # such optimizers may refer to parameters by position
+        views_of, found, loans = dict[Bucket, BucketViews](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
-                # An unknown optimizer may keep what it is lent, or assign to its `.data`: it gets new tensors.
-                desk = Desk(bucket, Workspace(bucket.length)) if all_ else self._workspace.desk(bucket)
-                desks[bucket], found[bucket] = desk, bucket.decode(desk)
-                loans.update((loan.stretch, loan) for loan in loans_of(desk, all_=all_))
+                # An unknown optimizer may keep lent tensors or assign to their `.data`, so it gets new ones.
+                views = BucketViews(bucket, Workspace(bucket.length)) if all_ else self._workspace.views_of(bucket)
+                views_of[bucket], found[bucket] = views, bucket.decode(views)
+                loans.update((loan.stretch, loan) for loan in loans_of(views, all_=all_))
         members: dict[int, list[Loan | torch.Tensor]] = {
             index: [
                 loans[each] if isinstance(each, Stretch) else each
@@ -561,18 +567,18 @@ class MasterWeights(torch.optim.Optimizer):
             yield [*loans.values()]
         if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
-                f"{type(self._inner).__name__} has written to parameters from a list of its own, not from its groups: "
+                f"{type(self._inner).__name__} has written to parameters from its own list instead of its groups: "
                 "MasterWeights cannot wrap it"
             )
-        for bucket, desk in desks.items():
+        for bucket, views in views_of.items():
             changed = found[bucket]
             if all_:
-                desk.take_values_back()
-            bucket.encode(desk, [each for each in bucket.stretches if each in loans or each in changed])
+                views.copy_values_back()
+            bucket.encode(views, [each for each in bucket.stretches if each in loans or each in changed])
             written += [stretch.weight for stretch in changed]
 
     def __getattr__(self, name: str) -> Any:
-        """`train` and `eval` of an inner optimizer that has them (schedule-free ones), which change the weights."""
+        """Provide `train` and `eval` of inner optimizers that have them (schedule-free ones) and change weights."""
         inner = self.__dict__.get("_inner")
         if name not in ("train", "eval") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -586,9 +592,9 @@ class MasterWeights(torch.optim.Optimizer):
         self._warn_of(written)
 
     def _checked_rounds(self) -> list[_Round]:
-        """Return the calls that are a step; raise if weights are not what they were made.
+        """Return the calls for one step; raise if the layout of a weight has changed.
 
-        Weights that were written from outside, as far as torch counts writes, are taken over.
+        Adopts weights that were written from outside, if their version counters have changed.
         """
         rounds = self._rounds()
         for weight in self._weights:
@@ -596,7 +602,7 @@ class MasterWeights(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{weight.name!r} was {was.dtype} of shape {tuple(was.shape)}, strides {was.stride}, on "
                     f"{was.device}, and is {now.dtype} of shape {tuple(now.shape)}, strides {now.stride}, "
-                    f"on {now.device} now: make a new MasterWeights after changing a model"
+                    f"on {now.device} now: create a new MasterWeights after changing a model"
                 )
             grad = weight.param.grad
             if grad is not None and grad.layout is not torch.strided:
@@ -605,16 +611,16 @@ class MasterWeights(torch.optim.Optimizer):
         return rounds
 
     def _take_over_counted(self) -> list[Weight]:
-        """Have weights of which torch has counted writes as the new fp32 weights, and return them."""
+        """Adopt weights whose version counters have changed as the new fp32 weights, and return them."""
         written: list[Weight] = []
-        if self._method == "stochastic":  # nothing is kept that could belong to other weights
+        if self._method == "stochastic":  # keeps no data that could belong to other weights
             return written
         for weight in self._weights:
             if (count := write_count(weight.param)) == weight.version:
                 continue
             for stretch in weight.stretches:
                 stretch.bucket.sum = None
-            if weight.expects_these():
+            if weight.matches_kept():
                 weight.version, weight.awaits_weights = count, False
             else:
                 written.append(weight)
@@ -623,13 +629,13 @@ class MasterWeights(torch.optim.Optimizer):
         return written
 
     def _take_over_written(self) -> None:
-        """Have all weights that were written from outside as the new fp32 weights."""
+        """Adopt all weights that were written from outside as the new fp32 weights."""
         written = self._take_over_counted()
         with torch.no_grad():
             for bucket in (each for each in self._buckets if each.sum is not None):
-                desk = self._workspace.desk(bucket)
-                if changed := bucket.decode(desk):
-                    bucket.encode(desk, changed)
+                views = self._workspace.views_of(bucket)
+                if changed := bucket.decode(views):
+                    bucket.encode(views, changed)
                     written += [stretch.weight for stretch in changed]
         self._warn_of(written)
 
@@ -638,37 +644,37 @@ class MasterWeights(torch.optim.Optimizer):
             return
         names = [repr(weight.name) for weight in dict.fromkeys(written)]
         warn(
-            f"{len(names)} weights were written since the last step of MasterWeights, {', '.join(names[:3])} among "
-            "them: they are taken as they are, in 16 bits. To load fp32 weights, use load_fp32_state_dict. If ranks "
-            "started from different weights, seed them alike",
+            f"{len(names)} weights were written since the last step of MasterWeights, including "
+            f"{', '.join(names[:3])}: training continues from their 16-bit values. To load fp32 weights, use "
+            "load_fp32_state_dict. If ranks started from different weights, give them the same seed",
             UserWarning,
             3,
         )
 
     def _set_values(self, values: Mapping[Weight, torch.Tensor]) -> None:
-        """Set fp32 weights, laid out as the parameters are in memory."""
+        """Set fp32 weights, given with the strides of the parameters."""
         with torch.no_grad():
             for bucket in self._buckets:
                 given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
                 if given_here:
                     bucket.sum = None
-                    desk = self._workspace.desk(bucket)
-                    bucket.decode(desk)
+                    views = self._workspace.views_of(bucket)
+                    bucket.decode(views)
                     for stretch in given_here:
-                        stretch.in_bucket(desk.values).copy_(stretch.of(values[stretch.weight]))
-                    bucket.encode(desk, given_here)
+                        stretch.in_bucket(views.values).copy_(stretch.of(values[stretch.weight]))
+                    bucket.encode(views, given_here)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's `state_dict()`, with what makes 16-bit weights fp32 ones in the state of each.
+        """Return the inner optimizer's `state_dict()`, with the extra bits of 16-bit weights added to their state.
 
         Returns:
-            "state" and "param_groups". Beside its fp32 (or `state_dtype`) state each 16-bit parameter has, in its own
-            shape, "master_weights.residue" (int16; "half_residue" with float16) and "master_weights.ties" (bool),
-            "master_weights.compensation" (of its dtype) or "master_weights.master" (fp32), by method; a
-            "master_weights.digest" of the weight they belong to, -1 for a DTensor; and "master_weights.seed" and
-            "master_weights.steps" if anything is rounded by chance. These are copies.
+            "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
+            its shape that depend on the method: "master_weights.residue" (int16; "half_residue" with float16) and
+            "master_weights.ties" (bool), "master_weights.compensation" (in its dtype), or "master_weights.master"
+            (fp32). It also has a "master_weights.digest" of the weight they belong to, -1 for a DTensor; and, with
+            stochastic rounding, "master_weights.seed" and "master_weights.steps". These entries are copies.
         """
         self._take_over_written()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -685,35 +691,35 @@ class MasterWeights(torch.optim.Optimizer):
         return saved
 
     def _numbers(self, saved_groups: list[dict[str, Any]] | None = None) -> dict[torch.Tensor, Any]:
-        """Return what stands for each parameter in a `state_dict()`: its number, or what saved groups have for it."""
+        """Return the key of each parameter in a `state_dict()`: its number, or its key in saved groups."""
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_groups is None:
             numbers: Iterable[Any] = range(sum(sizes))
         elif (saved := [len(group["params"]) for group in saved_groups]) != sizes:
-            raise ValueError(f"the checkpoint has groups of {saved} parameters, and this optimizer of {sizes}")
+            raise ValueError(f"the checkpoint has groups of {saved} parameters, but this optimizer has {sizes}")
         else:
             numbers = [number for group in saved_groups for number in group["params"]]
         return dict(zip((param for group in self.param_groups for param in group["params"]), numbers, strict=True))
 
     def _saved_chance(self) -> Chance | None:
-        """Return where random bits come from, if anything is rounded by chance."""
+        """Return the source of random bits if anything is rounded stochastically."""
         return self._chance if self._method == "stochastic" or self._low_state.dtypes else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict()`, of a `MasterWeights` or of the inner optimizer alone, in any dtype.
+        """Load a `state_dict()` of a `MasterWeights`, or of the inner optimizer alone, in any dtype.
 
-        The groups stay the same objects. The model may be loaded before or after. Without entries of `MasterWeights`,
-        as after training in plain fp32 or bfloat16, the fp32 weights stay as they are.
+        The groups stay the same objects. The model may be loaded before or after. If there are no entries of
+        `MasterWeights`, as after training in plain fp32 or bfloat16, the fp32 weights are unchanged.
 
         Args:
-            state_dict: "state" and "param_groups".
+            state_dict: A dict with "state" and "param_groups".
 
         Raises:
-            ValueError: Groups or shapes are others, or the entries are those of another method, rounding or dtype.
+            ValueError: Groups or shapes do not match, or the entries belong to another method, rounding or dtype.
                 Nothing has been changed then.
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError('a state_dict of an optimizer has "state" and "param_groups"')
+            raise ValueError('the state_dict of an optimizer must have "state" and "param_groups"')
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
@@ -739,45 +745,45 @@ class MasterWeights(torch.optim.Optimizer):
             post_hook(self)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return `model.state_dict()` with the fp32 weights: an ordinary checkpoint of an fp32 model.
+        """Return `model.state_dict()` with the fp32 weights: a standard checkpoint of an fp32 model.
 
         Args:
             model: The model, or a wrapper of it.
 
         Raises:
-            RuntimeError: The model's checkpoint does not have the parameters as they are (FSDP1).
-            ValueError: It is another model: it has none of the 16-bit weights.
+            RuntimeError: The model's `state_dict()` does not contain its parameters by name (FSDP1).
+            ValueError: The model has none of the 16-bit weights.
         """
         self._take_over_written()
         saved, named = model.state_dict(), self._named(model)
         fp32 = self._fp32_of(set(named.values()))
         for name, weight in named.items():
             if name not in saved:
-                raise RuntimeError(f"{name!r} is not in the model's state_dict(), which therefore cannot be in fp32")
+                raise RuntimeError(f"{name!r} is not in the model's state_dict(), so its fp32 weight cannot be added")
             saved[name] = fp32[weight]
         return saved
 
     def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load an ordinary checkpoint into the model, and the bits that its 16-bit weights cannot hold beside them.
+        """Load a standard checkpoint into the model, and keep the bits that its 16-bit weights cannot hold.
 
         Args:
             model: The model, or a wrapper of it.
-            state_dict: Of a model of the same architecture, in any floating dtype.
+            state_dict: The checkpoint of a model of the same architecture, in any floating dtype.
             strict: As in `model.load_state_dict`, whose result is returned.
 
         Raises:
-            ValueError: A 16-bit weight has another shape there. Nothing has been changed then.
-            RuntimeError: As `model.load_state_dict` does.
+            ValueError: A 16-bit weight has another shape in the checkpoint. Nothing has been changed then.
+            RuntimeError: As for `model.load_state_dict`.
         """
         named = self._named(model)
         for name, weight in named.items():
             if name in state_dict and state_dict[name].shape != weight.layout.shape:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, and the parameter has "
+                    f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, but the parameter has "
                     f"{tuple(weight.layout.shape)}"
                 )
         result = model.load_state_dict(state_dict, strict=strict)
-        owners = {_owner_of(param) for param in model.parameters()}  # other parameters may have another MasterWeights
+        owners = {_owner_of(param) for param in model.parameters()}  # other parameters may be in another MasterWeights
         for owner in (each for each in owners if isinstance(each, MasterWeights)):
             owner._set_values(
                 {
@@ -793,25 +799,25 @@ class MasterWeights(torch.optim.Optimizer):
         named = model.named_parameters(remove_duplicate=False)
         found = {name: of_param[param] for name, param in named if param in of_param}
         if self._weights and not found:
-            raise ValueError("the model has none of the weights of this MasterWeights: give it the one it was made for")
+            raise ValueError("the model has none of the weights of this MasterWeights: give the model it belongs to")
         return found
 
     def _fp32_of(self, weights: set[Weight]) -> dict[Weight, torch.Tensor]:
-        """Return fp32 weights, in tensors of their own."""
+        """Return fp32 weights in new tensors."""
         values = {weight: torch.empty_like(local(weight.param), dtype=torch.float32) for weight in weights}
         with torch.no_grad():
             for bucket in self._buckets:
                 if any(stretch.weight in values for stretch in bucket.stretches):
-                    desk = self._workspace.desk(bucket)
-                    bucket.decode(desk)
+                    views = self._workspace.views_of(bucket)
+                    bucket.decode(views)
                     for stretch in bucket.stretches:
                         if stretch.weight in values:
-                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(desk.values))
+                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(views.values))
         return {weight: as_dtensor(value, weight.param) for weight, value in values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         self._take_over_written()
-        # Hooks, what schedulers have put on the optimizer, and the model stay here, as with torch's optimizers.
+        # Hooks, patches by schedulers, and the model are not pickled, as with torch's optimizers.
         state = {name: value for name, value in self.__dict__.items() if name in _STATE}
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
         return {**state, **made, "_model": None, "_narrow": None, "_clipped": None}
@@ -819,8 +825,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_weights" in state:
-            self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
-            self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
+            self._share_hooks()
         for weight in self.__dict__.get("_weights", []):
             weight.version = write_count(weight.param)
             _OWNERS[weight.param] = ref(self)
@@ -828,11 +833,11 @@ class MasterWeights(torch.optim.Optimizer):
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes the 16-bit parameters take now.
+        """Return the memory of the 16-bit parameters on this rank.
 
         Returns:
-            "parameters" (how many there are, not bytes), and in bytes "weights", "kept" (what makes them fp32),
-            "gradients" and "state"; on this rank.
+            A dict with "parameters" (their number), and in bytes "weights", "kept" (the extra bits that make them
+            fp32), "gradients" and "state".
         """
         low = [weight.param for weight in self._weights]
         tensors = [value for param in low for value in self.state.get(param, {}).values() if torch.is_tensor(value)]
@@ -847,6 +852,19 @@ class MasterWeights(torch.optim.Optimizer):
     def __repr__(self) -> str:
         rounding = f", rounding={self._rounding!r}" if self._method == "split" and self._dtype is torch.bfloat16 else ""
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r}{rounding})"
+
+
+def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook: raise if user code steps the inner optimizer, which would update the 16-bit weights only.
+
+    While a `MasterWeights` steps it, its groups hold fp32 tensors instead.
+    """
+    params = [] if isinstance(optimizer, MasterWeights) else [p for g in optimizer.param_groups for p in g["params"]]
+    if any(_owner_of(param) is not None for param in params):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is inside a MasterWeights, which keeps the fp32 weights: call step() of "
+            "the MasterWeights, and pass that to schedulers, scalers and frameworks"
+        )
 
 
 def _owner_of(param: torch.Tensor) -> object:
@@ -877,7 +895,7 @@ def _low_state(
     chance: Chance,
 ) -> LowState:
     if not isinstance(state_dtype, (Mapping, type(None))):
-        raise TypeError(f"state_dtype must be a dict of names and dtypes, got {state_dtype!r}")
+        raise TypeError(f"state_dtype must be a mapping from state names to dtypes, got {state_dtype!r}")
     settings = {
         name: wanted if isinstance(wanted, tuple) and len(wanted) == 2 else (wanted, "stochastic")
         for name, wanted in (state_dtype or {}).items()
@@ -892,7 +910,7 @@ def _low_state(
     unknown = [] if known is None else [name for name in settings if name not in known]
     if known is not None and unknown:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps no state {unknown[0]!r} of the shape of its weights; "
+            f"{type(optimizer).__name__} keeps no state {unknown[0]!r} with the shape of its weights; "
             f"it keeps {listed(sorted(known)) or 'none'}"
         )
     nearest = {name for name, (_, rounding) in settings.items() if rounding == "nearest"}

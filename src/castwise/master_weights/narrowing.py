@@ -1,7 +1,7 @@
-"""Which parameters become 16-bit, and how a model gets them.
+"""Which parameters become 16-bit, and how a model is converted.
 
-By default they are those that autocast would cast anyway: of linear and convolution layers, and of no other module as
-well. Then a run under autocast computes what it computes with fp32 weights, bit for bit.
+By default these are the parameters that autocast casts anyway: those of linear and convolution layers that no other
+module shares. A run under autocast then gives the same results, bit for bit, as with fp32 weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _CAST_BY_AUTOCAST = (
 
 
 def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Return the parameters that are to be 16-bit, of those that an optimizer has.
+    """Return the parameters of an optimizer that should become 16-bit.
 
     Args:
-        model: Whose modules are looked at.
+        model: The model that owns the parameters.
         narrow: None, "all", or a bound policy.
         dtype: bfloat16 or float16.
-        params: Of the optimizer.
+        params: The parameters of the optimizer.
 
     Raises:
-        TypeError: `narrow` is none of these.
+        TypeError: `narrow` is something else.
 
     Warns:
-        UserWarning: "all" meets parameters that no 16-bit number can stand for: complex or fp64 ones.
+        UserWarning: With "all", some parameters are complex or fp64 and cannot become 16-bit.
     """
     of_optimizer = set(params)
     if narrow == "all":
@@ -44,7 +44,7 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
         if strange:
             names = names_of(model)
             listed = ", ".join(sorted({f"{names.get(param, 'a parameter')} ({param.dtype})" for param in strange}))
-            warn(f"MasterWeights leaves these parameters as they are: {listed}", UserWarning, 4)
+            warn(f"MasterWeights leaves these parameters unchanged: {listed}", UserWarning, 4)
         return of_optimizer.difference(strange)
     if isinstance(narrow, BoundPolicy):
         wanted = str(dtype).removeprefix("torch.")
@@ -64,7 +64,7 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
 
 
 def _casts_its_weights(module: nn.Module) -> bool:
-    """Return True for a layer that only gives its weights to its op. Those with a forward of their own may do more."""
+    """Return True for a layer that passes its weights only to its op; a custom forward may do more."""
     kind = next((kind for kind in _CAST_BY_AUTOCAST if isinstance(module, kind)), None)
     forward = vars(module).get("forward")
     return (
@@ -80,9 +80,9 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:
-    """Make parameters 16-bit in place, in the way `nn.Module.to` does it: they stay the same objects.
+    """Make parameters 16-bit in place, as `nn.Module.to` does, so that they stay the same objects.
 
-    FSDP2 takes notice, since it overrides `_apply`.
+    This goes through `_apply`, which FSDP2 overrides to track the change.
     """
     chosen = {param for param in chosen if param.dtype is not dtype}
     if not chosen:
@@ -94,18 +94,18 @@ def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> 
 
     model._apply(convert)  # type: ignore[no-untyped-call]  # torch's
     note_dtypes(model)
-    for param in chosen:  # those of no module, such as a loss function's
+    for param in chosen:  # parameters outside the model, such as a loss function's
         if param.dtype is not dtype:
             param.data = param.data.to(dtype)
 
 
 def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:
-    """Raise a ValueError if parameters cannot become 16-bit where they are.
+    """Raise a ValueError if a wrapper of the model keeps parameters from becoming 16-bit.
 
     Args:
         model: The model, wrapped or not.
-        chosen: The parameters that are to become 16-bit, also those that are.
-        dtype: Of 16 bits.
+        chosen: The parameters that should be 16-bit, including those that already are.
+        dtype: The 16-bit dtype.
     """
     names = names_of(model)
     new = {param for param in chosen if param.dtype is not dtype}
@@ -113,8 +113,8 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
         for wrapper in (each for each in gc.get_objects() if isinstance(each, nn.parallel.DistributedDataParallel)):
             for wrapped in filter(new.__contains__, wrapper.parameters()):
                 raise ValueError(
-                    f"{names.get(wrapped)!r} is in DistributedDataParallel, which has made its buckets for fp32 "
-                    "gradients: make MasterWeights before it, or only its weights 16-bit: MasterWeights.narrow_(model)"
+                    f"{names.get(wrapped)!r} is in DistributedDataParallel, whose buckets are for fp32 "
+                    "gradients: create MasterWeights, or call MasterWeights.narrow_(model), before wrapping the model"
                 )
     for param in new:
         if is_fsdp_flattened(param):
@@ -130,12 +130,12 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
             kept = ", ".join(repr(names[param]) for param, its in dtypes.items() if its is not dtype)
             raise ValueError(
                 f"FSDP2 gathers the weights of {repr(unit) if unit else 'the model'} in one dtype, and {kept} would "
-                f'stay in fp32 beside {dtype} ones: give these a unit of their own (fully_shard), or use narrow="all"'
+                f'stay in fp32 beside {dtype} ones: put these in a separate unit (fully_shard), or use narrow="all"'
             )
 
 
 def _fsdp_units(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return the parameters that each unit of FSDP2 gathers, by its name."""
+    """Return the parameters that each FSDP2 unit gathers, by unit name."""
     if not torch.distributed.is_available():
         return {}
     from torch.distributed.fsdp import FSDPModule

@@ -1,1 +1,1 @@
-"""Mistakes that training scripts make with mixed precision, found while they run: a file for each kind of evidence."""
+"""Find mixed-precision mistakes in a training script while it runs. One module per kind of evidence."""

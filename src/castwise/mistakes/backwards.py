@@ -1,4 +1,4 @@
-"""What every backward that brings gradients is looked at for: autocast, and whether its loss was scaled."""
+"""Checks of every backward: whether it runs inside autocast, and whether its loss was scaled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from castwise.mistakes.scaled_gradients import is_one
 
 
 class Backwards(Finder):
-    """Finds backwards inside autocast, and those of losses that were not scaled before a step that unscales.
+    """Finds backwards inside autocast, and backwards of unscaled losses before a step that unscales.
 
-    Parameters have hooks for that while the watch is looking.
+    Hooks parameters while the watch is looking.
     """
 
     def __init__(self, watch: Any) -> None:
@@ -33,16 +33,16 @@ class Backwards(Finder):
         self._unscaled: dict[int, tuple[Place | None, weakref.ref[torch.Tensor]]] = {}
 
     def backward_starts(self, leaves: list[torch.Tensor]) -> None:
-        """Know the backwards that start here."""
+        """Record that a backward of a scaled loss is running."""
         self._scaled_running += 1
         self._scaled_backwards.add(backward_running())
 
     def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
-        """One of them is over."""
+        """Record that it ended."""
         self._scaled_running = max(0, self._scaled_running - 1)
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at gradients of its parameters when they come."""
+        """Hook the optimizer's parameters."""
         new = [param for param in params_of(optimizer) if param.requires_grad and not self._knows(param)]
         self._params.update((id(param), weakref.ref(param)) for param in new)
         if self.watch.is_looking:
@@ -63,49 +63,48 @@ class Backwards(Finder):
     def _look_at(self, param: torch.Tensor) -> None:
         backward = backward_running()
         if backward is None:
-            return  # FSDP2 brings gradients after it
+            return  # FSDP2 accumulates gradients after the backward
         is_scaled = self._scaled_running > 0 or backward in self._scaled_backwards
         if backward != self._backward:
             self._backward = backward
             self._place = None if is_scaled else caller()
             if torch.is_autocast_enabled(param.device.type):
-                self._say_inside_autocast(caller())
+                self._report_inside_autocast(caller())
         if not is_scaled and self.watch.has_scaled and param.grad is not None:
             self._unscaled[id(param)] = self._place, weakref.ref(param.grad)
 
-    def _say_inside_autocast(self, place: Place | None) -> None:
-        self.watch.say(
+    def _report_inside_autocast(self, place: Place | None) -> None:
+        self.watch.report(
             "backward-inside-autocast",
-            "this backward runs inside an autocast region: it is to run after it, in the dtypes of the forward, and "
-            "some of its ops are cast otherwise now",
+            "this backward runs inside an autocast region, which casts some of its ops differently: a backward should "
+            "run after the region, in the dtypes of the forward",
             "leave the region first:\n"
             f"with torch.autocast(...):\n    loss = ...\n{place.source if place else 'loss.backward()'}",
             place,
         )
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Report it if gradients that will be divided by the scale were not multiplied with it."""
+        """Report gradients that this step divides by the scale although their loss was not multiplied by it."""
         found = []
         for param in params_of(optimizer) if self._unscaled else ():
             place, gradient = self._unscaled.pop(id(param), (None, lambda: None))
-            if gradient() is not None and gradient() is param.grad:  # it was not zeroed since
+            if gradient() is not None and gradient() is param.grad:  # not zeroed since
                 found.append(place)
         if not found or self.watch.is_by_hand or not scaler.is_enabled() or is_one(scaler):
             return
         source = found[0].source if found[0] is not None else "loss.backward()"
         if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
-            return  # it begins with a gradient that may be a scaled one
+            return  # backward(gradient) may start from a scaled gradient
         loss, dot, rest = source.partition(".backward(")
-        self.watch.say(
+        self.watch.report(
             "loss-not-scaled",
-            "this loss is not scaled, but its gradients go into a step that divides them by the scale: it counts for "
-            "almost nothing",
+            "this loss is not scaled, but the step divides its gradients by the scale: the loss has almost no effect",
             f"scaler.scale({loss}){dot}{rest}",
             found[0],
         )
 
     def ticked(self) -> None:
-        """Take the hooks off, or put them on again."""
+        """Hook the parameters while the watch is looking, and remove the hooks otherwise."""
         self._scaled_running = 0
         self._scaled_backwards.clear()
         if self.watch.is_looking and not self._hooks:
@@ -114,7 +113,7 @@ class Backwards(Finder):
             self.stop()
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

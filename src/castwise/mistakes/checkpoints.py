@@ -1,4 +1,4 @@
-"""Checkpoints that hold an optimizer's state and not its scaler's."""
+"""Checkpoints with an optimizer's state and without its scaler's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.mistakes.mistake import Place, caller
 
 
 class Checkpoints(Finder):
-    """Finds them when the next step comes, or the end, and the scaler's state was not asked for in between."""
+    """Finds checkpoints saved without the scaler's state, at the next step or at the end of the run."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
@@ -25,18 +25,18 @@ class Checkpoints(Finder):
         self._file_saved = False
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look out for its state being asked for."""
-        with suppress(AttributeError):  # of one that wraps another and is no whole Optimizer itself
+        """Hook the optimizer's `state_dict`."""
+        with suppress(AttributeError):  # a wrapper that is not a full Optimizer
             self._hooks.append(optimizer.register_state_dict_post_hook(self._optimizer_asked))
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Report it if the checkpoint before this step was without the scaler."""
-        self._say()
+        """Report the checkpoint before this step if it lacks the scaler's state."""
+        self._report()
         self._scaler_saved = self._file_saved = False
         self._is_scaled[optimizer] = scaler.is_enabled()
 
     def file_saved(self) -> None:
-        """What was asked for before is in a file now."""
+        """Record that a state requested before was written to a file."""
         self._file_saved = self._saved_alone is not None
 
     def _optimizer_asked(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -45,13 +45,13 @@ class Checkpoints(Finder):
                 self._saved_alone = self._saved_alone or caller()
 
     def saved(self, scaler: Any) -> None:
-        """All is well."""
+        """Record that the scaler's state was saved too."""
         self._scaler_saved = True
         self._saved_alone = None
 
     def ending(self) -> None:
-        """No step will come."""
-        self._say()
+        """Report the last checkpoint, after which no step follows."""
+        self._report()
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -59,13 +59,13 @@ class Checkpoints(Finder):
             hook.remove()
         self._hooks.clear()
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         place, self._saved_alone = self._saved_alone, None
         if place is not None and self._file_saved:
-            self.watch.say(
+            self.watch.report(
                 "scaler-not-saved",
-                "the optimizer's state is saved here without the scaler's: a run that continues from it begins with "
-                "the first scale again, and skips steps until it has found its own",
+                "the optimizer's state is saved here without the scaler's: a run resumed from it starts from the "
+                "initial scale and skips steps until the scale fits again",
                 f'{place.source}\n"scaler": scaler.state_dict(),  # into the same checkpoint',
                 place,
             )

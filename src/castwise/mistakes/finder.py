@@ -1,4 +1,4 @@
-"""`Finder`: what looks for one kind of evidence. It is told what happens, and tells the watch what is wrong."""
+"""`Finder`: base class of the checks. It receives events and reports mistakes to the watch."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
 
 
 class Finder(Observer):
-    """Looks for mistakes; a subclass overrides the calls it needs.
+    """Looks for one kind of mistake. Subclasses override the events they need.
 
     Args:
-        watch: Whom it belongs to.
+        watch: The watch that sends the events and receives the reports.
     """
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, or to be unscaled, for the first time."""
+        """Called before an optimizer's first step or unscaling."""
 
     def backward_starts(self, leaves: list[torch.Tensor]) -> None:
-        """A backward of a scaled loss, which will reach these, has begun; while the watch is looking."""
+        """Called when a backward of a scaled loss starts, with the leaves it will reach, while the watch is looking."""
 
     def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
-        """It has ended; with the scaler that has scaled the loss."""
+        """Called when that backward ends, with the scaler that scaled the loss."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, within `scaler.step` or without."""
+        """Called before an optimizer steps, with or without `scaler.step`."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, without `scaler.step`."""
+        """Called after an optimizer stepped without `scaler.step`."""
 
     def told(self, facts: StepFacts) -> None:
-        """What became of a step with a scaler: on an accelerator two updates later."""
+        """Called with the outcome of a scaler's step; on an accelerator two updates later."""
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
-        """A learning-rate schedule of an optimizer is advanced, in the line of the script that is running."""
+        """Called when the script advances a learning-rate schedule of an optimizer."""
 
     def file_saved(self) -> None:
-        """`torch.save` is called, while castwise is installed."""
+        """Called on `torch.save`, while castwise is installed."""
 
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """An optimizer has loaded a checkpoint, while castwise is installed."""
+        """Called after an optimizer loaded a checkpoint, while castwise is installed."""
 
     def model_found(self, model: nn.Module) -> None:
-        """A model is known to be trained."""
+        """Called with a model that is being trained."""
 
     def ticked(self) -> None:
-        """An iteration is over."""
+        """Called at the end of an iteration."""
 
     def ending(self) -> None:
-        """A subscriber ends: what is left to say has to be said now."""
+        """Called when a subscriber ends. Pending mistakes must be reported now."""
 
     def stop(self) -> None:
-        """Remove all that was put anywhere."""
+        """Remove all hooks and recorded state."""

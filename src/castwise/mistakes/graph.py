@@ -1,4 +1,4 @@
-"""Which parameters a backward will reach."""
+"""Find the parameters that a backward will reach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of those that accumulate
+        variable = getattr(node, "variable", None)  # of nodes that accumulate gradients
         if isinstance(variable, torch.Tensor):
             found[id(variable)] = variable
         waiting += [before for before, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""Losses that are computed in low precision, after the region has ended."""
+"""Losses computed in low precision after the autocast region ended."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from castwise._torch_private import graph_nodes_made, number_of_node
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import caller
 
-# What may follow on a loss that the region has computed, and costs no precision to speak of.
+# Ops that may follow on a loss computed in the region and lose almost no precision.
 _HARMLESS = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Reshape", "Alias")
 
 
 class Losses(Finder):
-    """Finds them by the numbers of graph nodes: those made after the region come after it."""
+    """Finds such losses by the sequence numbers of graph nodes: nodes made after the region have higher ones."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
         self._of_thread = threading.local()
 
     def left(self, region: Any) -> None:
-        """Remember how many nodes there were."""
+        """Record the number of graph nodes made so far."""
         if region._enabled:
             self._of_thread.nodes = graph_nodes_made()
 
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Look at what the loss was made by."""
+        """Check the ops that computed the loss."""
         nodes = getattr(self._of_thread, "nodes", None)
         if loss.dtype not in (torch.float16, torch.bfloat16) or nodes is None or not self.watch.is_looking:
             return
         if torch.is_autocast_enabled(loss.device.type) or not _is_computed_after(loss.grad_fn, nodes):
             return
-        self.watch.say(
+        self.watch.report(
             "loss-outside-autocast",
-            f"this loss is computed in {str(loss.dtype).removeprefix('torch.')}, outside of the autocast region, which "
-            "would compute it in fp32: it overflows and loses digits",
+            f"this loss is computed in {str(loss.dtype).removeprefix('torch.')} outside the autocast region, which "
+            "would compute it in fp32: it loses digits and may overflow",
             "with torch.autocast(...):\n    output = model(input)\n    loss = loss_fn(output, target)",
             caller(),
         )
 
 
 def _is_computed_after(node: Any, nodes: int) -> bool:
-    """Return True if a node of the graph, or one that it needs, was made after so many others and not by scaling."""
+    """Return True if a node or one of its inputs was made after the first `nodes` nodes, except by harmless ops."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()

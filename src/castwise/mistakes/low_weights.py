@@ -1,4 +1,4 @@
-"""Updates that 16-bit weights lose, and fp32 state that is loaded in 16 bits."""
+"""Updates lost in 16-bit weights, and fp32 optimizer state loaded as 16-bit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import caller
 
 _LOW = (torch.bfloat16, torch.float16)
-_EVERY = 100  # steps are measured at 1, 2, 4, 8, ..., then at each so many
-_SAMPLED = 4096  # elements of each weight, about
-_MATTERS = 0.05  # from this share of lost updates on; the report's threshold as well
+_EVERY = 100  # steps 1, 2, 4, 8, ... and every multiple of this are measured
+_SAMPLED = 4096  # approximate number of elements per weight
+_MATTERS = 0.05  # smallest share of lost updates that is reported; the report uses the same threshold
 
 
 class LowWeights(Finder):
-    """Measures what torch's own optimizers lose in 16-bit weights; others may compensate for it in their own ways.
+    """Measures the updates that torch's optimizers lose in 16-bit weights. Other optimizers may compensate for them.
 
-    An update is lost if there is a gradient and the weight does not change.
+    An update is lost if the gradient is not zero and the weight does not change.
     """
 
     def __init__(self, watch: Any) -> None:
@@ -31,13 +31,13 @@ class LowWeights(Finder):
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a sample of the weights, if this step is to be measured."""
+        """Copy a sample of the weights if this step is measured."""
         self._before = []
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
         if not (step % _EVERY == 0 or (step < _EVERY and step.bit_count() == 1)) or not _is_torchs(optimizer, "step"):
             return
         dtypes = {param.dtype for param in params_of(optimizer)}.intersection(_LOW)
-        if "half-with-autocast" in [mistake.name for mistake in self.watch.found]:  # which says what to do as well
+        if "half-with-autocast" in [mistake.name for mistake in self.watch.found]:  # its report gives the remedy too
             dtypes.discard(torch.float16)
         if not dtypes or any(map(is_capturing, params_of(optimizer))) or _is_skipped(optimizer):
             return
@@ -49,7 +49,7 @@ class LowWeights(Finder):
         ]
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report it if updates were lost."""
+        """Report lost updates."""
         before, self._before = self._before, []
         tried, lost = torch.zeros(()), torch.zeros(())
         for param, old in before:
@@ -60,21 +60,21 @@ class LowWeights(Finder):
         if not tried or lost / tried < _MATTERS:
             return
         dtype, name = before[0][0].dtype, type(optimizer).__name__
-        self.watch.say(
+        self.watch.report(
             "updates-lost",
             f"{name} steps {_short(dtype)} weights here, and {100 * float(lost / tried):.0f}% of the updates of step "
-            f"{self._steps[optimizer]} were lost: they are too small for {_short(dtype)}, and the weights did not "
+            f"{self._steps[optimizer]} were lost: they are too small for {_short(dtype)}, so the weights did not "
             "change",
             f"optimizer = castwise.MasterWeights(optimizer, model, dtype={dtype})  # once, before the loop",
             caller(),
         )
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """The same of a step by a scaler."""
+        """Report lost updates of a step by a scaler."""
         self.optimizer_stepped(optimizer)
 
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Report it if state was fp32 in the checkpoint and is 16-bit now."""
+        """Report state that was fp32 in the checkpoint and is 16-bit now."""
         if not _is_torchs(optimizer, "load_state_dict"):
             return
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -82,39 +82,39 @@ class LowWeights(Finder):
             saved, loaded = state_dict["state"].get(number, {}), optimizer.state.get(param, {})
             for name, value in saved.items():
                 if _dtype(value) is torch.float32 and (dtype := _dtype(loaded.get(name))) in _LOW:
-                    self._say_narrowed(name, dtype)
+                    self._report_narrowed(name, dtype)
                     return
 
     def stop(self) -> None:
-        """Drop what was copied."""
+        """Drop the copies."""
         self._before = []
 
-    def _say_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
+    def _report_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
         place = caller()
         source = place.source if place is not None else "optimizer.load_state_dict(checkpoint)"
-        self.watch.say(
+        self.watch.report(
             "state-narrowed",
-            f"the checkpoint has {name!r} in fp32, and load_state_dict has cast it to {_short(dtype)}, the dtype of "
-            "the weights: training continues with coarser state than it was stopped with",
+            f"the checkpoint has {name!r} in fp32, and load_state_dict casts it to {_short(dtype)}, the dtype of the "
+            "weights: training resumes with less precise state",
             f"optimizer = castwise.MasterWeights(optimizer, model, dtype={dtype})  # keeps state in fp32\n{source}",
             place,
         )
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer, method: str) -> bool:
-    """Return True if a method is one of torch's: one of a subclass may take care of what torch loses."""
+    """Return True if torch implements a method. A subclass's own method may recover lost updates."""
     module = getattr(getattr(type(optimizer), method), "__module__", "")
     return module.startswith("torch.optim.")
 
 
 def _is_skipped(optimizer: Any) -> bool:
-    """Return True if a scaler has told a fused optimizer to change nothing."""
+    """Return True if a scaler makes a fused optimizer skip this step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
 
 
 def _sample(tensor: Any) -> torch.Tensor:
-    """Return elements of what this rank holds: of a large tensor one in so many, an odd number, in all columns."""
+    """Return a sample of this rank's elements. For large tensors the stride is odd, to cover all columns."""
     local: torch.Tensor = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.flatten()[:: local.numel() // _SAMPLED | 1]

@@ -1,4 +1,4 @@
-"""What is said of a mistake, and where in the script it was made."""
+"""`Mistake`: a mistake's report, and `Place`: its line in the script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Place:
     """A line of a script.
 
     Args:
-        file: Its path.
-        line: From 1.
+        file: Path of the script.
+        line: Line number, from 1.
     """
 
     file: str
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def source(self) -> str:
-        """The line itself, without indentation; empty if it cannot be read."""
+        """The text of the line without indentation; empty if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -47,13 +47,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake of a script.
+    """One mistake in a script.
 
     Args:
-        name: Its kind, such as `"clipped-while-scaled"`.
-        text: The mistake, and its consequence.
-        corrected: The line or lines that do it right, in the words of the script where that is possible.
-        place: Where it is made; None if that cannot be seen.
+        name: Kind of mistake, such as `"clipped-while-scaled"`.
+        text: The mistake and its consequence.
+        corrected: The corrected line or lines, with the script's own names where possible.
+        place: The line with the mistake; None if it is not known.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Mistake:
         return f"{where}{self.text}{now}\n    {self._correct()}"
 
     def message(self) -> str:
-        """Return it as a warning says it, which has the place and the line by itself."""
+        """Return the text of the warning. Python adds the place and the line."""
         return f"{self.text}\n    {self._correct()}"
 
     def _correct(self) -> str:
         return "correct: " + self.corrected.replace("\n", "\n             ")
 
     def record(self) -> dict[str, Any]:
-        """Return it as a monitor records it."""
+        """Return the record that a monitor writes."""
         place = self.place or Place("", 0)
         return {
             "kind": "mistake",
@@ -89,7 +89,10 @@ class Mistake:
 
 @never_traced
 def caller() -> Place | None:
-    """Return the line of the script that has called torch or castwise: in a thread of torch's, what waits for it."""
+    """Return the line of the script that called torch or castwise.
+
+    In one of torch's own threads, return the line of the main thread that waits for it.
+    """
     place = _outside(sys._getframe(1))
     if place is None and threading.current_thread() is not threading.main_thread():
         waiting = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -98,7 +101,7 @@ def caller() -> Place | None:
 
 
 def passes_through(*files: str) -> bool:
-    """Return True if a function in one of these files, given by their ends, is being called."""
+    """Return True if the call stack contains a file whose path ends with one of these."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.replace(os.sep, "/").endswith(files):
@@ -116,10 +119,10 @@ def _outside(frame: FrameType | None) -> Place | None:
 
 
 def line_of_model(outside: str) -> Place | None:
-    """Return the line of a model's own code that has called torch, None if it is castwise that has.
+    """Return the line of the model's code that called torch; None if castwise called it.
 
     Args:
-        outside: The file that asks, which torch has called.
+        outside: The calling file, which torch called; its frames are ignored.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -134,6 +137,6 @@ def line_of_model(outside: str) -> Place | None:
 
 @functools.cache
 def _is_passed_over(file: str) -> bool:
-    """Return True if a file belongs to what a script calls, or to what calls the script."""
+    """Return True if a file belongs to torch, castwise, or the machinery that runs the script."""
     whole = os.path.abspath(file)
     return file.startswith("<frozen ") or whole.startswith(_LIBRARIES) or os.path.basename(file) in _RUNNERS

@@ -1,4 +1,4 @@
-"""Regions in fp16 that nothing scales for, and models that are in low precision themselves."""
+"""fp16 regions without a scaler, and models that are themselves fp16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from castwise.mistakes.mistake import Place, caller
 
 
 class Regions(Finder):
-    """Finds fp16 autocast without any scaler, and autocast of a model whose weights are fp16."""
+    """Finds fp16 autocast without a scaler, and autocast of a model with fp16 weights."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
@@ -22,12 +22,12 @@ class Regions(Finder):
         self._in_any: Place | None = None
 
     def entered(self, region: Any) -> None:
-        """Remember where, and how many nodes of a graph there are."""
+        """Record the calling line and the number of graph nodes."""
         is_looking = region._enabled and self.watch.is_looking and torch.is_grad_enabled()
         self._entered.append((caller() if is_looking else None, graph_nodes_made()))
 
     def left(self, region: Any) -> None:
-        """If the region has made nodes of a graph, gradients may come through it."""
+        """Record a region that made graph nodes, because gradients may flow through it."""
         place, nodes = self._entered.pop() if self._entered else (None, 0)
         if place is not None and graph_nodes_made() > nodes:
             self._in_any = place
@@ -35,40 +35,40 @@ class Regions(Finder):
                 self._in_fp16 = place
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say what is wrong with the step that follows on such a region."""
+        """Report mistakes in a step that follows such a region."""
         if self._in_any is None:
             return
         trained = [param for param in params_of(optimizer) if param.grad is not None]
         if not trained:
             return
         if self._in_fp16 is not None and not self.watch.has_scaled:
-            self.watch.say(
+            self.watch.report(
                 "fp16-without-scaler",
                 "this region computes in fp16, and no GradScaler scales the loss: gradients below 2**-24 become zero",
                 "scaler = torch.amp.GradScaler(device.type)  # once, before the loop\n"
                 "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
-                "# or dtype=torch.bfloat16, which needs none",
+                "# or dtype=torch.bfloat16, which needs no scaler",
                 self._in_fp16,
             )
         self._look_for_half(optimizer, trained)
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Of fp16 weights this fails."""
+        """Report fp16 weights before the unscaling, which raises for them."""
         self.stepping(scaler, optimizer)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Of fp16 weights this fails."""
+        """Report fp16 weights before the step, which raises for them."""
         if self._in_any is not None:
             self._look_for_half(optimizer, params_of(optimizer))
 
     def _look_for_half(self, optimizer: torch.optim.Optimizer, trained: list[torch.Tensor]) -> None:
         steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)  # `MasterWeights` does, and unscales in fp32
         if not steps_in_fp32 and any(param.dtype is torch.float16 for param in trained):
-            self.watch.say(
+            self.watch.report(
                 "half-with-autocast",
-                "weights of the model are fp16, as after model.half(), and autocast is on: autocast wants them in "
-                "fp32; in fp16 small updates of theirs are lost, and their gradients cannot be unscaled",
-                "model.float()  # instead of model.half(): autocast casts what it computes with",
+                "weights of the model are fp16, as after model.half(), and autocast is enabled: autocast expects fp32 "
+                "weights. fp16 weights lose small updates, and their gradients cannot be unscaled",
+                "model.float()  # instead of model.half(): autocast casts the inputs of each op",
                 self._in_any,
             )
 

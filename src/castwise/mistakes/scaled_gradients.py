@@ -1,8 +1,8 @@
-"""Finds code that uses the size of gradients while they are still multiplied by the scale.
+"""Find code that depends on the magnitude of gradients while they are still multiplied by the scale.
 
-Between a scaled backward and the unscaling a gradient's Python object is, for a few iterations, of a class that is
-told of each torch function it is given to; so is what is computed from it. Tensors, memory and results stay the same.
-Only where a number comes out of it, or a bound is put on it, does it matter by how much it was multiplied.
+For a few iterations, the class of a gradient's Python object is changed between a scaled backward and the unscaling.
+The new class intercepts every torch function called with the gradient or with a tensor computed from it. Tensors,
+memory and results do not change. The scale matters only where a number is read from such a tensor, or a bound applied.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from castwise._guard import Guard
 from castwise._torch_private import PlainFunctions, never_traced, tree_leaves
 from castwise.mistakes.mistake import Place, caller
 
-# What puts a bound on it.
+# Functions that apply a bound.
 _CLIPS = frozenset(
     [name + suffix for name in ("clamp", "clip", "clamp_min", "clamp_max") for suffix in ("", "_")]
     + ["_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max", "_foreach_clamp_min"]
 )
-# What gives it to Python.
+# Functions that return values to Python.
 _READS = frozenset(["item", "tolist", "numpy", "__array__", "__float__", "__repr__", "__format__"])
-# Where another number than 0 decides.
+# Comparisons, which depend on the scale unless they are with 0.
 _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__"])
-# What may be an unscaling by hand, of a gradient in place.
+# Functions that may unscale a gradient in place, by hand.
 _SCALINGS = frozenset(["mul_", "div_", "__imul__", "__itruediv__", "copy_", "_foreach_mul_", "_foreach_div_", "set_"])
 _DIVISIONS = frozenset(["div", "true_divide", "divide", "__truediv__", "__rtruediv__", "_foreach_div"])
 _QUOTIENTS = _DIVISIONS - {"_foreach_div"} | {"cosine_similarity", "sign"}
 
 
 class ScaledGradient(torch.Tensor):
-    """A gradient that is still scaled, or what was computed from it, while a `Window` is open."""
+    """A gradient that is still scaled, or a tensor computed from one, while a `Window` is open."""
 
     window: Window | None = None
 
@@ -47,7 +47,7 @@ class ScaledGradient(torch.Tensor):
             cls.window.note(func, args, result)
         return result
 
-    # What is copied or saved is a plain tensor.
+    # Copies and saved tensors are plain.
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self._plain(), memo)
@@ -64,9 +64,9 @@ class Window:
     """The time between a scaled backward and the unscaling.
 
     Args:
-        params: Those whose gradients the backward has brought.
-        guard: Under which is looked at what they are given to.
-        scale: What they are multiplied by, the tensor that the scaler returns.
+        params: The parameters that received gradients in the backward.
+        guard: Catches errors of the checks.
+        scale: The scale of the gradients, as the tensor that the scaler returns.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], guard: Guard, scale: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Window:
         self.clipped: Place | None = None
         self.measured: Place | None = None
         self.kept: Place | None = None
-        """Where a norm was computed that was not used before the window closed, and can be used still."""
+        """Line that computed a norm which was still unused, but alive, when the window closed."""
         self._norms: dict[int, tuple[weakref.ref[torch.Tensor], Place | None]] = {}
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         for param in params:
@@ -83,7 +83,7 @@ class Window:
 
     @never_traced
     def note(self, func: Any, args: Any, result: Any) -> None:
-        """Look at a torch function that was called with a scaled gradient."""
+        """Check a torch function that was called with a scaled gradient."""
         with self._guard:
             self._look_at(func, args, result)
 
@@ -103,14 +103,14 @@ class Window:
         elif name in _DIVISIONS and any(leaf is self._scale for leaf in tree_leaves(args)):
             return  # unscaled by hand
         elif name in _QUOTIENTS and sum(type(leaf) is ScaledGradient for leaf in tree_leaves(args)) != 1:
-            return  # of two that are scaled: it does not depend on the scale
+            return  # a quotient of two scaled tensors does not depend on the scale
         for leaf in tree_leaves(result):
             self._take(leaf)
             if norm is not None and type(leaf) is ScaledGradient and leaf.dim() == 0:
                 self._norms[id(leaf)] = weakref.ref(leaf), norm
 
     def _norm_used(self, args: Any) -> Place | None:
-        """Forget norms that a function is given: what it returns counts from now on. Return where one was computed."""
+        """Forget the norms among a function's arguments, whose result replaces them. Return where one was computed."""
         found = None
         for leaf in tree_leaves(args) if self._norms else ():
             reference, place = self._norms.pop(id(leaf), (None, None))
@@ -118,7 +118,7 @@ class Window:
         return found
 
     def close(self) -> None:
-        """Make all of them what they were."""
+        """Restore the class of all tensors."""
         ScaledGradient.window = None
         self.kept = next((place for reference, place in self._norms.values() if reference() is not None), None)
         for reference in self._tensors:
@@ -126,7 +126,7 @@ class Window:
         self._tensors.clear()
 
     def _take(self, tensor: Any) -> None:
-        if PlainFunctions is None:  # this torch has it no longer
+        if PlainFunctions is None:  # missing in this version of torch
             return
         if type(tensor) is torch.Tensor and (tensor.is_floating_point() or tensor.is_complex()):
             tensor.__class__ = ScaledGradient
@@ -134,7 +134,7 @@ class Window:
 
 
 def is_one(scaler: Any) -> bool:
-    """Return True if nothing is scaled, as far as the host knows without waiting."""
+    """Return True if the scale is known to be 1 without a sync."""
     scale = scaler._get_scale_async()
     return scale is not None and scale.device.type == "cpu" and scale.item() == 1.0
 
@@ -145,4 +145,4 @@ def _is_zero(value: object) -> bool:
 
 def _put_back(tensor: Any) -> None:
     if type(tensor) is ScaledGradient:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # it is an object of either
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # both classes have the same layout

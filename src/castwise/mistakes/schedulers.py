@@ -1,4 +1,4 @@
-"""Learning-rate schedules that advance although the step was skipped."""
+"""Learning-rate schedules that advance after a skipped step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _REMEMBERED = 8
 
 
 class _Step:
-    """A step of an optimizer, by the number of its scaler's iteration."""
+    """A step of an optimizer in one iteration of its scaler."""
 
     def __init__(self, iteration: int, rates: list[object], place: Place | None) -> None:
         self.iteration, self.rates, self.place, self.skipped = iteration, rates, place, False
 
 
 class Schedulers(Finder):
-    """Finds schedules that have moved the learning rate after each step, a skipped one among them.
+    """Finds schedules that change the learning rate after every step, including skipped ones.
 
-    A schedule that moves once an epoch may do so after a skipped step.
+    A schedule that advances once per epoch may do so after a skipped step.
     """
 
     def __init__(self, watch: Any) -> None:
@@ -37,21 +37,21 @@ class Schedulers(Finder):
         self._places: WeakKeyDictionary[torch.optim.Optimizer, Place | None] = WeakKeyDictionary()
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember where."""
+        """Record the calling line."""
         self._places[unwrapped(optimizer)] = caller()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of the learning rate."""
+        """Record the learning rate."""
         has_schedule = optimizer in self._places or hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if not scaler.is_enabled() or not has_schedule:
-            return  # a rate that is computed from the number of the step is meant so
+            return  # without a schedule, the script computes the rate itself, on purpose
         steps = self._steps.setdefault(optimizer, deque(maxlen=_REMEMBERED))
         place = self._places[optimizer] if optimizer in self._places else caller()
         steps.append(_Step(scaler.iteration, [_now(group["lr"]) for group in optimizer.param_groups], place))
         self._look(optimizer, list(steps))
 
     def told(self, facts: StepFacts) -> None:
-        """Take note of which step was skipped."""
+        """Record a skipped step."""
         optimizer = facts.optimizer
         if not facts.skipped or optimizer is None:
             return
@@ -62,13 +62,12 @@ class Schedulers(Finder):
         moved = [before.rates != after.rates for before, after in pairwise(steps)]
         for place, (first, second) in enumerate(pairwise(moved)):
             if first and second and (steps[place].skipped or steps[place + 1].skipped):
-                self._say(self._places.get(optimizer) or steps[place].place)
+                self._report(self._places.get(optimizer) or steps[place].place)
 
-    def _say(self, place: Place | None) -> None:
-        self.watch.say(
+    def _report(self, place: Place | None) -> None:
+        self.watch.report(
             "schedule-advanced-on-skip",
-            "a step was skipped, and the learning-rate schedule has advanced all the same: it runs ahead of the "
-            "training",
+            "a step was skipped, and the learning-rate schedule advanced anyway: it runs ahead of the optimizer",
             "scale = scaler.get_scale()\nscaler.update()\n"
             "if scaler.get_scale() >= scale:\n    scheduler.step()\n"
             "# or castwise's scaler.step_scheduler(scheduler)",

@@ -1,4 +1,4 @@
-"""Gradients that are clipped, measured or stepped on while they are still scaled, and steps that nothing can skip."""
+"""Gradients that are clipped, read or stepped with while still scaled, and steps that the scaler cannot skip."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Unscaling(Finder):
         self._kept_before: Place | None = None
 
     def backward_starts(self, leaves: list[torch.Tensor]) -> None:
-        """It adds to what is looked at."""
+        """Close the window, because this backward adds to the gradients in it."""
         self._close()
 
     def backward_ended(self, leaves: list[torch.Tensor], scaler: Any) -> None:
-        """Open a window."""
+        """Open a window for the new gradients."""
         self._close()
         if is_one(scaler):
             return
@@ -45,81 +45,81 @@ class Unscaling(Finder):
             self._window = Window(with_gradients, self.watch.guard, scaler._get_scale_async())
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """From now on they are unscaled; what was done with them before comes to light."""
+        """Report uses of the gradients before this unscaling."""
         self._close()
         self._forget(optimizer)
         self._unscaled[optimizer] = caller() if self.watch.is_looking else None
-        self._say()
+        self._report()
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """They will be unscaled now; what was done with them before comes to light."""
+        """Report uses of the gradients before this step, which unscales them."""
         self._close()
         if scaler.is_enabled():
             self._forget(optimizer)
             self._unscaled.pop(optimizer, None)
-            self._say()
+            self._report()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report it if an optimizer steps by itself, on scaled gradients or on some that the scaler has unscaled."""
+        """Report a step without the scaler on scaled gradients, or on gradients that the scaler unscaled."""
         self._close()
         if self.watch.is_stepping:
             return
         unscaled = self._unscaled.pop(optimizer, None)
         if any(param.grad is not None for param in params_of(optimizer)) and unscaled is not None:
-            self._say_unskippable(unscaled, caller())
+            self._report_unskippable(unscaled, caller())
         elif not self.watch.is_by_hand and any(map(self._is_scaled, params_of(optimizer))):
-            self.watch.say(
+            self.watch.report(
                 "stepped-while-scaled",
-                "this step takes gradients that are still multiplied by the scale",
+                "this step uses gradients that are still multiplied by the scale",
                 "scaler.step(optimizer)\nscaler.update()",
                 caller(),
             )
         self._forget(optimizer)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report a step whose closure has computed such gradients."""
+        """Report a step whose closure computed such gradients."""
         self.optimizer_steps(optimizer)
 
     def _is_scaled(self, param: torch.Tensor) -> bool:
-        """Return True if the gradient is still the one that a scaled backward brought: not set to None since."""
+        """Return True if a parameter's gradient is still the one from a scaled backward."""
         scaled = self._scaled.get(id(param))
         return scaled is not None and param.grad is not None and scaled() is param.grad
 
-    def _say_unskippable(self, unscaled: Place, stepped: Place | None) -> None:
+    def _report_unskippable(self, unscaled: Place, stepped: Place | None) -> None:
         if stepped is None or _looks_for_nonfinite(unscaled, stepped):
             return
-        self.watch.say(
+        self.watch.report(
             "stepped-without-scaler",
-            "the scaler has unscaled these gradients, and the optimizer is stepped without it: an inf or a NaN among "
-            "them is not skipped, and gets into the weights",
-            "scaler.step(optimizer)  # skips it\nscaler.update()",
+            "the scaler unscaled these gradients, but the optimizer steps without it: a step with an inf or NaN is not "
+            "skipped, and the weights become inf or NaN",
+            "scaler.step(optimizer)  # skips such a step\nscaler.update()",
             stepped,
         )
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         clipped, measured, self._clipped, self._measured = self._clipped, self._measured, None, None
         kept, self._kept_before, self._kept = self._kept_before, self._kept, None
         if self.watch.is_by_hand:
             self._kept_before = None
             return
         if clipped is not None:
-            self.watch.say(
+            self.watch.report(
                 "clipped-while-scaled",
-                "gradients are clipped here while they are still multiplied by the scale: the bound is as many times "
-                "too small",
+                "gradients are clipped here while they are still multiplied by the scale: the bound is too small by "
+                "that factor",
                 f"scaler.unscale_(optimizer)\n{clipped.source}\n"
                 "# or castwise's scaler.clip_grad_norm_(optimizer, max_norm), which reads them once",
                 clipped,
             )
-        self._say_measured(measured)
-        self._say_measured(kept)
+        self._report_measured(measured)
+        self._report_measured(kept)
 
-    def _say_measured(self, measured: Place | None) -> None:
+    def _report_measured(self, measured: Place | None) -> None:
         if measured is not None:
-            self.watch.say(
+            self.watch.report(
                 "measured-while-scaled",
-                "gradients are looked at here while they are still multiplied by the scale: what is logged is as many "
-                "times too large",
+                "gradients are read here while they are still multiplied by the scale: logged values are too large by "
+                "that factor",
                 f"scaler.unscale_(optimizer)\n{measured.source}",
                 measured,
             )
@@ -137,22 +137,22 @@ class Unscaling(Finder):
             self._window = None
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """A norm that was kept may have been divided by the scale after the step."""
+        """Drop a kept norm if the script asked for the scale, because it may have divided the norm by it."""
         if self.watch.is_by_hand:
             self._kept_before = None
 
     def ticked(self) -> None:
-        """Begin anew."""
+        """Reset for the next iteration."""
         self._close()
         self._clipped = self._measured = self._kept = None
         self._scaled.clear()
         self._unscaled.clear()
 
     def ending(self) -> None:
-        """Close the window, which may have been open for the sake of one that ends; say what has waited."""
+        """Close the window, and report a kept norm."""
         self._close()
         if not self.watch.is_by_hand:
-            self._say_measured(self._kept_before)
+            self._report_measured(self._kept_before)
         self._kept_before = None
 
     def stop(self) -> None:
@@ -161,6 +161,6 @@ class Unscaling(Finder):
 
 
 def _looks_for_nonfinite(first: Place, last: Place) -> bool:
-    """Return True if the script itself looks for infs and NaNs between two of its lines."""
+    """Return True if the script itself checks for inf or NaN between two of its lines."""
     lines = (linecache.getline(first.file, number) for number in range(first.line, last.line + 1))
     return first.file != last.file or any(_NONFINITE.search(line) for line in lines)

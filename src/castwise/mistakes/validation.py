@@ -1,4 +1,4 @@
-"""Validation in another precision than that of the training."""
+"""Validation in a different precision than training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import caller, passes_through
 from castwise.tracing.module_hooks import ModuleHooks
 
-# Modules that run a model once to inspect it.
+# Modules of torch that run a model once to trace it.
 _EXPORTS = ("torch/jit/_trace.py", "torch/export/__init__.py", "torch/onnx/__init__.py")
 
 
 class Validation(Finder):
-    """Finds forwards of a model in evaluation mode, outside of autocast, after others in training mode inside it.
+    """Finds forwards in evaluation mode outside autocast, for a model that trains inside autocast.
 
-    The model itself has a hook for that, but none that is compiled in place.
+    Hooks the model, unless it is compiled in place.
     """
 
     def __init__(self, watch: Any) -> None:
@@ -32,18 +32,18 @@ class Validation(Finder):
         self._trains_in_autocast = False
 
     def model_found(self, model: nn.Module) -> None:
-        """Look at each of its forwards."""
+        """Hook the model's forward."""
         is_compiled_in_place = is_compiled(model) and not wraps_compiled(model)
         if model not in self._models and not is_compiled_in_place and not isinstance(model, torch.jit.ScriptModule):
             self._models.add(model)
             self._hooks.put_on(model, self._look)
 
     def entered(self, region: Any) -> None:
-        """Count regions: autocast that is disabled for a validation is meant so."""
+        """Count active regions, because disabling autocast for validation is deliberate."""
         self._regions.depth = getattr(self._regions, "depth", 0) + 1
 
     def left(self, region: Any) -> None:
-        """Count them."""
+        """Count active regions."""
         self._regions.depth = getattr(self._regions, "depth", 1) - 1
 
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -62,19 +62,19 @@ class Validation(Finder):
         elif self._trains_in_autocast and not (is_cast or is_in_region or passes_through(*_EXPORTS)):
             place = caller()
             source = place.source if place else "model(input)"
-            self.watch.say(
+            self.watch.report(
                 "validation-outside-autocast",
-                "the model is trained inside autocast and evaluated outside of it here: slower, and with other numbers "
-                "than the training's",
+                "the model trains inside autocast and is evaluated outside it here: this is slower, and its results "
+                "differ from those in training",
                 f"with torch.autocast(device.type, dtype=...):\n    {source}",
                 place,
             )
 
     def ticked(self) -> None:
-        """Put the hooks back that were in torch's way."""
+        """Restore hooks that were removed temporarily because torch's fused kernels or compiler need it."""
         self._hooks.put_back()
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._hooks.remove()
         self._models.clear()

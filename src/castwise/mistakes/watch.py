@@ -1,4 +1,4 @@
-"""`Watch`: looks over a script's shoulder, and says each of its mistakes once."""
+"""`Watch`: observe a training script and report each of its mistakes once."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ from castwise.mistakes.schedulers import Schedulers
 from castwise.mistakes.unscaling import Unscaling
 from castwise.mistakes.validation import Validation
 
-# Iterations that are looked at closely: the first ones, and two of each so many after, as what is done every so many
-# iterations is done in the first or in the last of them.
+# Iterations that are checked closely: the first _FIRST, then the first and the last of every _EVERY, where scripts run
+# their periodic work.
 _FIRST, _EVERY = 12, 50
-_PER_KIND = 3  # further places add nothing
+_PER_KIND = 3  # places reported per kind of mistake
 
 _EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
 
-Told = Callable[[Mistake], object]
+Subscriber = Callable[[Mistake], object]
 
 
 class MixedPrecisionMistake(UserWarning):
-    """A script does something with mixed precision that it should not."""
+    """A mixed-precision mistake in a training script."""
 
 
 class Watch(Observer):
-    """Tells of mistakes while anybody wants to know of them: finders look for them, each for its own.
+    """Reports mistakes to its subscribers. Each `Finder` looks for one kind.
 
-    It changes nothing that is computed, and never ends a run: a finder that fails gives one warning.
+    A watch does not change results and never ends a run: a finder that fails issues one warning.
     """
 
     def __init__(self) -> None:
-        self._told: list[WeakMethod[Told]] = []
-        self._told_of_gradients: list[WeakMethod[Told]] = []
+        self._subscribers: list[WeakMethod[Subscriber]] = []
+        self._gradient_subscribers: list[WeakMethod[Subscriber]] = []
         self._forget()
 
     def _forget(self) -> None:
         self.guard = Guard()
-        """Whatever a finder does in its own hook, it does under this."""
+        """Finders run their own hooks under this guard."""
         self.found: list[Mistake] = []
         self.warns = True
-        """Whether to warn of what is found."""
+        """Whether to warn of each mistake."""
         self.has_scaled = False
         """Whether an enabled scaler has scaled a loss."""
         self.is_stepping = False
         """Whether `step` of an enabled scaler is running."""
         self.is_by_hand = False
-        """Whether the scale was asked for in this iteration: the script may scale or unscale with it."""
+        """Whether the script asked for the scale in this iteration, and so may scale or unscale by hand."""
         self._ticks = 0
         self._thread: int | None = None
         self._finders: list[Finder] = []
@@ -79,37 +79,37 @@ class Watch(Observer):
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
-    def begin_telling(self, told: Told, *, of_gradients: bool = False) -> None:
-        """Tell a subscriber of all mistakes, earlier ones included, and start looking if this is the first.
+    def begin_telling(self, told: Subscriber, *, of_gradients: bool = False) -> None:
+        """Add a subscriber and report all mistakes to it, including earlier ones. The first one starts the watch.
 
         Args:
-            told: A method, of an object that is not kept alive.
-            of_gradients: Also look for what is done with scaled gradients, which have another class for that.
+            told: A bound method; its object is not kept alive.
+            of_gradients: Also check how scaled gradients are used, which changes their class temporarily.
         """
-        if not self._told:
+        if not self._subscribers:
             self._start()
-        self._told.append(WeakMethod(told, self._end_without_subscribers))
+        self._subscribers.append(WeakMethod(told, self._end_without_subscribers))
         if of_gradients:
-            self._told_of_gradients.append(self._told[-1])
+            self._gradient_subscribers.append(self._subscribers[-1])
         for mistake in self.found:
             told(mistake)
 
-    def end_telling(self, told: Told) -> None:
-        """Tell a subscriber of what is left to say, then no more, and stop looking if it was the last."""
-        if told in [each() for each in self._told]:
+    def end_telling(self, told: Subscriber) -> None:
+        """Report pending mistakes and remove a subscriber. The watch stops if it was the last."""
+        if told in [each() for each in self._subscribers]:
             self._each("ending")
-            self._told = [each for each in self._told if each() not in (None, told)]
+            self._subscribers = [each for each in self._subscribers if each() not in (None, told)]
             self._end_without_subscribers()
 
     def stop(self) -> None:
-        """Say what is left to say, and drop all subscribers."""
+        """Report pending mistakes and remove all subscribers."""
         self._each("ending")
-        self._told = []
+        self._subscribers = []
         self._end_without_subscribers()
 
     def _end_without_subscribers(self, gone: object = None) -> None:
-        self._told = [each for each in self._told if each is not gone]
-        if not self._told and self in OBSERVERS:
+        self._subscribers = [each for each in self._subscribers if each is not gone]
+        if not self._subscribers and self in OBSERVERS:
             OBSERVERS.remove(self)
             self._each("stop")
             for handle in self._handles:
@@ -119,7 +119,7 @@ class Watch(Observer):
 
     def _start(self) -> None:
         self._forget()
-        atexit.register(self.stop)  # weak references do not outlive the modules that they are made by
+        atexit.register(self.stop)  # while the weak references are still usable
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
         self._finders = [*(kind(self) for kind in kinds), LowWeights(self), CompiledRegions(self)]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
@@ -129,26 +129,26 @@ class Watch(Observer):
         ]
         OBSERVERS.append(self)
 
-    # -- what finders ask and say -------------------------------------------------------------------------------
+    # -- called by finders --------------------------------------------------------------------------------------
 
     @property
     def is_looking(self) -> bool:
-        """Whether this iteration is looked at closely."""
+        """Whether this iteration is checked closely."""
         return self._ticks < _FIRST or self._ticks % _EVERY in (0, _EVERY - 1)
 
     @property
     def may_change_gradients(self) -> bool:
-        """Whether gradients may be of another class while they are scaled: castwise is installed."""
-        return any(each in self._told for each in self._told_of_gradients)
+        """Whether scaled gradients may change class temporarily, because castwise is installed."""
+        return any(each in self._subscribers for each in self._gradient_subscribers)
 
-    def say(self, name: str, text: str, corrected: str, place: Place | None) -> None:
-        """Say a mistake, unless it was said before."""
+    def report(self, name: str, text: str, corrected: str, place: Place | None) -> None:
+        """Report a mistake, unless it was reported before."""
         of_kind = [each for each in self.found if each.name == name]
         if len(of_kind) >= _PER_KIND or any(each.place == place for each in of_kind):
             return
         mistake = Mistake(name, text, corrected, place)
         self.found.append(mistake)
-        for reference in tuple(self._told):
+        for reference in tuple(self._subscribers):
             if (told := reference()) is not None:
                 told(mistake)
         if not self.warns:
@@ -158,29 +158,29 @@ class Watch(Observer):
             warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
 
     def model_found(self, model: nn.Module) -> None:
-        """Look at what is done with a model that is trained."""
+        """Notify the finders of a model that is being trained."""
         self._each("model_found", model)
 
     def file_saved(self) -> None:
-        """Tell the finders of a file."""
+        """Notify the finders of a saved file."""
         self._each("file_saved")
 
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
-        """Tell the finders of an optimizer's checkpoint."""
+        """Notify the finders of an optimizer's loaded checkpoint."""
         self._each("state_loaded", optimizer, state_dict)
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the finders of a learning-rate schedule."""
+        """Notify the finders of an advanced learning-rate schedule."""
         self._each("advanced", optimizer)
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("scaler_made", scaler, wanted=wanted)
 
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Tell the finders, and look out for the backward that begins here."""
+        """Notify the finders, and hook the start of the loss's backward."""
         if self._is_elsewhere():
             return
         self.has_scaled = True
@@ -200,20 +200,20 @@ class Watch(Observer):
         scaled.register_hook(start)  # type: ignore[no-untyped-call]  # torch's
 
     def asked(self, scaler: Any) -> None:
-        """Take note of it."""
+        """Record that the script asked for the scale."""
         self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the finders, unless it is the scaler that does so."""
+        """Notify the finders, unless the scaler unscales as part of its step."""
         if not self.is_stepping and not self._is_elsewhere():
-            self._meet(optimizer)
+            self._register(optimizer)
             self._each("unscaling", scaler, optimizer)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         if self._is_elsewhere():
             return
-        self._meet(optimizer)
+        self._register(optimizer)
         self.is_stepping = scaler.is_enabled()
         if scaler not in self._scalers:
             self._scalers.add(scaler)
@@ -221,41 +221,41 @@ class Watch(Observer):
         self._each("stepping", scaler, optimizer)
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         if not self._is_elsewhere():
             self.is_stepping = False
             self._each("stepped", scaler, optimizer)
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """Tell the finders that an iteration ends."""
+        """Notify the finders of the update, and that the iteration ends."""
         if not self._is_elsewhere():
             self._each("updating", scaler, is_set=is_set)
             self._tick()
 
     def saved(self, scaler: Any) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("saved", scaler)
 
     def loaded(self, scaler: Any) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("loaded", scaler)
 
     def entered(self, region: Any) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("entered", region)
 
     def left(self, region: Any) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("left", region)
 
     def compiled(self, device_type: str, enabled: bool) -> None:
-        """Tell the finders."""
+        """Notify the finders."""
         self._each("compiled", device_type, enabled)
 
     @never_traced
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._is_elsewhere():
-            self._meet(optimizer)
+            self._register(optimizer)
             self._each("optimizer_steps", optimizer)
 
     @never_traced
@@ -264,7 +264,7 @@ class Watch(Observer):
             self._each("optimizer_stepped", optimizer)
             self._tick()
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def _register(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._optimizers:
             self._thread = self._thread or get_ident()
             self._optimizers.add(optimizer)
@@ -277,16 +277,16 @@ class Watch(Observer):
 
     @never_traced
     def _is_elsewhere(self) -> bool:
-        """Return True in a thread other than the first one that trains, which is the one looked at."""
+        """Return True in a thread other than the first one that trains, which is the only one checked."""
         return self._thread is not None and self._thread != get_ident()
 
     def _each(self, event: str, *args: Any, **kwargs: Any) -> None:
         if not self._is_elsewhere():
             self._tell(event, *args, **kwargs)
 
-    @never_traced  # by Dynamo, which continues after a break of its graph with whatever is called
+    @never_traced  # by Dynamo, which after a graph break would trace these calls
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Tell the finders, in whatever thread a backward runs."""
+        """Notify the finders, from any thread."""
         for finder in self._listening.get(event, ()):
             with self.guard:
                 getattr(finder, event)(*args, **kwargs)
@@ -297,4 +297,4 @@ def _listens(finder: Finder, event: str) -> bool:
 
 
 WATCH = Watch()
-"""The one of this process: torch calls its hooks for all training in it."""
+"""The watch of this process. Its hooks observe all training in the process."""

@@ -1,4 +1,4 @@
-"""Telemetry: what a training run records about its numbers, and where that goes."""
+"""Telemetry: record the numerics of a training run and send the records to sinks."""
 
 from castwise._lazy_modules import submodules_of
 

@@ -1,4 +1,4 @@
-"""The exponents of what modules return, in one forward of each."""
+"""Count the exponents of modules' outputs in one forward."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from castwise.tracing.module_hooks import ModuleHooks, inside_fused_layers
 
 
 class Activations:
-    """Counts the exponents of modules' outputs while it watches, by hooks that are there only then.
+    """Counts the exponents of modules' outputs, with hooks that exist only while it is watching.
 
-    Of each module the outputs of one forward of the model are counted, those of all calls if that calls it more than
-    once. Later forwards (of further micro-batches), those without gradients (a validation) and those that a backward
-    repeats (activation checkpointing) are not. Nothing is counted in compiled code, nor under functorch's transforms,
-    nor in what runs as one kernel of torch's. Scripted modules, which take no hooks, are left out, and so are nested
-    tensors and what else cannot be counted.
+    Each module is counted in one forward of the model, in all of its calls. Not counted: later forwards (further
+    micro-batches), forwards without gradients (validation), and forwards repeated by a backward (activation
+    checkpointing). Also not counted: compiled code, functorch transforms, modules that torch runs as one fused kernel,
+    scripted modules (which have no hooks), nested tensors, and other outputs without floating-point values.
 
     Args:
-        model: Whose modules are watched.
+        model: The model with the modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,10 +48,10 @@ class Activations:
         self._guard = Guard()
 
     def watch(self) -> None:
-        """Count what the next forward returns."""
+        """Start counting with the next forward."""
         compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
         modules = names.modules(self._model)
-        # A copy or pickle of the model between forwards must have no hooks that torch looks at, either.
+        # A copy or pickle of the model made between forwards must not have hooks that torch checks for either.
         self._inside = inside_fused_layers(self._model) - {modules.get("")}
         for name, module in modules.items():
             if module in compiled or isinstance(module, torch.jit.ScriptModule):
@@ -60,7 +59,7 @@ class Activations:
             self._hooks.put_on(module, self._enter, self._leave(name), later=module in self._inside)
 
     def stop(self) -> dict[str, list[torch.Tensor]]:
-        """Remove all hooks and return, by module, a result of `count` for each tensor it has returned."""
+        """Remove all hooks and return, by module, a result of `count` for each output tensor."""
         self._hooks.remove()
         self._done.clear()
         self._in_this_forward.clear()
@@ -80,7 +79,7 @@ class Activations:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._depth == 0:
                 return
-            # Without an output it has raised, or there is nothing to count.
+            # Without an output, the forward raised or there is nothing to count.
             has_output = output is not None and not are_functorch_transforms_active()
             if self._counts and has_output and name not in self._done:
                 self._in_this_forward.add(name)
@@ -96,7 +95,7 @@ class Activations:
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield what of a module's output has exponents: this rank's parts of floating-point and complex tensors."""
+    """Yield the floating-point and complex tensors in a module's output; of DTensors this rank's part."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta:
             if is_split(leaf):

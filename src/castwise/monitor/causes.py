@@ -1,7 +1,7 @@
-"""Why steps were skipped, as records spell it.
+"""The causes of skipped steps, as spelled in records.
 
-These are the values of `castwise.amp.outcomes.Cause`, without torch: it takes a second to load, and what reads records
-has no other use for it.
+These are the values of `castwise.amp.outcomes.Cause`, repeated so that reading records does not import torch, which
+takes a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What dashboards show of a record: a number of curves that does not grow with the model, and histograms."""
+"""Curves and histograms of a record for dashboards. The number of curves does not grow with the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORST = {"flush": max, "headroom_bits": min, "update_to_weight": max, "lost_in_
 
 
 class Histogram(NamedTuple):
-    """How many numbers lie between two neighbouring edges, of which there is one more."""
+    """Counts of the numbers between neighbouring edges; there is one more edge than counts."""
 
     edges: list[float]
     counts: list[int]
@@ -24,9 +24,9 @@ class Spread:
 
     Args:
         group: `"gradients"`, `"outputs"` or `"updates"`.
-        name: Such as `"flush fp16"`.
-        values: By module or parameter; finite ones, at least one.
-        worst: The module or parameter with the worst of them.
+        name: Name of the statistic, such as `"flush fp16"`.
+        values: Finite values by module or parameter; at least one.
+        worst: The module or parameter with the worst value.
     """
 
     group: str
@@ -36,11 +36,11 @@ class Spread:
 
     @property
     def worst_value(self) -> float:
-        """The largest of the values; of `headroom_bits` the smallest."""
+        """The largest value; for `headroom_bits` the smallest."""
         return self.values[self.worst]
 
     def histogram(self) -> Histogram:
-        """Count the values, in bins of one width."""
+        """Return a histogram of the values with bins of equal width."""
         lowest, highest = min(self.values.values()), max(self.values.values())
         width = (highest - lowest) / _BINS or 1.0
         counts = [0] * _BINS
@@ -50,19 +50,19 @@ class Spread:
 
 
 def of_step(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step by the names of their curves: at most five."""
+    """Return the numbers of a step by curve name; at most five."""
     names = ("scale", "loss", "grad_norm", "seconds", "skipped")
     return {f"step/{name}": float(record[name]) for name in names if record[name] is not None}
 
 
 def norm_of_sample(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the gradient norm of a sampled step that was not clipped, by the name of the step's curve."""
+    """Return the gradient norm of a sampled step by curve name; empty if the step was clipped."""
     norm = record.get("grad_norm")
     return {} if norm is None else {"step/grad_norm": norm}
 
 
 def of_sample(record: Mapping[str, Any]) -> list[Spread]:
-    """Return the statistics of a sample: at most 18."""
+    """Return the statistics of a sample; at most 18."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for group, where, name, value in _numbers(record):
         if value is not None and math.isfinite(value):
@@ -71,7 +71,7 @@ def of_sample(record: Mapping[str, Any]) -> list[Spread]:
 
 
 def exponents(statistics: Iterable[Mapping[str, Any]]) -> Histogram | None:
-    """Return how many numbers have which binary exponent, of several modules together; None if there are no numbers."""
+    """Return the histogram of binary exponents of several modules together; None if there are no numbers."""
     lowest, counts = added_up((each["exponents"]["lowest"], each["exponents"]["counts"]) for each in statistics)
     if not counts:
         return None
@@ -79,7 +79,7 @@ def exponents(statistics: Iterable[Mapping[str, Any]]) -> Histogram | None:
 
 
 def added_up(histograms: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[int]]:
-    """Return the sum of histograms, each the lowest exponent and how many numbers have it, the next, and so on."""
+    """Return the sum of histograms, each given as its lowest exponent and the counts from there on."""
     found = [(low, counts) for low, counts in histograms if counts]
     lowest = min((low for low, _ in found), default=0)
     total = [0] * (max((low + len(counts) for low, counts in found), default=0) - lowest)

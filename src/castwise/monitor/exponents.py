@@ -1,9 +1,9 @@
-"""How many elements of a tensor have which binary exponent: one look at a tensor, from which the rest follows.
+"""Count a tensor's elements by binary exponent, in one read. Other statistics follow from these counts.
 
-Facts that shaped the code, measured with 2**20 fp32 numbers on a CPU: taking the exponent out of the bits and
-`torch.bincount` take 1.1 ms, `torch.histc` 3 ms, `torch.frexp` alone 1.6 ms, `torch.histogram` with a power of two as
-each edge 17 ms. `bincount` waits for an accelerator, as it has to know the largest number; `histc` with given bounds
-does not.
+Measurements behind the implementation, with 2**20 fp32 numbers on a CPU: extracting the exponent bits and
+`torch.bincount` take 1.1 ms, `torch.histc` 3 ms, `torch.frexp` alone 1.6 ms, `torch.histogram` with powers of two as
+edges 17 ms. On an accelerator `bincount` syncs, because it needs the largest number; `histc` with given bounds does
+not.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from castwise._torch_private import stored_values
 from castwise.amp.measure import wide
 from castwise.monitor.tally import Tally
 
-# torch does not split so few elements among threads. On a busy machine every such split waits for a thread that is not
+# torch does not split this few elements among threads. On a busy machine every split waits for a thread that is not
 # running: counting 2**20 numbers on two cores with four busy processes takes 3 ms in these pieces, and 20 to 90 ms in
-# larger ones. On an idle one it is 2.5 against 1.2 ms.
+# larger ones. On an idle machine it takes 2.5 ms in these pieces, 1.2 ms in larger ones.
 _PIECE_ON_CPU = 2**15
-# The larger the piece, the fewer kernels are launched; fp32, in which `histc` counts, holds whole numbers up to 2**24.
+# Larger pieces need fewer kernel launches. `histc` counts in fp32, which represents integers exactly up to 2**24.
 _PIECE_ON_ACCELERATORS = 2**22
 
 
 def piece_size(device: torch.device) -> int:
-    """Return how many elements of a tensor on a device are looked at in one go, so that it takes little memory."""
+    """Return the number of elements to process at once on a device, to limit memory."""
     return _PIECE_ON_CPU if device.type == "cpu" else _PIECE_ON_ACCELERATORS
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """How an IEEE format is stored, and what the bins of its exponents mean.
+    """The storage layout of an IEEE format, and the meaning of the bins.
 
-    Bin 0 counts zeros, bins 1 to `mantissa_bits` subnormals, the last bin inf and NaN, and those between normal
-    numbers: bin b is that of 2**(b - offset) <= |v| < 2**(b - offset + 1).
+    Bin 0 counts zeros, bins 1 to `mantissa_bits` subnormals, and the last bin inf and NaN. The bins between count
+    normal numbers: bin b holds 2**(b - offset) <= |v| < 2**(b - offset + 1).
     """
 
     floats: torch.dtype
@@ -47,22 +47,22 @@ class _Encoding:
 
     @property
     def infinity(self) -> int:
-        """The bits of inf; those of a NaN's magnitude are more."""
+        """The bits of inf as an integer; those of a NaN's magnitude are larger."""
         return int((2**self.exponent_bits - 1) << self.mantissa_bits)
 
     @property
     def magnitude(self) -> int:
-        """All bits but the sign."""
+        """The mask of all bits except the sign."""
         return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
 
     @property
     def offset(self) -> int:
-        """Bin less exponent."""
+        """The difference between a bin's index and its exponent."""
         return int(2 ** (self.exponent_bits - 1) - 1 + self.mantissa_bits)
 
     @property
     def bins(self) -> int:
-        """Their number."""
+        """The number of bins."""
         return int(2**self.exponent_bits + self.mantissa_bits)
 
     def number(self, bits: int) -> float:
@@ -78,19 +78,19 @@ _FP64 = _Encoding(torch.float64, torch.int64, ("<q", "<d"), exponent_bits=11, ma
 
 @torch.no_grad()
 def count(tensor: torch.Tensor, divisor: torch.Tensor | None = None) -> torch.Tensor:
-    """Count a tensor's elements by their exponents; `tally` reads the result. Does not sync with an accelerator.
+    """Count a tensor's elements by exponent. Read the result with `tally`. Does not sync with an accelerator.
 
-    The tensor is read once, in pieces, so little memory is needed however large it is. Formats of 32 bits and less are
-    looked at in fp32, which holds all of their numbers.
+    The tensor is read once, in pieces, so the memory needed does not grow with its size. Formats of 32 bits or less are
+    counted in fp32, which represents all of their numbers.
 
     Args:
-        tensor: Plain, of any floating-point or complex dtype, any strides and device. Of a sparse tensor the stored
-            values are counted; of complex numbers the real and the imaginary parts, each as an element.
-        divisor: What its elements are divided by before, shape (), if given.
+        tensor: A plain tensor of any floating-point or complex dtype, strides and device. Of a sparse tensor the stored
+            values are counted. Real and imaginary parts of complex numbers count as separate elements.
+        divisor: Divide the elements by this first, shape ().
 
     Returns:
-        int64, on the tensor's device: how many elements are in each bin, then the bits of the largest finite
-        magnitude, and those of the smallest non-zero one less 1.
+        int64, on the tensor's device: the number of elements in each bin, then the bits of the largest finite
+        magnitude, then the bits of the smallest non-zero magnitude minus 1.
 
     Raises:
         TypeError: The elements are integers or booleans.
@@ -113,7 +113,7 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squared magnitudes of a tensor's elements. Does not sync with an accelerator.
 
     Args:
-        tensor: As `count` takes it.
+        tensor: A tensor as for `count`.
 
     Returns:
         fp64 (fp32 where a device has no fp64), shape (1,), on the tensor's device.
@@ -126,7 +126,7 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tally(found: torch.Tensor) -> Tally:
-    """Read what `count` has found, once it is on the host."""
+    """Convert a result of `count` that is on the host."""
     encoding = _FP32 if len(found) == _FP32.bins + 2 else _FP64
     *bins, largest, below_smallest = found.tolist()
     smallest = below_smallest + 1
@@ -141,7 +141,7 @@ def tally(found: torch.Tensor) -> Tally:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a real, dense tensor that holds what is to be counted, sharing memory where it can."""
+    """Return a real, dense tensor of the elements to count, sharing memory where possible."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = stored_values(values)
@@ -150,12 +150,12 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
-        raise TypeError(f"exponents are those of floating-point numbers, got a tensor of {tensor.dtype}")
+        raise TypeError(f"tensor must be floating-point or complex, got {tensor.dtype}")
     return values.resolve_neg()
 
 
 def _pieces(values: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor in flat pieces of some elements at most; copies no more than a piece at a time."""
+    """Yield a tensor in flat pieces of at most `size` elements. Copies at most one piece at a time."""
     if values.is_contiguous():
         yield from (piece for piece in torch.split(values.view(-1), size) if len(piece))
     elif values.numel() <= size:
@@ -173,7 +173,7 @@ def _add_on_cpu(
     largest: torch.Tensor,
     below_smallest: torch.Tensor,
 ) -> None:
-    """Add a piece to what was found; the host may look, so what is rare costs nothing where it does not occur."""
+    """Add a piece to the counts. Reading on the host is free on a CPU, so rare cases are branched on."""
     low, high = map(int, bits.aminmax())
     if low == 0:
         low = int(_less_one(bits, encoding).amin()) + 1
@@ -181,7 +181,7 @@ def _add_on_cpu(
         high = int(_finite_or_zero(bits, encoding).amax())
     if low >> encoding.mantissa_bits == 0:
         bins += torch.bincount(_bins_of(bits, encoding), minlength=encoding.bins)
-    else:  # the first of these exponents is that of zeros alone
+    else:  # no subnormals, so exponent field 0 counts only zeros
         exponents = bits >> encoding.mantissa_bits
         if encoding is _FP32:
             exponents = exponents.to(torch.uint8)  # bincount is a third faster with these
@@ -200,11 +200,11 @@ def _add_without_a_sync(
     below_smallest: torch.Tensor,
 ) -> None:
     of_each = _bins_of(bits, encoding)
-    if torch.are_deterministic_algorithms_enabled():  # where histc refuses to run, though sums of ones have no order
+    if torch.are_deterministic_algorithms_enabled():  # histc raises then, although sums of ones do not depend on order
         of_each = of_each.long()
         bins.scatter_add_(0, of_each, torch.ones_like(of_each))
     else:
-        # Half a bin away from the edges, so that no rounding leads into another one.
+        # Half a bin away from the edges, so that rounding cannot move a number to another bin.
         bins += torch.histc(of_each.float().add_(0.5), encoding.bins, 0, encoding.bins).long()
     torch.maximum(largest, _finite_or_zero(bits, encoding).amax(), out=largest)
     torch.minimum(below_smallest, _less_one(bits, encoding).amin(), out=below_smallest)
@@ -215,12 +215,12 @@ def _finite_or_zero(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
 
 
 def _less_one(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
-    """Return the bits less 1, which puts zero above all others: it underflows."""
+    """Return the bits minus 1. Zero wraps around to the largest value, so it never is the minimum."""
     return (bits - 1).bitwise_and_(encoding.magnitude)
 
 
 def _bins_of(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:
-    """Return the bin of each element; a subnormal's is that of the integer it stores, as a float."""
+    """Return the bin of each element. For a subnormal, use the exponent of its stored integer converted to float."""
     exponents = bits >> encoding.mantissa_bits
     as_floats = bits.to(encoding.floats).view(encoding.integers) >> encoding.mantissa_bits
     bias = encoding.offset - encoding.mantissa_bits

@@ -1,4 +1,4 @@
-"""Floating-point formats by their textbook quantities.
+"""Floating-point formats and their ranges.
 
 Sources: IEEE 754-2019 (fp16, fp32); Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1 (e4m3, e5m2).
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """A binary format of a sign, an exponent of some bits and a mantissa of some bits.
+    """A binary floating-point format with a sign, an exponent and a mantissa.
 
     Args:
-        name: As records and reports spell it.
-        exponent_bits: Their number; the bias is `2**(exponent_bits - 1) - 1`.
-        mantissa_bits: Their number, without the leading one that is not stored.
-        has_infinity: Whether the largest exponent is kept for inf and NaN. Without, only the number of all ones is NaN.
+        name: Name in records and reports.
+        exponent_bits: Number of exponent bits; the bias is `2**(exponent_bits - 1) - 1`.
+        mantissa_bits: Number of stored mantissa bits, without the implicit leading one.
+        has_infinity: Whether the largest exponent is reserved for inf and NaN. If not, only all ones is NaN.
     """
 
     name: str
@@ -26,17 +26,17 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to an exponent before it is stored."""
+        """The bias added to an exponent before it is stored."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
     def smallest_normal_exponent(self) -> int:
-        """The exponent of the smallest number with a leading one."""
+        """The exponent of the smallest normal number."""
         return 1 - self.bias
 
     @property
     def smallest_subnormal_exponent(self) -> int:
-        """The exponent of the smallest number above zero."""
+        """The exponent of the smallest positive number."""
         return self.smallest_normal_exponent - self.mantissa_bits
 
     @property
@@ -48,12 +48,12 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number of full precision."""
+        """The smallest number with full precision."""
         return float(2.0**self.smallest_normal_exponent)
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest number above zero; what is below half of it rounds to zero."""
+        """The smallest positive number. Magnitudes below half of it round to zero."""
         return float(2.0**self.smallest_subnormal_exponent)
 
 
@@ -64,9 +64,9 @@ FP16 = Format("fp16", exponent_bits=5, mantissa_bits=10)
 BF16 = Format("bf16", exponent_bits=8, mantissa_bits=7)
 """bfloat16: the range of fp32, with 8 bits of precision."""
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
-"""8 bits of which 3 are stored mantissa: no infinities, the largest number is 448."""
+"""8 bits with 3 stored mantissa bits: no infinities, the largest number is 448."""
 E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2)
-"""8 bits of which 2 are stored mantissa: the range of fp16."""
+"""8 bits with 2 stored mantissa bits: the range of fp16."""
 
-# Those whose fit a monitor judges, by their names in records.
+# The formats that a monitor evaluates, by name in records.
 LOW_PRECISION = {each.name: each for each in (FP16, BF16, E4M3, E5M2)}

@@ -1,4 +1,4 @@
-"""Small tensors by name on their way to the host, few copies for all of them."""
+"""Copy many small tensors to the host asynchronously, with few copies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from castwise.amp.readback import Readback
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Arrivals(Generic[Name]):
-    """Tensors that are copied to the host while the device goes on.
+class HostCopies(Generic[Name]):
+    """Named tensors that are being copied to the host asynchronously.
 
     Args:
-        tensors: One-dimensional, by name; those of one kind and length share a copy.
+        tensors: One-dimensional tensors by name. Those with the same device, dtype and length share a copy.
     """
 
     def __init__(self, tensors: Mapping[Name, torch.Tensor]) -> None:
@@ -26,5 +26,5 @@ class Arrivals(Generic[Name]):
         self._groups = [(names, Readback(torch.stack([tensors[name] for name in names]))) for names in kinds.values()]
 
     def wait(self) -> dict[Name, torch.Tensor]:
-        """Return the tensors on the CPU, as soon as they are there."""
+        """Wait for the copies and return the tensors on the CPU."""
         return {name: row for names, readback in self._groups for name, row in zip(names, readback.wait(), strict=True)}

@@ -1,4 +1,4 @@
-"""Which steps of several optimizers belong together, and the pending results of each."""
+"""Group the steps of several optimizers into iterations, and keep their pending results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Iteration:
-    """The steps from one of an optimizer to the next of the same.
+    """The steps of all optimizers until one of them steps again.
 
     Args:
-        number: From 1.
-        seconds: Since the iteration before began; None of the first.
+        number: Number of the iteration, from 1.
+        seconds: Time since the previous iteration began; None for the first.
         sample: Its measurements, if it is sampled.
-        begun: The optimizers whose gradients have been seen, with the number of their scaler's iteration.
-        batches: What those gradients were computed from, if that is recorded; the same object for several optimizers
-            if it was one backward for all of them.
-        told: What is known of their steps.
-        left_out: Those that were not stepped after all.
+        begun: The optimizers whose gradients were seen, with the number of the scaler's iteration.
+        batches: The recorded batches that these gradients come from; optimizers that share a backward share the object.
+        told: The facts received about their steps.
+        left_out: The optimizers that did not step after all.
     """
 
     number: int
@@ -41,12 +40,12 @@ class Iteration:
     left_out: set[torch.optim.Optimizer] = field(default_factory=set)
 
     def note_batches(self, optimizer: torch.optim.Optimizer, recorded: MicroBatches) -> None:
-        """Take note of what was recorded since the optimizer before; if that is nothing, they share a backward."""
+        """Assign batches recorded since the previous optimizer. If there are none, the two share a backward."""
         before = next(reversed(self.batches.values()), None)
         self.batches[optimizer] = recorded if before is None or len(recorded) else before
 
     def leave_out_before(self, number: int) -> None:
-        """Expect no facts any more of steps in the scaler's iterations before one of which there are facts."""
+        """Stop waiting for facts of steps in scaler iterations before `number`."""
         late = {each for each, began in self.begun.items() if began < number and each not in self.told}
         for optimizer in late - self.left_out:
             self.left_out.add(optimizer)
@@ -55,37 +54,42 @@ class Iteration:
                 self.sample.forget_weights(optimizer)
 
     def expects(self, optimizer: torch.optim.Optimizer, number: int) -> bool:
-        """Return True if gradients were seen for a step in the scaler's iteration, and no facts of it."""
+        """Return True if gradients but no facts were seen for a step in this iteration of the scaler."""
         return self.begun.get(optimizer) == number and optimizer not in self.told
 
     @property
     def is_told(self) -> bool:
-        """Whether all is known of it that there is to know."""
+        """Whether all facts have arrived."""
         return len(self.told) + len(self.left_out) == len(self.begun)
 
 
 class Iterations:
-    """The iterations that are not over or of which not all facts are there; no more than a few.
+    """The few iterations that are still running or waiting for facts.
 
     Args:
-        optimizers: How many there are.
+        optimizers: Number of optimizers.
         begin: Called with each new iteration.
     """
 
     def __init__(self, optimizers: int, begin: Callable[[Iteration], None]) -> None:
         self._optimizers, self._begin = optimizers, begin
-        # Facts come within DELAY iterations, if they do: not of an optimizer that the user has had the scaler skip.
+        # Facts arrive within DELAY iterations or never, as when the script does not step an optimizer.
         self._open: deque[Iteration] = deque(maxlen=DELAY + 2)
         self._current: Iteration | None = None
         self._began = 0.0
 
     @property
     def current(self) -> Iteration | None:
-        """The last one that has begun."""
+        """The latest iteration."""
         return self._current
 
     def note_gradients(self, optimizer: torch.optim.Optimizer, number: int) -> Iteration:
-        """Return the iteration of the step that an optimizer is about to take, in an iteration of its scaler's."""
+        """Return the iteration of the step that an optimizer is about to take.
+
+        Args:
+            optimizer: The optimizer.
+            number: Number of the scaler's iteration.
+        """
         last = self._current
         if last is not None and optimizer not in last.begun:
             last.begun[optimizer] = number
@@ -96,12 +100,12 @@ class Iterations:
         self._began = now
         self._open.append(new)
         if last is not None and last.sample is not None:
-            last.sample.forget_weights()  # an optimizer that has not stepped by now does not step
+            last.sample.forget_weights()  # an optimizer that has not stepped by now never will
         self._begin(new)
         return new
 
     def note_facts(self, optimizer: torch.optim.Optimizer, facts: StepFacts) -> Iteration | None:
-        """Return the iteration that the facts of a step belong to; None if its beginning was not seen."""
+        """Return the iteration that the facts of a step belong to; None if its start was not seen."""
         found = None
         for iteration in self._open:
             iteration.leave_out_before(facts.iteration)
@@ -114,7 +118,7 @@ class Iterations:
         return found
 
     def over(self, *, all_: bool = False) -> Iterator[Iteration]:
-        """Yield, once, the iterations of which all is known; or all of which anything is."""
+        """Yield the complete iterations, each once; with `all_` all iterations that have any facts."""
         while self._open:
             oldest = self._open[0]
             is_last = oldest is self._current and len(oldest.begun) < self._optimizers
@@ -123,10 +127,10 @@ class Iterations:
             self._open.popleft()
             if oldest.told:
                 yield oldest
-            oldest.sample = None  # of the current one there is a reference left
+            oldest.sample = None  # `_current` may still refer to it
             oldest.batches.clear()
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all iterations."""
         self._open.clear()
         self._current = None

@@ -1,4 +1,4 @@
-"""The runs that ranks have recorded each for itself, as one: `castwise run` writes a folder for each rank."""
+"""Merge the runs that ranks recorded separately: `castwise run` writes a folder for each rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from castwise.monitor.skips import Skip, agreed
 
 
 def merge_ranks(runs: Iterable[Run]) -> list[Run]:
-    """Return runs with those of ranks that skipped the same steps as one.
+    """Merge the runs of ranks that skipped the same steps, and return all runs.
 
-    These are in the folders `NAME`, `NAME-rank1`, `NAME-rank2` and so on. What becomes of them is the first one's run
-    with what the others know of its skipped steps: the cause that weighs most (a rank whose loss was not finite knows
-    more than one that has met the gradients), the rank if it is at fault alone, all parameters that were named, the
-    diagnoses of the ranks at fault, and the mistakes of all. Samples, losses and times stay those of rank 0.
+    The ranks of a run are in the folders `NAME`, `NAME-rank1`, `NAME-rank2` and so on. The merged run is that of rank 0
+    with the skipped steps as all ranks know them: the most specific cause (a non-finite loss on one rank explains
+    non-finite gradients on the others), the rank if only one is at fault, all named parameters, and the diagnoses of
+    the ranks at fault. It has the mistakes of all ranks. Samples, losses and times are those of rank 0.
 
-    Ranks that skipped different steps stay several runs. Of a rank that is behind, or was killed, counts what there is.
+    Ranks that skipped different steps stay separate runs. A rank that lags or was killed is compared as far as it goes.
 
     Args:
-        runs: In any order; the merged run comes where that of rank 0 was.
+        runs: Runs in any order; a merged run takes the position of rank 0.
     """
     given = list(runs)
     by_rank: dict[tuple[Path, str, str], dict[int, Run]] = {}
@@ -47,7 +47,7 @@ def _name_and_rank(run: Run) -> tuple[str, int]:
 
 
 def _are_alike(first: Run, other: Run, rank: int) -> bool:
-    """Return True if a rank belongs to the same training run, and has skipped the same steps as far as both go."""
+    """Return True if a rank belongs to the same training run and skipped the same steps, as far as both go."""
     size = _size(first)
     if not rank < size == _size(other):
         return False
@@ -82,7 +82,7 @@ def _merged(ranks: Mapping[int, Run]) -> Run:
 
 
 def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
-    """Return what a rank knows of its skipped steps, by their number."""
+    """Yield the number and facts of each skipped step of a rank."""
     diagnoses: dict[int, list[Record]] = {}
     for each in run.diagnoses:
         diagnoses.setdefault(each["step"], []).append(each)

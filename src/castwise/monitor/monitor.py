@@ -1,4 +1,4 @@
-"""`Monitor`: what happens to the numbers of a training run, recorded while it runs."""
+"""`Monitor`: record the numerics of a training run while it runs."""
 
 from __future__ import annotations
 
@@ -50,57 +50,58 @@ _BY_PHASE = {
 
 
 class Monitor:
-    """Records what happens to the numbers of a training run: a little about each step, a lot about sampled steps.
+    """Records the numerics of a training run: a few numbers for each step, detailed statistics for sampled steps.
 
     Each step: the scale, whether the step was skipped and why, which gradients were not finite, the loss (the sum of
-    what `scaler.scale` was given, on the first rank), the norm that `scaler.clip_grad_norm_` found, and the seconds
-    since the previous step. Sampled steps: the norm of all gradients, if they were not clipped; how large the numbers
-    are and how they fit into fp16, bf16, e4m3 and e5m2, for each parameter's gradient, each module's gradients together
-    and each module's output; and how far the step moved each parameter. The manual's page on formats defines each
-    number.
+    the losses passed to `scaler.scale`, on the first rank), the norm computed by `scaler.clip_grad_norm_`, and the
+    seconds since the previous step. Sampled steps: the norm of all gradients, if they were not clipped; magnitudes, and
+    their fit into fp16, bf16, e4m3 and e5m2, for each parameter's gradient, each module's gradients together and each
+    module's output; and the size of each parameter's update. The manual's page on formats defines each number.
 
-    The monitor samples the steps 1, 2, 4, 8, ... up to `every`, then every `every`-th, and the gradients of each
-    skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip on their own.
+    The monitor samples steps 1, 2, 4, 8, ... up to `every`, then every `every`-th. It also samples the gradients of
+    each skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip independently.
 
-    Formats are judged on scaled gradients; magnitudes are without the scale. Outputs come from one forward. Gradients
+    Format statistics refer to scaled gradients, magnitudes to unscaled ones. Outputs come from one forward. Gradients
     are read before they are unscaled or clipped.
 
-    It also finds mistakes that scripts make with mixed precision, and warns about each once, with file and line
-    (`MixedPrecisionMistake`; the manual's page on `castwise run` lists them, and which of them are found only there).
-    For that parameters have hooks in the first iterations and in two of each 50 after, and the model itself has one,
-    with `on_skip` three. Between samples there are no others, and nothing is read. Gradients stay plain tensors. Hooks
-    of modules are off wherever torch would do something else because of them: in a `nn.TransformerEncoderLayer` that
-    runs as one kernel, and for `torch.compile`. So of what is compiled no outputs are known, and a model that is
-    compiled as a whole has to be given as what `torch.compile` returns if its batches are to be replayed.
+    The monitor also finds mixed-precision mistakes in the script and warns about each once, with file and line
+    (`MixedPrecisionMistake`). The manual's page on `castwise run` lists them, including those found only there. This
+    hooks the parameters in the first iterations and in two of every 50 after, and puts one hook on the model (three
+    with `on_skip`). Between samples there are no other hooks, and nothing is read. Gradients stay plain tensors. Module
+    hooks are removed where they would change what torch does: in a `nn.TransformerEncoderLayer` that runs as one
+    kernel, and for `torch.compile`. So outputs of compiled modules are not recorded, and to replay batches of a model
+    that is compiled as a whole, pass the object that `torch.compile` returns.
 
     A sampled step reads every output once on its device and every gradient twice (three times on a CPU if the scale is
-    not a power of two), and copies and compares the weights. The host waits for no accelerator: there, results are
-    recorded two steps later. The monitor's memory does not grow with the run. It never ends the run: it leaves out what
-    it cannot measure, with a warning.
+    not a power of two), and copies and compares the weights. The host never waits for an accelerator: results from
+    there are recorded two steps later. The monitor's memory does not grow with the run. The monitor never ends the run:
+    if it cannot measure something, it warns and leaves it out.
 
-    With several processes each measures its own part. They combine their results at sampled steps, and at skipped steps
-    if their scalers agree; the first process writes them. All processes have to attach and detach together.
+    With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
+    steps if their scalers agree, and the first process writes them. All processes must attach and detach together.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.
-        optimizer: Its optimizer, or several; also as wrapped by Lightning, Fabric, Accelerate or DeepSpeed. Their
-            iteration ends when one of them steps again. What a closure computes during a step is not seen before it.
-        scaler: castwise's, or None. Without one, or with a disabled one, the optimizers' steps count, and losses are
-            unknown. With one, steps are those of `scaler.step`, and those that an optimizer takes by itself after
-            `scaler.unscale_` in a script that skips by hand: of a step that such a script skips there is no record.
-        every: Steps between two samples, >= 1; samples are denser at the beginning of a run.
-        sinks: Where records go: paths, for which a `sinks.JSONL` is made, or functions of one record (a dict). A sink
-            that fails is dropped with a warning.
-        on_skip: `"diagnose"` replays the batch of a skipped step and records the module and the op that produced the
-            first inf or NaN; the last one is in `diagnosis`. Until it is known what became of a step, for which an
-            accelerator takes two more, that keeps what its last 64 forwards were given, and the gradients that the
-            outputs of the last 8 have got: in each the size of the model's output, such as logits. Of forwards before
-            these 8 it is known whether their loss was finite, and only then is there something to replay.
+        optimizer: The model's optimizer or optimizers, also as wrapped by Lightning, Fabric, Accelerate or DeepSpeed.
+            An iteration ends when one of them steps again. Gradients that a closure computes are not seen before the
+            step.
+        scaler: A scaler of castwise, or None. Without a scaler, or with a disabled one, the optimizers' steps are
+            recorded and losses are unknown. With one, the steps of `scaler.step` are recorded, and steps that an
+            optimizer takes on its own after `scaler.unscale_`, in a script that skips by hand. Steps that such a script
+            skips are not recorded.
+        every: Steps between two samples, >= 1; samples are denser at the start of a run.
+        sinks: Where records go: paths, each opened as a `sinks.JSONL`, or functions that accept one record (a dict). A
+            sink that fails is dropped with a warning.
+        on_skip: `"diagnose"` replays the batch of a skipped step and records the module and op that made the first inf
+            or NaN. The last result is in `diagnosis`. This keeps the inputs of a step's last 64 forwards, and the
+            gradients of the outputs of the last 8 (each as large as the model's output, such as logits), until the
+            outcome of the step is known; on an accelerator that takes two more steps. Forwards before these 8 are
+            replayed only if the gradients of their outputs are not finite.
 
     Raises:
-        TypeError: `optimizer` is not one, the scaler does not report its steps (torch's does not), or a sink is neither
-            a path nor a function.
-        ValueError: `every` or `on_skip` is out of its range, or there is no optimizer.
+        TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), or a sink
+            is neither a path nor a function.
+        ValueError: `every` or `on_skip` is out of range, or there is no optimizer.
 
     Example:
         >>> import castwise
@@ -140,10 +141,10 @@ class Monitor:
         self._handles: list[Any] = []
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
-        """That of the last skipped step, if `on_skip="diagnose"`; None if there was nothing recorded to replay."""
+        """The diagnosis of the last skipped step if `on_skip="diagnose"`; None if nothing could be replayed."""
 
     def __repr__(self) -> str:
-        if "_numbers" not in vars(self):  # `__init__` has not ended
+        if "_numbers" not in vars(self):  # `__init__` has not finished
             return object.__repr__(self)
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
         diagnoses = ", on_skip='diagnose'" if self._recording is not None else ""
@@ -154,18 +155,18 @@ class Monitor:
 
     @property
     def step(self) -> int:
-        """The number of the step that comes next: set it to have records carry your own numbers, counted from any >= 0.
+        """The number of the next step, an integer >= 0. Set it to use your own step numbers in the records.
 
-        In a loop over numbers set it to the number of the loop, before each step or once: it counts on. Where a
-        trainer counts the steps it has taken, set it to one more. A step that is skipped counts; with several
-        optimizers each step of each of them does. If it is set to a number that was recorded already, as after
-        going back to a checkpoint, `Run.read` forgets the later records from it on.
+        Set it to the loop's counter, once or before each step; the monitor counts on from there. If a trainer counts
+        completed steps, set it to that count plus one. Skipped steps count, and so does every step of each of several
+        optimizers. If it is set to a number that was recorded before, as after returning to a checkpoint, `Run.read`
+        drops the earlier records from that number on.
 
-        If it is never set, the steps of the model are counted from 1, and with a scaler that has loaded its state from
-        the steps that it had taken. What is read is then one more than the last step recorded.
+        If it is never set, steps are counted from 1, or from the step count of a scaler that loaded its state. Reading
+        it then gives the last recorded step plus one.
 
         Raises:
-            ValueError: It is set to anything but an integer >= 0.
+            ValueError: The new value is not an integer >= 0.
         """
         return self._numbers.next
 
@@ -176,19 +177,19 @@ class Monitor:
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def attach(self) -> Self:
-        """Begin to record; steps are counted from now on.
+        """Start recording and counting steps.
 
         Raises:
-            RuntimeError: The monitor is attached already.
-            ValueError: Skipped steps are to be diagnosed, and the model is split over ranks: a replay that ends on one
-                rank would keep the others waiting.
+            RuntimeError: The monitor is already attached.
+            ValueError: `on_skip="diagnose"` is set and the model is split over ranks: a replay that stops on one rank
+                would block the others.
         """
         if self._handles:
-            raise RuntimeError("this monitor is attached already: detach() it first")
+            raise RuntimeError("this monitor is already attached: call detach() first")
         if self._recording is not None and is_split_over_ranks(self._model):
             raise ValueError(
-                'on_skip="diagnose" replays a batch on each rank alone, which a model that is split over ranks cannot '
-                "do: leave it out; the cause of a skip and the parameters are recorded without it"
+                'on_skip="diagnose" replays a batch on each rank alone, and this model is split over ranks: remove '
+                "on_skip. The cause of a skip and the parameters are recorded without it"
             )
         self._ranks = self._make_ranks()
         self._iterations = Iterations(len(self._optimizers), self._begin)
@@ -202,7 +203,7 @@ class Monitor:
         self._handles = [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
-            self._steps.register_step_hook(self._told),
+            self._steps.register_step_hook(self._on_step),
             self._scaler_steps,
         ]
         if self._recording is not None:
@@ -211,7 +212,7 @@ class Monitor:
         with self._guard:
             self._activations.watch()
             self._quantized.watch()
-        WATCH.begin_telling(self._told_of_mistake)
+        WATCH.begin_telling(self._on_mistake)
         WATCH.model_found(self._model)
         return self
 
@@ -226,13 +227,13 @@ class Monitor:
             last.callback(self._remove)
             last.callback(self._finish, all_=True)
             self._steps.synchronize()
-            self._tell_of_steps_by_hand(all_=True)
+            self._record_steps_by_hand(all_=True)
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        WATCH.end_telling(self._told_of_mistake)
+        WATCH.end_telling(self._on_mistake)
         self._activations.stop()
         self._quantized.stop()
         self._iterations.clear()
@@ -251,16 +252,16 @@ class Monitor:
         if error is None:
             self.detach()
         elif self._handles and self._ranks.size > 1:
-            self._remove()  # other ranks may not have failed, and would not come to put together what they have found
+            self._remove()  # ranks that did not fail would not join in combining results
         else:
-            with suppress(Exception):  # the training's own error is the one to raise
+            with suppress(Exception):  # raise the training's error, not this one
                 self.detach()
 
-    # -- what happens in a step, in this order ------------------------------------------------------------------
+    # -- during a step, in this order ---------------------------------------------------------------------------
 
     @never_traced  # a step may be inside compiled code
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-        """Look at gradients before anything has changed them."""
+        """Measure gradients before anything changes them."""
         optimizer = unwrapped(optimizer)
         if not self._knows(optimizer):
             return
@@ -287,7 +288,7 @@ class Monitor:
         return number % self._every == 0 or (number < self._every and is_power_of_two)
 
     def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
-        """Sample the gradients of a step that the host has just decided to skip, unless they are sampled anyway."""
+        """Sample the gradients of a step that the host is about to skip, unless they are sampled anyway."""
         iteration, scale = self._iterations.current, scaler._get_scale_async()
         optimizer = unwrapped(optimizer)
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
@@ -308,14 +309,14 @@ class Monitor:
         if iteration.expects(optimizer, self._steps.iteration):
             with self._guard:
                 self._by_hand.add(optimizer, self._scaler)
-                self._tell_of_steps_by_hand()
+                self._record_steps_by_hand()
 
-    def _tell_of_steps_by_hand(self, *, all_: bool = False) -> None:
+    def _record_steps_by_hand(self, *, all_: bool = False) -> None:
         for facts in self._by_hand.facts(all_=all_):
             self._record(replace(facts, number=self._numbers.of(facts.iteration)))
 
-    def _told(self, facts: StepFacts) -> Diagnosis | None:
-        """Record a step, now that it is known what became of it; return what an exhausted scale is to say of it."""
+    def _on_step(self, facts: StepFacts) -> Diagnosis | None:
+        """Record a step whose outcome is known. Return its diagnosis for the warning about an exhausted scale."""
         optimizer = unwrapped(facts.optimizer)
         if not self._knows(optimizer):
             return None
@@ -327,7 +328,7 @@ class Monitor:
         with self._guard:
             iteration = self._iterations.note_facts(optimizer, facts)
             diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
-            if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay has found whose fault it was
+            if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
                 facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
             self._record_step(facts, iteration, diagnosis)
             self._finish()
@@ -352,17 +353,17 @@ class Monitor:
         for fields in skip.diagnoses if skip else ():
             self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
 
-    # -- the results ---------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------
 
     def _finish(self, *, all_: bool = False) -> None:
-        """Record samples of which all is known."""
+        """Record complete samples."""
         with self._guard:
             for iteration in self._iterations.over(all_=all_):
                 if iteration.sample is not None:
                     self._record_sample(iteration.sample, list(iteration.told.values()))
 
     def _record_sample(self, sample: Sample, facts: list[StepFacts]) -> None:
-        first, measured = facts[0], Measured()  # of a rank that fails as well: the others wait for it
+        first, measured = facts[0], Measured()  # gathered even if this rank fails to measure: the others wait for it
         with self._guard:
             measured = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
         ranks = self._ranks.gather(measured)
@@ -376,7 +377,7 @@ class Monitor:
         bad = set(facts.parameters)
         named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
         mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
-        # Ranks that do not agree do not skip together: the others would not come.
+        # If ranks do not agree on skips, the others would not join in the gather.
         is_together = self._ranks.size > 1 and self._steps.agrees
         known = dict(enumerate(self._ranks.gather(mine))) if is_together else {self._ranks.rank: mine}
         return agreed(known, self._ranks.world_size)
@@ -396,7 +397,7 @@ class Monitor:
         if self._ranks.is_first:
             self._sinks(record)
 
-    def _told_of_mistake(self, mistake: Mistake) -> None:
+    def _on_mistake(self, mistake: Mistake) -> None:
         self._write(mistake.record())
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -408,9 +409,9 @@ class Monitor:
 
 
 def check_every(every: int) -> None:
-    """Raise ValueError unless it is a number of steps."""
+    """Raise a ValueError unless `every` is an integer >= 1."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a number of steps >= 1, got {every!r}")
+        raise ValueError(f"every must be an integer >= 1, got {every!r}")
 
 
 def _check(every: int, on_skip: object) -> None:
@@ -423,13 +424,13 @@ def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
     optimizers: list[torch.optim.Optimizer] = []
     for each in map(unwrapped, given if several else [given]):
-        if not any(each is other for other in optimizers):  # a wrapper may be given beside what it wraps
+        if not any(each is other for other in optimizers):  # a wrapper and its optimizer may both be given
             optimizers.append(each)
     if not optimizers:
-        raise ValueError("a monitor needs the optimizer that trains the model, got an empty sequence")
+        raise ValueError("optimizer must be the model's optimizer or several, got an empty sequence")
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
+            raise TypeError(f"optimizer must be one or several torch.optim.Optimizer, got {type(each).__name__}")
     return optimizers
 
 

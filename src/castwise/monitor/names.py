@@ -1,4 +1,4 @@
-"""Modules and parameters by the names that the model's author knows, whatever wraps the model."""
+"""Modules and parameters by their names in the original model, without wrappers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from castwise.policy.module_rules import named_modules
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules, each once and without wrappers; the model itself is ``""``."""
+    """Return the modules by name, each once and without wrappers; the model itself is ``""``."""
     by_module: dict[nn.Module, str] = {}
     for name, module in named_modules(model):
         by_module.setdefault(module, name)
@@ -17,7 +17,7 @@ def modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, each once."""
+    """Return the parameters by name, each once."""
     by_parameter: dict[torch.Tensor, str] = {}
     for name, module in named_modules(model):
         for own, parameter in module.named_parameters(recurse=False):

@@ -1,9 +1,9 @@
-"""Records as they lie in a file, a twenty-fifth of the bytes: samples packed, steps without what is usual.
+"""Pack records for a file, to a twenty-fifth of their size: compress samples, and omit default values of steps.
 
-A packed sample is one JSON object, compressed by LZMA (an .xz stream) and spelled in base 85. It has columns instead of
-one object for each tensor; the names are in the last `names` record before it. A sample that has not all of them, as
-that of a skipped step, says which it has by their places. What follows from the columns is computed when they are read:
-the numbers of modules, which are sums of those of their parameters, and how the numbers fit into formats.
+A packed sample is one JSON object, compressed with LZMA (an .xz stream) and encoded in base 85. It has columns instead
+of one object per tensor; the names are in the last `names` record before it. A sample with only some of these names,
+such as that of a skipped step, lists their indices. Derived numbers are recomputed on reading: statistics of modules,
+which are sums over their parameters, and the fit into formats.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _USUAL: Record = {
 _NAMED = "gradients", "activations", "weights"
 _DIGITS = {"grad_norm": 7, "loss": 7, "seconds": 4}
 _COUNT_DIGITS, _NUMBER_DIGITS = 3, 4
-# A dictionary of the usual 8 MiB would have the compressor take 90 MiB of memory.
+# With the default dictionary size of 8 MiB the compressor would need 90 MiB of memory.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 18}]
-_LARGEST_SAMPLE = 1 << 28  # bytes of JSON in one sample: a file may be anyone's
+_LARGEST_SAMPLE = 1 << 28  # bytes of JSON in one sample, because a file may be untrusted
 _LOWEST, _HIGHEST = -1074, 1023
 
 
 def shortened(step: Mapping[str, Any]) -> Record:
-    """Return a step's record without what is usual, and with no more digits than are looked at."""
+    """Return a step's record without default values, and with rounded numbers."""
     return {
         name: _rounded(value, _DIGITS[name]) if name in _DIGITS else value
         for name, value in step.items()
@@ -51,8 +51,8 @@ def shortened(step: Mapping[str, Any]) -> Record:
 
 
 def in_full(step: Record) -> Record:
-    """Return a step's record with what is usual, of which an older one may have left out some, too."""
-    usual = {**_USUAL, "parameters": []}  # its own list
+    """Return a step's record with default values filled in; records of older versions may lack them too."""
+    usual = {**_USUAL, "parameters": []}  # a new list
     return {**step, **{name: value for name, value in usual.items() if name not in step}}
 
 
@@ -60,7 +60,7 @@ NO_NAMES: Record = {"kind": "names", "gradients": [], "owned": {}, "activations"
 
 
 def names_with(sample: Mapping[str, Any], known: Mapping[str, Any]) -> Record:
-    """Return a `names` record with the names of a sample and of the `names` record before: equal if none is new."""
+    """Return a `names` record with the known names and those of a sample; equal to `known` if none is new."""
     owned, more = known["owned"], sample["owned"]
     return {
         "kind": "names",
@@ -72,17 +72,17 @@ def names_with(sample: Mapping[str, Any], known: Mapping[str, Any]) -> Record:
 
 
 def _joined(known: Collection[str], more: Collection[str]) -> list[str]:
-    """Return the names in either, in the order of the longer one, as that is more likely the model's."""
+    """Return the names in either, in the order of the longer one, which is more likely that of the model."""
     return list(dict.fromkeys([*more, *known] if len(more) > len(known) else [*known, *more]))
 
 
 def can_be_packed(sample: Mapping[str, Any]) -> bool:
-    """Return True if modules follow from parameters, and formats from the scale: if that is a power of two."""
+    """Return True if a sample has the fields to derive modules and formats; the scale must be a power of two."""
     return "owned" in sample and math.frexp(sample["scale"])[0] == 0.5
 
 
 def pack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
-    """Return a sample's record as it is written after a `names` record that has all of its names."""
+    """Return the packed record of a sample, for a file in which `names` is the last `names` record."""
     rows = {kind: _places(sample[kind], names[kind]) for kind in _NAMED if list(sample[kind]) != names[kind]}
     columns = {
         **({"rows": rows} if rows else {}),
@@ -105,7 +105,7 @@ def pack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
 
 
 def _spelled_in(value: Any) -> Any:
-    """Return what a sample says of layers with recipes, its numbers spelled."""
+    """Return the statistics of quantized layers with numbers rounded, and inf and NaN as strings."""
     if isinstance(value, Mapping):
         return {name: _spelled_in(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -144,10 +144,10 @@ def _spelled(value: float) -> float | str:
 
 
 def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
-    """Return a packed sample's record as the monitor has made it, counts rounded to three digits.
+    """Return the record of a packed sample, with counts rounded to three digits.
 
     Raises:
-        ValueError: It was not packed by `pack`, or not with these names.
+        ValueError: The sample was not packed by `pack` with these names.
     """
     columns = _read(sample["packed"])
     scale = float(sample["scale"])
@@ -158,7 +158,7 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
         activations = _Table(named["activations"], columns["activations"])
         weights = [[float(number) for number in pair] for pair in columns["weights"]]
         if len(weights) != len(named["weights"]):
-            raise ValueError(f"of {len(named['weights'])} weights it has {len(weights)}")
+            raise ValueError(f"it has {len(weights)} weights instead of {len(named['weights'])}")
         owned = _owned(names["owned"], set(gradients.names))
         return {
             "kind": "sample",
@@ -184,7 +184,7 @@ def _at(places: Any, names: Sequence[str]) -> list[str]:
 
 
 def _owned(owned: Mapping[str, list[str]], sampled: set[str]) -> dict[str, list[str]]:
-    """Return what modules own of the sampled parameters; without those that own none."""
+    """Return the sampled parameters that each module owns, without modules that own none."""
     found = {module: [name for name in own if name in sampled] for module, own in owned.items()}
     return {module: own for module, own in found.items() if own}
 
@@ -194,21 +194,21 @@ def _read(packed: str) -> Any:
         decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LARGEST_SAMPLE)
         content = decompressor.decompress(base64.b85decode(packed), _LARGEST_SAMPLE)
         if not decompressor.eof:
-            raise ValueError("it is cut off, or too large")
+            raise ValueError("it is truncated or too large")
         return json.loads(content)
     except (ValueError, lzma.LZMAError, RecursionError) as error:
         raise ValueError(f"it cannot be unpacked: {error}") from None
 
 
 class _Table:
-    """What is known of some tensors: a row for each.
+    """Statistics of some tensors, one row each.
 
     Args:
-        names: Of the tensors.
-        columns: As `_columns` returns them.
+        names: Names of the tensors.
+        columns: Columns as from `_columns`.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The columns are invalid.
     """
 
     def __init__(self, names: Sequence[str], columns: Mapping[str, Any]) -> None:
@@ -221,14 +221,14 @@ class _Table:
         self.largest: list[float] = list(columns["largest"])
         self.smallest: list[float | None] = list(columns["smallest"])
         if not len(self.counts) == len(self.largest) == len(self.smallest) == rows:
-            raise ValueError(f"its columns are not of {rows} tensors")
+            raise ValueError(f"its columns do not have {rows} rows")
         if any(low + len(counts) > _HIGHEST + 1 for low, counts in zip(self.lowest, self.counts, strict=True)):
             raise ValueError(f"an exponent is above {_HIGHEST}")
         if not all(math.isfinite(number) and number >= 0.0 for number in [*self.largest, *filter(None, self.smallest)]):
             raise ValueError("a magnitude is not a finite number >= 0")
 
     def added_up(self, owned: Mapping[str, list[str]]) -> _Table:
-        """Return a table of tensors that consist of some of these."""
+        """Return a table with the sums of the rows that each module owns."""
         place, total = {name: row for row, name in enumerate(self.names)}, object.__new__(_Table)
         rows = [[place[name] for name in own] for own in owned.values()]
         total.names = list(owned)
@@ -247,9 +247,9 @@ class _Table:
         return total
 
     def records(self, scale: float) -> dict[str, Record]:
-        """Return what the record says of each; formats are judged on the numbers times a scale, a power of two."""
+        """Return the record of each tensor, with the fit of its values times `scale`, a power of two, into formats."""
         shift = round(math.log2(scale))
-        # Of each row, how many elements are below each exponent: formats cut where exponents begin.
+        # For each row, the number of elements below each exponent. The limits of formats are powers of two.
         below = [list(accumulate(counts, initial=0)) for counts in self.counts]
         elements = [max(numel, 1) for numel in self.numel]
         logs = [_log2(each) + shift for each in self.largest]
@@ -295,7 +295,7 @@ class _Table:
 
 
 def _whole(numbers: Any, length: int | None, lowest: int) -> list[int]:
-    """Return a list of integers as it is; raise a ValueError if it is none."""
+    """Return a list of integers unchanged; raise a ValueError for anything else."""
     if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int}:
         raise ValueError("a column is not a list of integers")
     if length is not None and len(numbers) != length:
@@ -306,7 +306,7 @@ def _whole(numbers: Any, length: int | None, lowest: int) -> list[int]:
 
 
 def _cuts(number_format: Format, shift: int) -> tuple[int, int]:
-    """Return below which exponents a format flushes to zero and is subnormal, of numbers times 2^shift."""
+    """Return the exponents below which numbers times 2^shift flush to zero, and become subnormal, in a format."""
     return (
         number_format.smallest_subnormal_exponent - 1 - shift,
         number_format.smallest_normal_exponent - shift,

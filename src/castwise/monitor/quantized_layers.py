@@ -1,4 +1,4 @@
-"""What recipes of 8 and 4 bits make of the operands of linear layers, in one forward and backward of each."""
+"""Measure how 8-bit and 4-bit recipes quantize the operands of linear layers, in one forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from castwise._guard import Guard
 from castwise._torch_private import is_backward_running
 from castwise.monitor import names
-from castwise.monitor.host_copies import Arrivals
+from castwise.monitor.host_copies import HostCopies
 from castwise.recipes.listeners import LISTENERS, Telling
 from castwise.recipes.scalings import Float8, Quantized, Scaling
 
@@ -21,10 +21,10 @@ _OPERANDS = ("input", "weight", "grad_output")
 
 
 class QuantizedLayers:
-    """Measures quantized operands while it watches: of each layer those of one forward and backward.
+    """Measures the quantized operands of each layer in one forward and backward, while it is watching.
 
     Args:
-        model: Whose layers are measured.
+        model: The model with the layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,22 +34,22 @@ class QuantizedLayers:
         self._found: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
     def watch(self) -> None:
-        """Measure what comes next."""
+        """Start measuring with the next forward."""
         self._labels, self._found = {}, {}
         LISTENERS.add(self)
 
     def stop(self) -> QuantizedSample | None:
-        """Return what was measured, if anything was, and stop."""
+        """Stop measuring, and return the measurements; None if there are none."""
         LISTENERS.discard(self)
         found, labels, self._found, self._labels = self._found, self._labels, {}, {}
         return QuantizedSample(self._model, labels, found) if found else None
 
     def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
-        """Do nothing: only operands are measured."""
+        """Do nothing, because only operands are measured."""
         return nullcontext()
 
     def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
-        """Measure an operand, if it is the first of its kind."""
+        """Measure a layer's operand the first time it occurs."""
         is_forward = operand != "grad_output"
         if operand not in _OPERANDS or (telling.layer, operand) in self._found:
             return
@@ -61,11 +61,11 @@ class QuantizedLayers:
 
 
 class QuantizedSample:
-    """Measurements of a step, while they are copied to the host.
+    """Measurements of a step that are being copied to the host.
 
     Args:
-        model: With the names of the layers.
-        labels: By layer its recipe, and what computes it.
+        model: The model with the layers.
+        labels: The recipe of each layer, with the implementation that computes it.
         found: Results of `_measured` by layer and operand.
     """
 
@@ -77,21 +77,21 @@ class QuantizedSample:
     ) -> None:
         self._labels = {name: labels[layer] for name, layer in names.modules(model).items() if layer in labels}
         of_layer = {layer: name for name, layer in names.modules(model).items()}
-        self._arrivals = Arrivals(
+        self._copies = HostCopies(
             {(of_layer[layer], operand): one for (layer, operand), one in found.items() if layer in of_layer}
         )
 
     def layers(self) -> dict[str, dict[str, Any]]:
-        """Return what a sample's record says of layers with recipes; on an accelerator this waits until all is there.
+        """Return the record of layers with recipes. Waits for the copies from an accelerator.
 
         Returns:
-            By layer its `recipe`, and for `input`, `weight` and `grad_output`: `saturated`, the share of elements
-            beyond the largest number of the format; `flushed`, the share that became zero and was not;
+            For each layer its `recipe`, and for `input`, `weight` and `grad_output`: `saturated`, the share of elements
+            above the largest number of the format; `flushed`, the share of non-zero elements that became zero;
             `relative_error`, the 2-norm of the error over that of the operand; `scale`, the smallest and the largest
             number that elements were divided by.
         """
         layers: dict[str, dict[str, Any]] = {name: {"recipe": label} for name, label in self._labels.items()}
-        for (name, operand), numbers in self._arrivals.wait().items():
+        for (name, operand), numbers in self._copies.wait().items():
             saturated, flushed, error, smallest, largest = (float(f"{number:.4g}") for number in numbers.tolist())
             shares = {"saturated": saturated, "flushed": flushed, "relative_error": error}
             layers[name][operand] = {**shares, "scale": [smallest, largest]}
@@ -99,14 +99,14 @@ class QuantizedSample:
 
 
 def _measured(operand: torch.Tensor, by: Scaling, to: Quantized) -> torch.Tensor:
-    """Return the five numbers of an operand's record, in its order."""
+    """Return saturated, flushed, relative error, smallest and largest scale of an operand."""
     with torch.no_grad():
         given, kept, numbers = operand.float(), by.dequantize_(to._replace(values=to.values.clone())), by.numbers
-        # What rounds to the largest number reaches up to half a step above it; the rest is saturated.
+        # Values up to half a step above the largest number round to it; values beyond are saturated.
         step = 2.0 ** (math.floor(math.log2(numbers.largest)) - numbers.mantissa_bits)
         rounded = kept.abs() * (1 + step / 2 / numbers.largest)
         beyond = (to.values.abs() == numbers.largest) & (given.abs() > rounded)
-        # Divided by the largest number, or squares are beyond fp32; of zeros nothing is lost.
+        # Divide by the largest number, because squares may overflow fp32; an operand of zeros has no error.
         largest = given.abs().amax()
         largest = largest.masked_fill(largest == 0, 1.0)
         lost, norm = (torch.linalg.vector_norm(each / largest) for each in (given - kept, given))

@@ -1,4 +1,4 @@
-"""The processes that train together, and what they tell each other."""
+"""The ranks of a training run, and their communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def rank_now() -> int:
-    """Return the number of this process among those that train together; before they have met, that of `torchrun`."""
+    """Return this process's rank; before `torch.distributed` is initialised, the rank that `torchrun` set."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     said = os.environ.get("RANK", "")
@@ -19,10 +19,10 @@ def rank_now() -> int:
 
 
 class Ranks:
-    """All processes of `torch.distributed`, or this one alone if it is not initialised.
+    """All ranks of `torch.distributed`, or this process alone if it is not initialised.
 
-    What they say to each other goes through the host's memory, by their own gloo group where the default group is
-    another one: nothing of it is put into the streams of devices. So all of them have to make theirs at the same time.
+    Ranks communicate through host memory, with a separate gloo group if the default group is not gloo, so no work is
+    queued on device streams. All ranks must create this object together.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return this process by itself, whatever others there are: it hears of none, and writes what it knows."""
+        """Return an instance for this process alone, which does not communicate and writes its own records."""
         alone = cls.__new__(cls)
         alone._count()
         alone.size, alone.is_first, alone._group = 1, True, None
@@ -46,7 +46,7 @@ class Ranks:
         self.rank = 0 if is_alone else dist.get_rank()
 
     def gather(self, mine: _T) -> list[_T]:
-        """Return what each rank has given, in their order; all of them have to call it."""
+        """Return the values of all ranks in order. All ranks must call this."""
         if self.size == 1:
             return [mine]
         gathered: list[Any] = [None] * self.size
@@ -54,7 +54,7 @@ class Ranks:
         return gathered
 
     def close(self) -> None:
-        """Leave the group, if it was made for this."""
+        """Destroy the gloo group if this object created it."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

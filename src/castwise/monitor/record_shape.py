@@ -1,7 +1,7 @@
-"""What a record of a run holds: checked when it is read, so that code that uses one meets nothing else.
+"""Check the records of a run when they are read, so that other code can rely on their shape.
 
-A reader takes a value of JSON and returns it as it is used, or raises a `ValueError` that says where what is wrong.
-Entries that no reader is named for, as of a later castwise, are left as they are.
+A reader converts a JSON value, or raises a `ValueError` with the place and the problem. Entries without a reader, such
+as those of a later castwise, are returned unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Reader: TypeAlias = Callable[[Any], Any]
 _NOT_FINITE = {"nan", "inf", "-inf"}
 # Exponents of fp64's smallest and largest numbers.
 _LOWEST, _HIGHEST = -1074, 1023
-_LAST_SECOND = 2**34  # in the year 2514: a time that every system can show
+_LAST_SECOND = 2**34  # in the year 2514: every system can format times before it
 
 
 def _fail(wanted: str, got: object) -> ValueError:
@@ -26,7 +26,7 @@ def _fail(wanted: str, got: object) -> ValueError:
 
 
 def _number(value: Any) -> float:
-    """Strings stand for the numbers that JSON does not know."""
+    """Read a number. Strings stand for inf and NaN, which JSON lacks."""
     if isinstance(value, str) and value in _NOT_FINITE:
         return float(value)
     if (
@@ -55,9 +55,7 @@ def _positive(value: Any) -> float:
 def _integer(lowest: int, below: int = 2**63) -> Reader:
     def read(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < below:
-            raise _fail(
-                f"an integer from {lowest} on" if below == 2**63 else f"an integer in [{lowest}, {below})", value
-            )
+            raise _fail(f"an integer >= {lowest}" if below == 2**63 else f"an integer in [{lowest}, {below})", value)
         return value
 
     return read
@@ -95,7 +93,7 @@ def _by_name(read: Reader) -> Reader:
         try:
             return {name: read(each) for name, each in value.items()}
         except ValueError:
-            return {name: _at(name, read, each) for name, each in value.items()}  # says at which name
+            return {name: _at(name, read, each) for name, each in value.items()}  # adds the name to the error
 
     return read_all
 
@@ -108,7 +106,7 @@ def _fields(readers: Mapping[str, Reader], optional: Mapping[str, Reader] | None
             raise _fail("an object", value)
         missing = [name for name in readers if name not in value]
         if missing:
-            raise ValueError(f"without {' and '.join(missing)}")
+            raise ValueError(f"lacks {' and '.join(missing)}")
         return {name: _at(name, known[name], each) if name in known else each for name, each in value.items()}
 
     return read
@@ -118,14 +116,14 @@ def _at(where: object, read: Reader, value: Any) -> Any:
     try:
         return read(value)
     except ValueError as error:
-        separator = " " if str(error).startswith(("must be", "without")) else ": "
+        separator = " " if str(error).startswith(("must be", "lacks")) else ": "
         raise ValueError(f"{str(where)[:60]}{separator}{error}") from None
 
 
 def _exponents(value: Any) -> dict[str, Any]:
     read: dict[str, Any] = _fields({"lowest": _integer(_LOWEST, _HIGHEST + 1), "counts": _list(_integer(0))})(value)
     if read["lowest"] + len(read["counts"]) > _HIGHEST + 1:
-        raise _fail(f"no higher than {_HIGHEST}", read["lowest"] + len(read["counts"]) - 1)
+        raise _fail(f"at most {_HIGHEST}", read["lowest"] + len(read["counts"]) - 1)
     return read
 
 
@@ -150,12 +148,12 @@ _FLOATS = {float}
 
 
 def _stats(value: Any) -> Any:
-    """A large model's run has tens of thousands of these: the plain ones are recognised without reading each field."""
+    """Read statistics of a tensor. A large run has tens of thousands, so plain ones are accepted on a fast path."""
     return value if _are_plain_stats(value) else _ANY_STATS(value)
 
 
 def _are_plain_stats(value: Any) -> bool:
-    """Return True for what surely is right: integers where they belong, floats elsewhere."""
+    """Return True if all fields are surely valid: integers and floats in their places, no strings."""
     try:
         exponents, formats = value["exponents"], value["formats"]
         lowest, counts, numel = exponents["lowest"], exponents["counts"], value["numel"]
@@ -180,7 +178,7 @@ def _are_plain_stats(value: Any) -> bool:
 _STEP = _integer(0)
 _OPERAND = _fields({"saturated": _number, "flushed": _number, "relative_error": _number, "scale": _list(_number)})
 QUANTIZED = _by_name(_fields({"recipe": _text}, dict.fromkeys(("input", "weight", "grad_output"), _OPERAND)))
-"""Reads what a sample says of layers with recipes of 8 and 4 bits."""
+"""Reads a sample's statistics of layers with 8-bit and 4-bit recipes."""
 
 _KINDS = {
     "run": _fields({"format": _integer(1), "settings": _by_name(lambda value: value)}, {"time": _time}),
@@ -227,13 +225,13 @@ _KINDS = {
 
 
 def checked(record: object) -> dict[str, Any]:
-    """Return a record, with numbers instead of `"nan"`, `"inf"` and `"-inf"`; one of unknown kind as it is.
+    """Return a record with numbers instead of `"nan"`, `"inf"` and `"-inf"`. Unknown kinds are returned unchanged.
 
     Raises:
-        ValueError: It is not a record, or lacks or holds what one of its kind does not.
+        ValueError: It is not a record, an entry is missing, or an entry is invalid.
     """
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        raise ValueError("it has no kind")
+        raise ValueError('it is not an object with a "kind"')
     kind = record["kind"]
     read: dict[str, Any] = _at(f"a {kind}", _KINDS[kind], record) if kind in _KINDS else record
     return read

@@ -1,4 +1,4 @@
-"""A recorded run, read back."""
+"""`Run`: read a recorded run."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ FORMAT = 2
 
 @dataclass
 class Run:
-    """What a monitor has recorded of a training run, in order of steps.
+    """The records of a training run, in order of steps.
 
-    A run that was resumed from a checkpoint repeats steps in its file: the later record of a step is the one that
-    counts, as the earlier weights are gone.
+    The file of a run that was resumed from a checkpoint has several records for some steps. The latest one counts.
 
     Args:
         path: The file.
-        about: The record that opened it: `castwise`, `torch`, `device` and `time` (seconds since 1970) of the run.
-        settings: What was trained and how, for people to read.
-        steps: One record of each step.
-        samples: Those of the sampled steps.
-        diagnoses: Those of skipped steps that were diagnosed.
-        mistakes: What the script does with mixed precision that it should not; each once.
-        ended: The monitor was detached; False while the run continues, and for good if it was killed.
+        about: The first record: `castwise`, `torch`, `device` and `time` (seconds since 1970) of the run.
+        settings: Readable description of the model and the training settings.
+        steps: One record per step.
+        samples: Records of sampled steps.
+        diagnoses: Records of diagnosed skipped steps.
+        mistakes: Records of mixed-precision mistakes in the script, each once.
+        ended: Whether the monitor was detached; False while the run continues, or if it was killed.
     """
 
     path: Path
@@ -54,15 +53,15 @@ class Run:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
-        """Read a run, also while it grows. A broken last line, which a killed process leaves, is ignored.
+        """Read a run, even while it is being written. A broken last line, as from a killed process, is ignored.
 
         Args:
-            path: The file or its folder. Strings instead of numbers become `nan`, `inf` and `-inf` again.
+            path: The file or its folder.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is not a record, or lacks entries or has unknown ones; the only line is
-                not the beginning of a record; or the file's format is that of a later castwise.
+            ValueError: A line before the last is not a valid record, the only line is not the start of a record, or the
+                file was written by a later castwise with another format.
         """
         run = cls(file_in(path))
         with paused():
@@ -71,10 +70,10 @@ class Run:
         return run
 
     def gradient_ranges(self) -> list[GradientRange]:
-        """Return what the sampled steps met, for `castwise.schedules.simulate`: all steps, if `every` was 1.
+        """Return the gradient ranges of the sampled steps, for `castwise.schedules.simulate`.
 
-        Of a step that overflowed it is known only that its largest gradient was too large at its scale: it counts as
-        having been so by a factor of two at most.
+        These are all steps if `every` was 1. The largest gradient of a step that overflowed is unknown. It is assumed
+        to be 2 * 65504 / scale, or the largest finite gradient if that is larger.
         """
         losses = {step["step"]: step.get("loss") for step in self.steps}
         return [_range_of(sample, losses.get(sample["step"])) for sample in self.samples]
@@ -84,7 +83,8 @@ class Run:
         if kind == "run":
             if record["format"] > FORMAT:
                 raise ValueError(
-                    f"{self.path} has format {record['format']}, this castwise reads {FORMAT} and earlier: upgrade it"
+                    f"{self.path} has format {record['format']}, but this castwise reads formats up to {FORMAT}: "
+                    "upgrade castwise"
                 )
             self.about, self.settings, self.ended = record, record["settings"], False
         elif kind == "step":
@@ -108,7 +108,7 @@ class Run:
 
 
 def _range_of(sample: Record, loss: float | None) -> GradientRange:
-    from castwise.amp.simulation import GradientRange  # needs torch, which reading a run does not
+    from castwise.amp.simulation import GradientRange  # imports torch, which reading a run does not need
 
     exponents: Counter[int] = Counter()
     gradients = sample.get("gradients", {})

@@ -1,4 +1,4 @@
-"""The first record of a run: with what, and on what, it was made."""
+"""The first record of a run: versions, device and settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.monitor.run import FORMAT
 def run_record(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, every: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the record that begins a run; it reads no tensor of an accelerator."""
+    """Return the first record of a run. Does not read tensors on an accelerator."""
     parameters = list(model.parameters())
     is_scaled = scaler is not None and scaler.is_enabled()
     return {

@@ -1,4 +1,4 @@
-"""One sampled step: what is measured of it on the device, what is known of it on the host, and its record."""
+"""One sampled step: measurements on the device, their results on the host, and the record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from castwise.amp.gradients import params_and_grads
 from castwise.monitor import names
 from castwise.monitor.exponents import count, sum_of_squares, tally
-from castwise.monitor.host_copies import Arrivals
+from castwise.monitor.host_copies import HostCopies
 from castwise.monitor.quantized_layers import QuantizedSample
 from castwise.monitor.shards import part_of
 from castwise.monitor.tally import Tally
@@ -24,13 +24,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class OfGradient:
-    """This rank's part of a gradient.
+    """Statistics of this rank's part of a gradient.
 
     Args:
-        scaled: As the backward has left it.
-        unscaled: Divided by the scale.
+        scaled: Tally of the gradient as the backward computed it.
+        unscaled: Tally of the gradient divided by the scale.
         distinct: See `shards.Part`.
-        squares: The sum of the squares of the unscaled gradient.
+        squares: Sum of squares of the unscaled gradient.
     """
 
     scaled: Tally
@@ -41,14 +41,14 @@ class OfGradient:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has found out of a step, on the host.
+    """One rank's measurements of a step, on the host.
 
     Args:
-        gradients: By parameter.
-        modules: The names of the parameters of each module that has its own.
-        activations: By module.
-        updates: By parameter, see `updates.compare`; none if the step was skipped.
-        quantized: By layer with a recipe, see `QuantizedSample.layers`.
+        gradients: Statistics by parameter.
+        modules: Names of the parameters that each module owns.
+        activations: Tallies by module.
+        updates: Results of `updates.compare` by parameter; empty if the step was skipped.
+        quantized: Results of `QuantizedSample.layers` by layer.
     """
 
     gradients: Mapping[str, OfGradient] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class Measured:
 
 
 class Sample:
-    """The measuring of one step. Nothing of it waits for an accelerator until `measured`.
+    """Measures one step. Only `measured` syncs with an accelerator.
 
     Args:
-        model: Whose numbers are measured.
-        outputs: By module, results of `count` for the tensors it has returned.
-        quantized: What was measured of layers with recipes, if there are any.
+        model: The measured model.
+        outputs: Results of `count` for the output tensors of each module.
+        quantized: Measurements of layers with recipes, if there are any.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class Sample:
         quantized: QuantizedSample | None = None,
     ) -> None:
         self._model, self._quantized = model, quantized
-        self._outputs = Arrivals({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
+        self._outputs = HostCopies({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._distinct: dict[str, int | None] = {}
         self._is_scaled: dict[str, bool] = {}
-        self._gradients: list[Arrivals[tuple[str, bool]]] = []
-        self._squares: list[Arrivals[str]] = []
+        self._gradients: list[HostCopies[tuple[str, bool]]] = []
+        self._squares: list[HostCopies[str]] = []
         self._updates = Updates()
-        self._updated: dict[torch.optim.Optimizer, Arrivals[torch.Tensor]] = {}
+        self._updated: dict[torch.optim.Optimizer, HostCopies[torch.Tensor]] = {}
 
     def measure_gradients(
         self, optimizer: torch.optim.Optimizer, scale: torch.Tensor, *, is_scaled: bool = True
     ) -> None:
-        """Count the exponents of an optimizer's gradients; the forward is over.
+        """Count the exponents of an optimizer's gradients after the backward.
 
         Args:
-            optimizer: With gradients as the backward has left them, or unscaled by a step that is skipped.
-            scale: That of the gradients, on their device.
+            optimizer: The optimizer, with gradients from the backward or unscaled by a step that is skipped.
+            scale: Scale of the gradients, on their device.
             is_scaled: Whether they are still scaled.
         """
         mantissa = _mantissa(scale) if is_scaled else None
@@ -106,29 +106,29 @@ class Sample:
             squares[name] = sum_of_squares(part.local)
             if mantissa is not None:
                 counts[name, False] = count(part.local, mantissa.to(part.local.device))
-        self._gradients.append(Arrivals(counts))
-        self._squares.append(Arrivals(squares))
+        self._gradients.append(HostCopies(counts))
+        self._squares.append(HostCopies(squares))
 
     def keep_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer's weights, which it is about to step on."""
+        """Copy an optimizer's weights before its step."""
         self._updates.keep(optimizer)
 
     def measure_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare an optimizer's weights with what they were; the step is over."""
+        """Compare an optimizer's weights after the step with the copies."""
         found = self._updates.compare(optimizer)
         if found:
-            self._updated[optimizer] = Arrivals(found)
+            self._updated[optimizer] = HostCopies(found)
 
     def forget_weights(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Drop the copies of weights that wait for the step of an optimizer, or of all: there is none."""
+        """Drop the copies of weights for an optimizer that does not step, or for all."""
         self._updates.forget(optimizer)
 
     def measured(self, scale: float, stepped: Iterable[torch.optim.Optimizer | None]) -> Measured:
-        """Return what was measured, which on an accelerator waits until it is there.
+        """Return the measurements. Waits for the copies from an accelerator.
 
         Args:
-            scale: That of the gradients.
-            stepped: Those optimizers whose step was not skipped.
+            scale: Scale of the gradients.
+            stepped: The optimizers whose step was not skipped.
         """
         of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
         updates = {
@@ -151,8 +151,8 @@ class Sample:
         return Measured(gradients, owned, activations, updates, quantized)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
-        found = {key: counts for arrivals in self._gradients for key, counts in arrivals.wait().items()}
-        squares = {name: one.item() for arrivals in self._squares for name, one in arrivals.wait().items()}
+        found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
+        squares = {name: one.item() for copies in self._squares for name, one in copies.wait().items()}
         gradients = {}
         for name, is_first in found:
             if is_first:
@@ -169,11 +169,11 @@ class Sample:
 
 
 def combined(ranks: list[Measured]) -> Measured:
-    """Return what several ranks have found out together: parts of a tensor add up, copies of it count once."""
+    """Combine the measurements of several ranks: parts of a tensor add up, copies count once."""
     if len(ranks) == 1:
         return ranks[0]
     activations = {name: sum(tallies, Tally()) for name, tallies in _by_name([rank.activations for rank in ranks])}
-    # Of a copy all four numbers are there twice, and only their quotients matter.
+    # Copies multiply all four numbers by the same factor, and only their quotients matter.
     sums = {
         name: [sum(numbers) for numbers in zip(*updates, strict=True)]
         for name, updates in _by_name([rank.updates for rank in ranks])
@@ -187,19 +187,19 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
     """Return the record of a sampled step.
 
     Args:
-        step, scale: Its number, and the scale during it.
-        found: By all ranks.
-        is_clipped: Whether the step's own record has a norm, that of clipping.
+        step, scale: Number of the step, and its scale.
+        found: Measurements of all ranks.
+        is_clipped: Whether the step was clipped, so that its step record has the norm.
 
     Returns:
         grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, or has no gradients.
-        gradients, modules: By parameter, and of all parameters of a module's own together, see `Tally.record`:
-            magnitudes are unscaled, formats are judged on scaled ones. On an accelerator the exponents are right to
-            within one if the scale is not a power of two (see `Tally.divided_by`); all else is exact.
-        owned: By module, the names of its own parameters.
-        activations: The same of what modules return, where nothing is scaled.
-        weights: By parameter, see `updates.update_record`.
-        quantized: By layer, see `QuantizedSample.layers`, of rank 0; only if layers have recipes of 8 or 4 bits.
+        gradients, modules: Results of `Tally.record` by parameter, and for all parameters that a module owns together.
+            Magnitudes are unscaled, formats refer to scaled ones. On an accelerator the exponents are accurate to
+            within one if the scale is not a power of two (see `Tally.divided_by`); the rest is exact.
+        owned: Names of the parameters that each module owns.
+        activations: Results of `Tally.record` for modules' outputs, which are not scaled.
+        weights: Results of `updates.update_record` by parameter.
+        quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
     gradients = found.gradients
     has_norm = bool(gradients) and not is_clipped
@@ -223,7 +223,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
 
 
 def _by_name(ranks: list[Mapping[str, _T]]) -> Iterator[tuple[str, list[_T]]]:
-    """Yield each name with what those ranks have that know it, in the order of the first."""
+    """Yield each name with the values of the ranks that have it, in order of first occurrence."""
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         yield name, [rank[name] for rank in ranks if name in rank]
 
@@ -239,10 +239,10 @@ def _whole(parts: list[OfGradient]) -> OfGradient:
 
 
 def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:
-    """Return scale / 2**floor(log2(scale)), which is in [1, 2), for a second count; None if one is enough.
+    """Return scale / 2**floor(log2(scale)), which is in [1, 2), for a second count; None if one count is enough.
 
-    Exponents of gradients that are divided by a power of two are known from those of the gradients as they are. Of an
-    accelerator's scale the host does not know whether it is one: gradients are counted once there in any case.
+    Dividing by a power of two only shifts the exponents, so one count is enough. On an accelerator the host does not
+    know the scale, and gradients are always counted once.
     """
     if scale.device.type != "cpu":
         return None

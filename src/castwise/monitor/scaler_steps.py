@@ -1,4 +1,4 @@
-"""What a monitor hears of scalers: whether one is stepping, what it skips, and that none takes the monitor's steps."""
+"""Observe scalers for a monitor: whether one is stepping, what it skips, and whether any step is the monitor's."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _UPDATES = 3
 
 
 class ScalerSteps(Observer):
-    """Knows whether a step of a scaler is running, tells a monitor of skips, and warns once if it sees no step.
+    """Tracks whether a scaler is stepping, notifies a monitor of skips, and warns once if the monitor sees no step.
 
-    That is so if the scale was updated three times after steps of the model, and none of them was the monitor's. It is
-    among the observers until `remove`, or until the monitor is gone, and does not keep that alive, as the process would
-    then keep every model that was trained.
+    It warns if the scale was updated three times after steps of the model and none of these steps was the monitor's.
+    The object observes scalers until `remove`, or until the monitor is garbage-collected. It refers to the monitor
+    weakly, because otherwise the process would keep every trained model alive.
 
     Args:
-        told_of_skip: A method of the monitor, called as `Observer.skipped` is.
-        model: The monitored one.
-        optimizers: Those that the monitor was given.
-        scaler: The one that it was given; None if it listens to the optimizers alone.
+        on_skip: A method of the monitor, called like `Observer.skipped`.
+        model: The monitored model.
+        optimizers: The monitor's optimizers.
+        scaler: The monitor's scaler; None if it observes only the optimizers.
     """
 
     def __init__(
-        self, told_of_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
+        self, on_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
     ) -> None:
-        self._told_of_skip = weakref.WeakMethod(told_of_skip, self.remove)
+        self._on_skip = weakref.WeakMethod(on_skip, self.remove)
         self._model, self._optimizers = weakref.ref(model), weakref.WeakSet(optimizers)
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.is_stepping = False
@@ -45,12 +45,12 @@ class ScalerSteps(Observer):
         OBSERVERS.append(self)
 
     def remove(self, _: object = None) -> None:
-        """Look no more."""
+        """Stop observing."""
         if self in OBSERVERS:
             OBSERVERS.remove(self)
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step; whether it is one of the model, until the first that the monitor sees."""
+        """Record a step. Until the monitor sees its first, check whether the step trains the model."""
         self.is_stepping = True
         if self._is_over:
             return
@@ -61,22 +61,22 @@ class ScalerSteps(Observer):
             self._unseen = _remedy(optimizer, self._optimizers) if is_ours else _OTHER_SCALER
 
     def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
-        """Tell of a skip."""
-        if (told := self._told_of_skip()) is not None:
-            told(scaler, optimizer, is_scaled=is_scaled)
+        """Notify the monitor of a skip."""
+        if (notify := self._on_skip()) is not None:
+            notify(scaler, optimizer, is_scaled=is_scaled)
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Note the step's end."""
+        """Record the end of the step."""
         self.is_stepping = False
 
     def updating(self, scaler: Any, *, is_set: bool) -> None:
-        """Count the updates that follow on steps of the model that the monitor has not seen."""
+        """Count updates after steps of the model that the monitor did not see, and warn at the third."""
         if self._is_over or self._unseen is None:
             return
         self._updates += 1
         if self._updates == _UPDATES:
             self._is_over = True
-            text = f"the monitor has seen no step in {_UPDATES} updates of the scale, and records none: {self._unseen}"
+            text = f"the monitor saw no step in {_UPDATES} updates of the scale and records nothing: {self._unseen}"
             with suppress(UserWarning):  # where warnings are errors
                 warn(text, UserWarning, 3)
 
@@ -86,12 +86,12 @@ class ScalerSteps(Observer):
         return any(id(param) in params for param in params_of(optimizer))
 
 
-_OTHER_SCALER = "the steps go through another GradScaler than the monitor's. Give Monitor the one that takes them"
+_OTHER_SCALER = "the steps use a different GradScaler than the monitor's. Pass Monitor the scaler that steps"
 
 
 def _remedy(stepped: torch.optim.Optimizer, given: weakref.WeakSet[torch.optim.Optimizer]) -> str:
     names = ", ".join(type(each).__name__ for each in given)
     return (
-        f"scaler.step() gets another optimizer ({type(stepped).__name__}) than the monitor ({names}). "
-        "Give Monitor the one that scaler.step() gets"
+        f"scaler.step() receives a different optimizer ({type(stepped).__name__}) than the monitor ({names}). "
+        "Pass Monitor the optimizer that scaler.step() receives"
     )

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor that several ranks hold together."""
+"""This rank's part of a tensor that is split over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Part(NamedTuple):
 
     local: torch.Tensor
     distinct: int | None
-    """How many different parts there are; ranks beyond that hold copies. None: as many as ranks."""
+    """Number of distinct parts; more ranks than that hold copies. None: one per rank."""
 
 
 def is_split(tensor: torch.Tensor) -> bool:
@@ -35,11 +35,12 @@ def is_split_over_ranks(model: nn.Module) -> bool:
 
 
 def part_of(tensor: Any, parameter: torch.Tensor | None = None) -> Part:
-    """Return this rank's part of a tensor; a partial sum is summed first, by all ranks of its mesh.
+    """Return this rank's part of a tensor. A partial sum is reduced first, which all ranks of its mesh must join.
 
     Args:
-        tensor: A DTensor, or one that all ranks hold alike (DDP).
-        parameter: Whose gradient it is, if it is one; FSDP1 gives each rank its own part of those it has flattened.
+        tensor: A DTensor, or a tensor that is the same on all ranks (DDP).
+        parameter: The parameter, if the tensor is its gradient. With FSDP1 each rank has its own part of gradients of
+            flattened parameters.
     """
     if not is_split(tensor):
         of_this_rank = parameter is not None and is_fsdp_flattened(parameter)

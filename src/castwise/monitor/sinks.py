@@ -1,4 +1,4 @@
-"""Where records go: a file of JSON lines, TensorBoard, or any function that takes a dict."""
+"""Destinations of records: a file of JSON lines, TensorBoard, or any function of a dict."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from castwise.monitor.tensorboard_events import TensorBoard
 __all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
 
 Record: TypeAlias = dict[str, Any]
-"""What a sink is given: plain values by key, `kind` among them."""
+"""A record passed to a sink: a dict of plain values, including `kind`."""
 Sink: TypeAlias = Callable[[Record], object]
-"""Anything that takes a record; if it has a `close`, that is called at the end."""
+"""A callable that accepts a record. Its `close` method, if it has one, is called at the end."""
 
 FILE_NAME = "monitor.jsonl"
 SAMPLES_BYTES = 8 << 20
-"""More samples than fit into so many bytes of a file are thinned: of all but the latest quarter every second goes."""
+"""Limit for the samples in a file, in bytes. Above it, every second sample is dropped, except in the latest quarter."""
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _SAMPLE = b'{"kind":"sample"'
-_AS_IT_IS: int = getattr(os, "O_BINARY", 0)  # Windows writes other ends of lines without
+_AS_IT_IS: int = getattr(os, "O_BINARY", 0)  # without it, Windows changes line ends
 
 
 class JSONL:
-    """Appends each record to a file as one line of JSON, as short as it can be (`castwise.monitor.packing`).
+    """Appends each record to a file as one compact line of JSON (`castwise.monitor.packing`).
 
-    A line is handed to the operating system whole, by one unbuffered write, so a process that is killed loses no line
-    but the one it is writing, and others can read the file while it grows. What a killed process has left of a line is
-    cut off before the next is written. Numbers that are not finite are the strings "nan", "inf" and "-inf", as JSON
-    has no others for them.
+    Each line is one unbuffered write, so a killed process loses at most the line it is writing, and other programs can
+    read the file while it grows. The remains of a broken last line are removed before the next line is written.
+    Non-finite numbers become the strings "nan", "inf" and "-inf", because JSON cannot represent them.
 
     Args:
-        path: A file that ends in `.jsonl`, or a folder, in which it is `monitor.jsonl`. Either is made when the first
-            record comes.
+        path: A file that ends in `.jsonl`, or a folder, which then gets a `monitor.jsonl`. It is created when the first
+            record arrives.
 
     Example:
         >>> import tempfile
@@ -53,15 +52,15 @@ class JSONL:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = file_in(path)
         self._file: int | None = None
-        self._names: Record | None = None  # of the packed samples, as they were written last
+        self._names: Record | None = None  # the last `names` record written
         self._samples_bytes = 0
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Append a record.
 
         Raises:
-            OSError: It could not be written, or not whole.
-            TypeError: It holds what JSON has no word for.
+            OSError: The record could not be written completely.
+            TypeError: The record has a value that JSON cannot represent.
         """
         if record.get("kind") == "step":
             record = packing.shortened(record)
@@ -86,10 +85,10 @@ class JSONL:
             self._samples_bytes += len(line)
         written = os.write(self._file, line)
         if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes could be written to {self.path}")
+            raise OSError(f"wrote only {written} of {len(line)} bytes to {self.path}")
 
     def _thin(self) -> None:
-        """Drop every second sample of all but the latest quarter, in one go: the file is replaced whole."""
+        """Drop every second sample except in the latest quarter, replacing the file atomically."""
         assert self._file is not None
         lines = self.path.read_bytes().splitlines(keepends=True)
         samples = [place for place, line in enumerate(lines) if line.startswith(_SAMPLE)]
@@ -101,7 +100,7 @@ class JSONL:
         self._samples_bytes = _bytes_of_samples(self._file)
 
     def close(self) -> None:
-        """Let go of the file; a later record opens it again."""
+        """Close the file. A later record opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -117,13 +116,13 @@ class JSONL:
 
 
 class Sinks:
-    """Some sinks that all get the same records. One that fails is dropped with a warning: training continues.
+    """Passes each record to several sinks. A sink that fails is dropped with a warning, and training continues.
 
     Args:
-        sinks: Functions of one record; of a path `JSONL` is made.
+        sinks: Functions of one record, or paths, which become `JSONL` sinks.
 
     Raises:
-        TypeError: One is neither.
+        TypeError: A sink is neither.
     """
 
     def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
@@ -133,20 +132,20 @@ class Sinks:
         return repr(self._sinks)
 
     def __call__(self, record: Record) -> None:
-        """Hand a record to all of them."""
+        """Pass a record to all sinks."""
         for sink in list(self._sinks):
             try:
                 sink(record)
             except Exception as error:
                 self._sinks.remove(sink)
                 warn(
-                    f"the monitor's sink {sink!r} failed and gets no more records: {type(error).__name__}: {error}",
+                    f"the monitor's sink {sink!r} failed and was removed: {type(error).__name__}: {error}",
                     RuntimeWarning,
                     2,
                 )
 
     def close(self) -> None:
-        """Close those that can be closed."""
+        """Close all sinks that have a `close`."""
         for sink in self._sinks:
             try:
                 getattr(sink, "close", lambda: None)()
@@ -156,7 +155,7 @@ class Sinks:
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:
-    """Return the file of records that a path means: itself, or the one in the folder that it is."""
+    """Return the file of records for a path: the path itself, or `monitor.jsonl` in a folder."""
     path = Path(path)
     return path if path.suffix == ".jsonl" and not path.is_dir() else path / FILE_NAME
 
@@ -165,12 +164,12 @@ def _sink(given: object) -> Sink:
     if isinstance(given, (str, os.PathLike)):
         return JSONL(given)
     if not callable(given):
-        raise TypeError(f"a sink is a path or a function of one record (a dict), got {given!r}")
+        raise TypeError(f"a sink must be a path or a function of one record (a dict), got {given!r}")
     return given
 
 
 def _bytes_of_samples(file: int) -> int:
-    if not os.fstat(file).st_size:  # a device may go on forever
+    if not os.fstat(file).st_size:  # a device file may be endless
         return 0
     os.lseek(file, 0, os.SEEK_SET)
     with os.fdopen(os.dup(file), "rb") as lines:

@@ -1,4 +1,4 @@
-"""Why a step was skipped, as the ranks see it together."""
+"""Combine what the ranks know about a skipped step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from castwise.monitor import causes
 
-# What one rank knows for certain outweighs what others have to suppose.
+# The most specific cause first: the one with evidence on a rank wins.
 _BY_WEIGHT = (causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW, causes.UNKNOWN, causes.ANOTHER_RANK)
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A skipped step, as one rank knows it or as they know it together.
+    """A skipped step, as known to one rank or to all ranks together.
 
     Args:
         cause: One of `castwise.monitor.causes`.
-        parameters: The names of those whose gradients were not finite.
-        diagnoses: The fields of diagnoses; what ranks know together says of each whose batch it is of.
-        rank: The one that is at fault, if it is one alone of several.
+        parameters: Names of the parameters with non-finite gradients.
+        diagnoses: Records of diagnoses; combined ones have the rank of their batch.
+        rank: The rank at fault, if there are several ranks and only one is at fault.
     """
 
     cause: str
@@ -30,18 +30,17 @@ class Skip:
 
 
 def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
-    """Return what ranks know together: a rank whose batch is at fault knows more than one that meets its gradients.
+    """Combine the skips of all ranks. The rank whose batch is at fault knows more than those that got its gradients.
 
     Args:
-        ranks: What each knows, by its number.
-        size: How many ranks there are; nothing may be known of some.
+        ranks: Skips by rank.
+        size: Number of ranks, of which some may be missing in `ranks`.
     """
     cause = min((skip.cause for skip in ranks.values()), key=_place)
     at_fault = [rank for rank, skip in ranks.items() if skip.cause == cause]
     are_all_known = len(ranks) == size
     if cause == causes.ANOTHER_RANK and are_all_known:
-        # There is no other one left. All losses and gradients were finite, but what they had to be multiplied with to
-        # be unscaled and clipped was not.
+        # No other rank is left. All losses and gradients were finite, but the factor to unscale and clip them was not.
         cause = causes.OVERFLOW
     named = dict.fromkeys(name for skip in ranks.values() for name in skip.parameters)
     return Skip(
@@ -57,7 +56,7 @@ def _place(cause: str) -> int:
 
 
 def _diagnoses(at_fault: Mapping[int, Skip], size: int) -> list[dict[str, Any]]:
-    """Return what was found, each place once; if nothing was, the first replay of all."""
+    """Return the diagnoses with a fault, one per place; without any, one clean diagnosis."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for rank, skip in at_fault.items():
         for fields in skip.diagnoses:

@@ -1,4 +1,4 @@
-"""The numbers of recorded steps: counted, or as the training loop gives them."""
+"""The numbers of recorded steps, counted or set by the training loop."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections import deque
 
 
 class StepNumbers:
-    """Counts steps on from the numbers that are given.
+    """Counts steps, starting from any number that is set.
 
-    Counted are the monitor's own steps: the scaler's count has those of other models, too. What became of a step may be
-    known two steps later, so a given number waits with the scaler's iteration that it belongs to.
+    It counts the monitor's own steps, because the scaler also counts steps of other models. The outcome of a step may
+    arrive two steps later, so a number that was set is kept with its scaler iteration.
     """
 
     def __init__(self) -> None:
         self.last = 0
-        """That of the last step of which there are facts; 0 before any."""
-        self._counted = 0  # by the scaler
+        """The number of the last step with facts; 0 before the first."""
+        self._counted = 0  # the scaler's count
         self._given: int | None = None
         self._waiting: deque[tuple[int, int]] = deque()  # iterations of the scaler, and the numbers of their steps
 
     @property
     def next(self) -> int:
-        """That of the step that comes next, as far as is known."""
+        """The number of the next step, as far as it is known."""
         if self._given is not None:
             return self._given
         return (self._waiting[-1][1] if self._waiting else self.last) + 1
@@ -29,28 +29,28 @@ class StepNumbers:
     @next.setter
     def next(self, number: int) -> None:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f"step must be the number of the next step, an integer >= 0, got {number!r}")
+            raise ValueError(f"step must be an integer >= 0, got {number!r}")
         self._given = number
 
     def begin(self, iteration: int) -> None:
-        """Note that the step that comes next is one of the scaler's iteration."""
+        """Assign a number that was set to the scaler's iteration, in which the next step runs."""
         if self._given is not None:
             self._waiting.append((iteration, self._given))
             self._given = None
 
     def start(self, counted: int) -> None:
-        """Count on from the steps that a scaler has counted: those of a checkpoint, most often."""
+        """Start from a scaler's step count, which usually comes from a checkpoint."""
         self.last = self._counted = counted
 
     def of(self, iteration: int, counted: int | None = None) -> int:
-        """Return the number of a step; steps are asked for in their order, each once.
+        """Return the number of a step. Must be called once per step, in order.
 
         Args:
-            iteration: The scaler's, in which it was.
-            counted: The scaler's number for it, if it counts it.
+            iteration: The scaler's iteration in which the step ran.
+            counted: The scaler's number for the step, if it counts the step.
         """
         if counted is not None:
-            if counted <= self._counted:  # it has loaded an earlier state
+            if counted <= self._counted:  # the scaler loaded an earlier state
                 self.last = counted - 1
             self._counted = counted
         self.last += 1

@@ -1,4 +1,4 @@
-"""Steps that an optimizer takes without its scaler's `step`, as in scripts that look for infs and NaNs themselves."""
+"""Steps of an optimizer without `scaler.step`, as in scripts that check for inf and NaN themselves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from castwise.amp.readback import Readback
 
 
 class StepsByHand:
-    """Facts of such steps, which reach the host as late as those of a scaler's: none of them was skipped.
+    """Facts of such steps, none of which is skipped. They reach the host as late as those of a scaler's steps.
 
     Args:
-        optimizers: How many there are.
+        optimizers: Number of optimizers.
     """
 
     def __init__(self, optimizers: int) -> None:
@@ -24,14 +24,14 @@ class StepsByHand:
         self._waiting: deque[tuple[torch.optim.Optimizer, int, bool, Readback]] = deque()
 
     def add(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        """Note a step of the scaler's iteration under way."""
+        """Record a step in the scaler's current iteration."""
         scale = scaler._made_scale()
         loss = scaler._iteration.loss(scale.device)
         numbers = torch.stack([scale, scale if loss is None else loss])
         self._waiting.append((optimizer, scaler.iteration, loss is not None, Readback(numbers)))
 
     def facts(self, *, all_: bool = False) -> Iterator[StepFacts]:
-        """Yield, once, what is known; or all, which waits for the device. They have no numbers yet."""
+        """Yield the facts that have arrived, each once; with `all_` wait for the rest. They have no numbers yet."""
         while self._waiting:
             optimizer, iteration, has_loss, readback = self._waiting[0]
             if not all_ and not readback.is_on_host and len(self._waiting) <= DELAY * self._optimizers:

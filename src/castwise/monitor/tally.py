@@ -1,4 +1,4 @@
-"""What is known of the magnitudes of some elements, on the host; tallies of several tensors add up."""
+"""`Tally`: statistics of the magnitudes of elements, on the host. Tallies of several tensors can be added."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Tally:
     """Elements by the binary exponents of their magnitudes.
 
     Args:
-        numel: How many elements there are, zeros and non-finite ones too.
-        zero: How many are zero.
-        nonfinite: How many are inf or NaN.
-        largest: The largest finite magnitude; 0 if none is above.
-        smallest: The smallest magnitude above zero; inf if there is none that is finite.
-        counts: How many elements v have 2**e <= |v| < 2**(e + 1), by e, where there are any.
+        numel: Number of elements, including zeros and non-finite ones.
+        zero: Number of zeros.
+        nonfinite: Number of infs and NaNs.
+        largest: The largest finite magnitude; 0 if there is no finite non-zero element.
+        smallest: The smallest non-zero finite magnitude; inf if there is none.
+        counts: By exponent e, the number of elements v with 2**e <= |v| < 2**(e + 1), where it is not zero.
     """
 
     numel: int = 0
@@ -42,7 +42,7 @@ class Tally:
         )
 
     def times_two_to_the(self, power: int) -> Tally:
-        """Return the tally of the same elements, each multiplied by 2**power, with exponents without bound."""
+        """Return the tally of the elements multiplied by 2**power, without limits on the exponents."""
         return replace(
             self,
             largest=_ldexp(self.largest, power),
@@ -51,15 +51,15 @@ class Tally:
         )
 
     def divided_by(self, scale: float) -> Tally:
-        """Return the tally of the same elements, each divided by a scale > 0.
+        """Return the tally of the elements divided by a scale > 0.
 
-        Exponents are moved by log2(scale), rounded: right if that is a whole number, else to within one.
+        Exponents are shifted by log2(scale), rounded: exact for a power of two, otherwise accurate to within one.
         """
         moved = self.times_two_to_the(-round(math.log2(scale)))
         return replace(moved, largest=self.largest / scale, smallest=self.smallest / scale)
 
     def of_copies(self, held: int, distinct: int) -> Tally:
-        """Return the tally of the elements themselves, of which this one counts copies: `held` for `distinct`."""
+        """Return the tally without copies, for a tensor of `distinct` parts that was counted in `held` parts."""
         if held == distinct:
             return self
         return replace(
@@ -71,7 +71,7 @@ class Tally:
         )
 
     def share_between(self, low: float, high: float) -> float:
-        """Return the share of all elements with low <= |v| < high, which are powers of two; zeros are not counted.
+        """Return the share of all elements with low <= |v| < high, without zeros.
 
         Args:
             low: 0 or a power of two.
@@ -85,14 +85,14 @@ class Tally:
         return n / self.numel if self.numel else 0.0
 
     def fit(self, number_format: Format) -> dict[str, float]:
-        """Say how these magnitudes fit into a format.
+        """Return how these magnitudes fit into a format.
 
         Returns:
-            flush: The share of all elements with 0 < |v| < s / 2, s being the smallest subnormal: they round to zero
-                (s / 2 does as well, which this counts as subnormal).
-            subnormal: The share with s / 2 <= |v| < the smallest normal number: they lose precision.
-            headroom_bits: log2(largest number of the format / largest |v|), in bits: negative if that one overflows,
-                -inf if any is inf or NaN, inf if all are zero.
+            flush: The share of all elements with 0 < |v| < s / 2, where s is the smallest subnormal. They round to zero
+                (and so does s / 2 itself, which counts as subnormal here).
+            subnormal: The share with s / 2 <= |v| < the smallest normal number. They lose precision.
+            headroom_bits: log2(largest number of the format / largest |v|). Negative if the largest element overflows,
+                -inf if any element is inf or NaN, inf if all are zero.
         """
         rounds_to_zero = number_format.smallest_subnormal / 2
         return {
@@ -104,22 +104,22 @@ class Tally:
     def _headroom_bits(self, number_format: Format) -> float:
         if self.nonfinite:
             return -math.inf
-        # Of logarithms, as the quotient of the largest fp64 and a small number is no float.
+        # A difference of logarithms, because the quotient may overflow fp64.
         return math.log2(number_format.largest) - math.log2(self.largest) if self.largest else math.inf
 
     def record(self, given: Tally | None = None) -> dict[str, Any]:
-        """Return what a run's record says of these elements.
+        """Return the record of these elements.
 
         Args:
-            given: The tally of the same elements as the formats have to hold them, if that is another one: gradients
-                before they were unscaled.
+            given: The tally to use for formats instead, such as that of the gradients while they are scaled.
 
         Returns:
-            numel: Elements.
-            largest, smallest: The largest finite and the smallest non-zero magnitude; None if all are zero.
+            numel: Number of elements.
+            largest: The largest finite magnitude; 0 if there is none.
+            smallest: The smallest non-zero magnitude; None if there is none.
             zero, nonfinite: Shares of all elements.
-            exponents: The lowest one, and the number of elements of it and of each above.
-            formats: By name, what `fit` says.
+            exponents: The lowest exponent, and the number of elements for each exponent from there on.
+            formats: Results of `fit` by name of the format.
         """
         lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
         return {

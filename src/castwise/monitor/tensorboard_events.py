@@ -1,4 +1,4 @@
-"""Records as curves, histograms and texts of TensorBoard."""
+"""Write records as curves, histograms and texts for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _EACH = {"gradients": "module", "outputs": "module", "updates": "parameter"}
 
 
 class TensorBoard:
-    """Writes records as TensorBoard events: needs the extra `castwise[tensorboard]`.
+    """Writes records as TensorBoard events. Requires the extra `castwise[tensorboard]`.
 
-    There are at most 23 curves, whatever the size of the model. Of each step: `step/scale`, `step/loss`,
-    `step/grad_norm` (of clipped and of sampled steps), `step/seconds` and `step/skipped` (0 or 1). Of sampled steps,
-    for each format, the worst of all modules: `gradients/flush <format>`, `gradients/headroom_bits <format>`, and the
-    same of `outputs`; and the largest of all parameters: `updates/update_to_weight` and `updates/lost_in_bf16`. The
-    text `worst` names the modules and parameters that these are of. How all of them are spread is in histograms:
-    `gradients of each module/...`, `outputs of each module/...`, `updates of each parameter/...`; and
-    `log2 gradient/<module>` is the histogram of the module's gradients. Diagnoses are texts.
+    There are at most 23 curves, whatever the size of the model. For each step: `step/scale`, `step/loss`,
+    `step/grad_norm` (of clipped and of sampled steps), `step/seconds` and `step/skipped` (0 or 1). For sampled steps:
+    the worst of all modules in each format, `gradients/flush <format>` and `gradients/headroom_bits <format>`, and the
+    same for `outputs`; the largest of all parameters, `updates/update_to_weight` and `updates/lost_in_bf16`. The text
+    `worst` names these modules and parameters. Histograms show the distribution over all of them:
+    `gradients of each module/...`, `outputs of each module/...`, `updates of each parameter/...`. The histogram
+    `log2 gradient/<module>` shows the exponents of a module's gradients. Diagnoses are texts.
 
     Args:
-        folder: Where the event files go; made when the first record comes.
+        folder: Folder for the event files; created when the first record arrives.
 
     Raises:
         ModuleNotFoundError: tensorboard is not installed.
@@ -56,7 +56,7 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left, and let go of the file; a later record begins another one."""
+        """Flush and close the event file. A later record starts a new one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""Steps without a scaler, reported as a scaler reports its steps."""
+"""Report the steps of optimizers without a scaler in the same way as a scaler does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from castwise.amp.outcomes import DELAY, StepFacts
 
 
 class UnscaledSteps:
-    """The steps of optimizers that no scaler skips, seen by hooks of theirs: no loss is known, and the scale is 1.
+    """The steps of optimizers without a scaler, observed with hooks. The scale is 1 and losses are unknown.
 
     Args:
-        optimizers: Whose steps are told.
+        optimizers: The optimizers to observe.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -27,11 +27,11 @@ class UnscaledSteps:
         self._waiting: deque[StepFacts] = deque()
 
     agrees = False
-    """No step is skipped, so there is nothing to agree on."""
+    """False, because no step is ever skipped."""
 
     @property
     def iteration(self) -> int:
-        """The number of the step that comes next, each being its own iteration."""
+        """The number of the next step. Each step is an iteration."""
         return self._steps + 1
 
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
@@ -44,13 +44,13 @@ class UnscaledSteps:
         return _Handles([optimizer.register_step_pre_hook(call) for optimizer in self._optimizers])
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> _Handles:
-        """Call a function with the facts of each step, as late as a scaler would."""
+        """Call a function with the facts of each step, with the same delay as a scaler."""
         key = RemovableHandle(self._step_hooks)
         self._step_hooks[key.id] = hook
         return _Handles([key, *(optimizer.register_step_post_hook(self._on_step) for optimizer in self._optimizers)])
 
     def synchronize(self) -> None:
-        """Tell of all steps."""
+        """Report all pending steps."""
         self._tell(0)
 
     @never_traced  # a step may be inside compiled code
@@ -67,17 +67,17 @@ class UnscaledSteps:
 
 
 def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Return the source of the steps: the scaler, or without one the optimizers.
+    """Return the source of steps: the scaler, or the optimizers if there is no enabled scaler.
 
     Raises:
-        TypeError: The scaler does not report them.
+        TypeError: The scaler does not report its steps.
     """
     if scaler is None or not scaler.is_enabled():
         return UnscaledSteps(optimizers)
     if not hasattr(scaler, "register_step_hook"):
         raise TypeError(
             f"a monitor needs a scaler that reports its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
-            "use castwise.GradScaler or castwise.ShardedGradScaler, which do the same and take the same arguments"
+            "use castwise.GradScaler or castwise.ShardedGradScaler, which accept the same arguments"
         )
     return scaler
 

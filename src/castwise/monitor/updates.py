@@ -1,4 +1,4 @@
-"""How far an optimizer's step moves the weights, and how much of that bf16 weights would have lost."""
+"""Measure how far an optimizer's step moves the weights, and how much of that bf16 weights would lose."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from castwise.monitor.shards import part_of
 
 @torch.no_grad()
 def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Compare weights before and after a step; `update_record` reads the result. Does not sync with an accelerator.
+    """Compare weights before and after a step. Read the result with `update_record`. Does not sync with an accelerator.
 
     Args:
-        before: w, plain and floating-point or complex, of which real and imaginary parts are elements each.
+        before: w, a plain tensor, floating-point or complex. Real and imaginary parts count as separate elements.
         after: w + dw, like `before`.
 
     Returns:
-        fp64 (fp32 where a device has no fp64), shape (4,): the sums of squares of dw and of w, how many elements have
-        dw != 0, and for how many of those bf16(bf16(w) + dw) == bf16(w); NaN for 16-bit weights, of which dw is what
-        they have not lost.
+        fp64 (fp32 where a device has no fp64), shape (4,): the sums of squares of dw and of w, the number of elements
+        with dw != 0, and the number of those with bf16(bf16(w) + dw) == bf16(w). The last is NaN for 16-bit weights,
+        whose dw no longer includes lost updates.
     """
     found = torch.zeros(4, dtype=wide(after.device), device=after.device)
     size = piece_size(after.device)
@@ -35,7 +35,7 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         changed = change != 0
         lost = changed & ((rounded.to(exact) + change).bfloat16() == rounded)
         wide_change, wide_old = change.to(found.dtype, copy=True), old.to(found.dtype, copy=True)
-        # Not dot products, which a CPU splits among threads however short they are.
+        # No dot products, because a CPU splits even short ones among threads.
         numbers = [wide_change.square_().sum(), wide_old.square_().sum(), changed.sum(), lost.sum()]
         found += torch.stack([number.to(found.dtype) for number in numbers])
     if before.dtype.itemsize < 4:
@@ -44,15 +44,15 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def update_record(found: list[float]) -> dict[str, float]:
-    """Return what a run's record says of the update of a parameter.
+    """Return the record of a parameter's update.
 
     Args:
-        found: What `compare` has found, or the sum of that over parts of the parameter.
+        found: A result of `compare`, or the sum of its results over parts of the parameter.
 
     Returns:
-        update_to_weight: ||dw||2 / ||w||2, w being the weights before the step; inf if they were all zero.
-        lost_in_bf16: The share, of the elements with dw != 0, of those for which bf16(bf16(w) + dw) == bf16(w), the
-            sum taken in fp32: were the weights bf16 without an fp32 copy, the step would not have moved them. NaN for
+        update_to_weight: ||dw||2 / ||w||2, where w are the weights before the step; inf if they were all zero.
+        lost_in_bf16: Among elements with dw != 0, the share with bf16(bf16(w) + dw) == bf16(w), with the sum computed
+            in fp32. The step would not change these elements if the weights were bf16 without an fp32 copy. NaN for
             16-bit weights.
     """
     of_change, of_weight, changed, lost = found
@@ -64,7 +64,7 @@ def update_record(found: list[float]) -> dict[str, float]:
 
 
 class Updates:
-    """Steps of optimizers, over which a copy is kept of the weights that have a gradient."""
+    """Keeps copies of the weights with gradients during the steps of optimizers."""
 
     def __init__(self) -> None:
         self._before: dict[torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -79,12 +79,12 @@ class Updates:
         ]
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Drop the copies for an optimizer that does not step, or all."""
+        """Drop the copies for an optimizer that does not step, or all copies."""
         for each in list(self._before) if optimizer is None else [optimizer]:
             self._before.pop(each, None)
 
     def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Return a result of `compare` for each parameter, and forget the copies."""
+        """Return a result of `compare` for each parameter, and drop the copies."""
         return {
             parameter: compare(before, part_of(parameter.detach()).local)
             for parameter, before in self._before.pop(optimizer, ())

@@ -1,4 +1,4 @@
-"""Precision policies: which module and which op runs in which precision, and what holds a model to it."""
+"""Precision policies: which module and which op runs in which precision, and how a model is made to follow them."""
 
 from castwise._lazy_modules import submodules_of
 

@@ -1,13 +1,13 @@
-"""`BoundPolicy`: a policy with its names looked up in a model, and what holds while the modules of the model run.
+"""`BoundPolicy`: a policy whose names have been looked up in a model, and its state while the model's modules run.
 
-A module that a rule changes gets a `forward` of its own, `_RuledForward`. It does nothing unless the thread is in a
-region of the policy, and autocast's native state is as the policy has set it: a region within, ours or torch's, that
-sets another state suspends the policy. Hooks would not do: torch calls none after a `KeyboardInterrupt`, and runs
-`nn.TransformerEncoderLayer` by another algorithm where a module has some.
+Each module that a rule changes gets a `_RuledForward` as its `forward` attribute. It does nothing unless the thread is
+in a region of the policy and autocast's native state is the one that the policy set. A nested region (castwise's or
+torch's) that sets another state suspends the policy. Hooks would not work: torch does not call them after a
+`KeyboardInterrupt`, and it runs `nn.TransformerEncoderLayer` by another algorithm if a module has hooks.
 
-Activation checkpointing runs a forward again, within a backward and outside of any region. Torch puts back the native
-state; in which state of the policy the forward ran first is found by the number that autograd has given to the node
-of the graph whose turn it is: regions and rules note which numbers were given while they held.
+Activation checkpointing reruns a forward inside a backward, outside any region. Torch restores the native state. The
+state of the policy is found from the sequence number of the autograd node that is running: regions and rules record
+which sequence numbers were assigned while they were active.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from castwise.policy.policy import Policy
 
 _LOW_PRECISION = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_REMEMBERED = 16384  # regions and modules whose forwards may still be run again
-# Modules that in inference may compute what is in them by one op, unless a TorchFunctionMode is there.
+_REMEMBERED = 16384  # regions and modules whose forwards may still be rerun
+# Modules that in inference may run as one fused op, unless a TorchFunctionMode is active.
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _numbers = itertools.count()
 
@@ -63,15 +63,15 @@ class State(NamedTuple):
     """An active policy.
 
     Args:
-        key: The policy's. torch.compile guards on the value of a string, but not on which object another one is.
+        key: The policy's key, a string because torch.compile guards on string values but not on object identity.
         bound: The policy.
-        device: Type of device of the region.
+        device: Device type of the region.
         enabled: Whether autocast's native lists are on.
         dtype: The low precision they cast to.
-        cache: Whether the region keeps casts of weights.
-        ops: Whether op rules hold.
-        writes: Whether the rule for writes in place holds.
-        again: Whether checkpointing runs a forward again, within a backward.
+        cache: Whether the region caches casts of weights.
+        ops: Whether op rules apply.
+        writes: Whether the rule for in-place writes applies.
+        again: Whether checkpointing is rerunning a forward inside a backward.
         weights: The `WeightCache` of the region, if any.
     """
 
@@ -88,29 +88,29 @@ class State(NamedTuple):
 
     @only_inlined
     def is_native(self) -> bool:
-        """Return True if torch's own state is as the policy has set it: else a region inside has changed it."""
+        """Return True if torch's own state is the one the policy set, so that no nested region has changed it."""
         return torch.is_autocast_enabled(self.device) is self.enabled and (
             not self.enabled or torch.get_autocast_dtype(self.device) is self.dtype
         )
 
 
 class _Forward(NamedTuple):
-    """The graph nodes made while a state held: in a region, or in the forward of a module with a rule."""
+    """The graph nodes created while a state was active: in a region, or in the forward of a module with a rule."""
 
     start: int
     stop: int
     thread: object
     device: str
-    native: tuple[bool, torch.dtype | None]  # enabled, and if so the dtype
-    state: State | None  # None where the policy was suspended
+    native: tuple[bool, torch.dtype | None]  # whether autocast is enabled, and its dtype if it is
+    state: State | None  # None if the policy was suspended
 
 
 class BoundPolicy:
-    """A policy for one model: what `castwise.autocast(..., policy=...)` takes. Made by `Policy.bind`.
+    """A policy for one model, to pass to `castwise.autocast(..., policy=...)`. Created by `Policy.bind`.
 
     Args:
         policy: The policy.
-        model: The model, which gets hooks; it is not referenced.
+        model: The model. Its modules get new `forward` attributes; no reference to the model is kept.
     """
 
     def __init__(self, policy: Policy, model: nn.Module) -> None:
@@ -128,7 +128,7 @@ class BoundPolicy:
         self._has_rules = bool(policy.modules or self.op_rules)
         self._forwards: deque[_Forward] = deque(maxlen=_REMEMBERED)
         self._ruled: list[_RuledForward] = []
-        rules = list(self._rules(decisions))  # an error of a backend or a warning leaves the model as it was
+        rules = list(self._rules(decisions))  # first, so that a backend error leaves the model unchanged
         for decision in decisions:
             if decision.recipe and policy.backend == "auto":
                 warn_if_emulated(RECIPES[decision.recipe], decision.device_of_weight)
@@ -136,8 +136,8 @@ class BoundPolicy:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
                 self.unbind()
                 raise ValueError(
-                    f"{decision.name!r} has a forward of {whose} as an attribute, which {decision.recipe} would pass "
-                    "over: bind the policy first, or give the module another rule"
+                    f"{decision.name!r} has a forward of {whose} as an attribute, which {decision.recipe} would "
+                    "bypass: bind the policy first, or give the module another rule"
                 )
             if not isinstance(decision.module, torch.jit.ScriptModule):
                 forward = vars(decision.module).get("forward")
@@ -148,23 +148,23 @@ class BoundPolicy:
                 self._ruled.append(forward)
             elif rule.precision or rule.output or rule.recipe:
                 self.unbind()
-                raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: give it no rule")
+                raise ValueError(f"{decision.name!r} is a ScriptModule, whose forward is fixed: remove its rule")
 
     def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
-        """Yield the modules for which the policy changes anything, each once."""
-        of_names = {decision.name: decision.in_force for decision in decisions}
-        # Rules that say what the region does anyway are needed only within a module of another one.
+        """Yield each module that the policy changes, once, with its rule."""
+        of_names = {decision.name: decision.effective for decision in decisions}
+        # Rules that repeat what the region does are needed only inside a module with a different rule.
         needed = set(of_names.values()) - {None, "inherit", self.policy.compute if self.dtype else None}
         seen: set[nn.Module] = set()
         unfused: list[str] = []
         for decision in decisions:
-            name, module, in_force, compute = decision.name, decision.module, decision.in_force, decision.compute
+            name, module, effective, compute = decision.name, decision.module, decision.effective, decision.compute
             if module in seen:
                 continue
             seen.add(module)
-            precision = None if in_force == "inherit" or not needed else in_force
+            precision = None if effective == "inherit" or not needed else effective
             output = self.output if name == "" else None
-            # Where checkpointing runs a forward again, its module activates op rules.
+            # When checkpointing reruns a forward, the module itself activates op rules.
             calls_ops = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
             fast_path = None
             if isinstance(module, _WITH_FAST_PATH):
@@ -188,13 +188,14 @@ class BoundPolicy:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a bound policy cannot be pickled or copied: do so with the policy and the model, and bind again"
+            "a bound policy cannot be pickled or copied: pickle or copy the policy and the model, and bind again"
         )
 
     def unbind(self) -> None:
-        """Take the rules off the model; modules get back the `forward` of their class.
+        """Remove the rules from the model and restore the `forward` of its modules.
 
-        No region can be entered with it any more, also where `bind` has returned it for an equal policy.
+        After this, entering a region with the bound policy raises, also for other callers to whom `bind` returned the
+        same object.
         """
         self.is_bound = False
         for forward in self._ruled:
@@ -203,12 +204,12 @@ class BoundPolicy:
 
     @only_inlined
     def check_is_bound(self) -> None:
-        """Raise a RuntimeError if its rules are not on the model any more."""
+        """Raise a RuntimeError if the rules are no longer on the model."""
         if not self.is_bound:
-            raise RuntimeError("the policy was unbound, or bound anew after the model had changed: bind it again")
+            raise RuntimeError("the policy was unbound, or bound again after the model changed: bind it again")
 
     def is_on(self, model: nn.Module) -> bool:
-        """Return True if it changes modules of this model, or none at all.
+        """Return True if the policy is bound to modules of this model, or has no rules for any module.
 
         Args:
             model: Any module.
@@ -219,10 +220,10 @@ class BoundPolicy:
         return not self._ruled or not forwards.isdisjoint(self._ruled)
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Activate the policy, as it is now, when a checkpointed function is run again.
+        """Return contexts for `torch.utils.checkpoint` that reactivate the policy when a function is rerun.
 
-        Not needed for rules of modules, nor for op rules in modules that are called. Without it, ops that a
-        checkpointed function calls by itself are run again without their rules.
+        Pass this method as `context_fn`. Module rules do not need it, nor do op rules inside modules. Without it, ops
+        that a checkpointed function calls directly are rerun without their rules.
 
         Example:
             >>> import castwise
@@ -239,25 +240,25 @@ class BoundPolicy:
 
     @only_inlined
     def mode(self) -> op_rules.OpRuleMode | None:
-        """Return what applies the rules for ops, if there are any."""
+        """Return a new mode that applies the op rules, or None if there are none."""
         return op_rules.OpRuleMode(self) if self.op_rules else None
 
     @only_inlined
     def cast_output(self, value: Any, device: str) -> Any:
-        """Cast what a function returns that a region with the policy decorates.
+        """Cast the output of a function that a region with this policy decorates.
 
         Args:
-            value: What it returns.
+            value: The output.
             device: The `type` of the region's device.
         """
         return value if self.output is None else cast_floats(value, device, self.output)
 
     @only_inlined
     def enter(self, region: Any) -> Any:
-        """Activate the policy in this thread while a region lasts; return what `leave` takes.
+        """Activate the policy in this thread for a region, and return the token for `leave`.
 
         Args:
-            region: The `castwise.autocast` that is entered, whose switches are set.
+            region: The `castwise.autocast` being entered, with its settings resolved.
         """
         self.check_is_bound()
         weights = next((each for each in region._extensions if each is not self), None) if self.recipes else None
@@ -270,8 +271,8 @@ class BoundPolicy:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         if is_dynamo_compiling():
             return state, mode, None, None
-        # Rules hold in compiled code as in eager code: torch would run the backward of a module that a rule runs in
-        # fp32 in the dtype of the region around (pytorch#179804).
+        # Rules must act the same in compiled and eager code. Otherwise torch runs the backward of a module with a
+        # "float32" rule in the dtype of the outer region (pytorch#179804).
         backwards = backwards_without_autocast() if self._has_rules else None
         if backwards is not None:
             backwards.__enter__()
@@ -282,7 +283,7 @@ class BoundPolicy:
         """Deactivate the policy.
 
         Args:
-            token: What `enter` has returned.
+            token: The return value of `enter`.
         """
         state, mode, backwards, start = token
         if backwards is not None:
@@ -294,31 +295,31 @@ class BoundPolicy:
 
     @only_inlined
     def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
-        """Note in which state the nodes of the graph were made that there are since a number of them.
+        """Record the state in which the graph nodes since `start` were created.
 
         Args:
-            start: That number; None notes nothing.
+            start: The number of nodes before them; None records nothing.
             device: The `type` of the region's device.
             native: Whether autocast is enabled, and its dtype.
-            state: The policy's; None where it is not active.
+            state: The policy's state; None if the policy is not active.
         """
         if start is not None and start != (stop := graph_nodes_made()):
             self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
     def forward_again(self) -> _Forward | None:
-        """Return the forward that a backward runs again, if any."""
+        """Return the record of the forward that a backward is rerunning, if any."""
         node = graph_node_running()
         if node is None:
             return None
         thread, found = THREAD.token, None
         for forward in reversed(self._forwards.copy()):
-            # On a CPU a backward runs where it is called, elsewhere in a thread of its device.
+            # On a CPU a backward runs in the caller's thread; on other devices, in a thread per device.
             if forward.thread is not thread and forward.device == "cpu":
                 continue
             if forward.stop <= node:
                 break
-            # Of those around each other it is that in which the checkpoint was made: torch has put back its state.
+            # Of nested records, use the one in which the checkpoint was created: its native state has been restored.
             is_inner = forward.start <= node and (found is None or forward.start >= found.start)
             if is_inner and forward.native == _compared(native_state_of(forward.device)[:2]):
                 found = forward
@@ -327,12 +328,12 @@ class BoundPolicy:
 
 @only_inlined
 def _compared(native: tuple[bool, torch.dtype]) -> tuple[bool, torch.dtype | None]:
-    """Leave out the dtype of an autocast that is off."""
+    """Return the native state without a dtype if autocast is off."""
     return native if native[0] else (False, None)
 
 
 class _Again:
-    """Activates a state while a checkpointed function is run again."""
+    """Activate a state while a checkpointed function is rerun."""
 
     def __init__(self, state: State | None) -> None:
         self._state = state
@@ -354,17 +355,17 @@ class _Again:
 
 
 class _Rule(NamedTuple):
-    """What one policy says of one module.
+    """One policy's rule for one module.
 
     Args:
         bound: The policy.
-        precision: A dtype by name or "exclude"; None leaves the precision of the code around.
-        output: To what its results are cast.
-        fast_path: Of a module that may compute all that is in it by one op: whether it still may, although there are op
-            rules (none of which concern it), or no longer, because a rule changes something in it. None leaves it.
-        recipe: By which a linear layer computes.
-        kernels_on: On which types of device torch's kernels compute it.
-        torchao: Computes it, if that is the backend.
+        precision: A dtype by name or "exclude"; None keeps the surrounding precision.
+        output: The dtype to cast results to.
+        fast_path: For a module that may run as one fused op: True if it still may, because no op rule concerns it;
+            False if it may not, because a rule changes something inside it; None to leave the choice to torch.
+        recipe: The recipe of a linear layer.
+        kernels_on: Device types on which torch's kernels compute the recipe.
+        torchao: Computes the recipe if torchao is the backend.
     """
 
     bound: BoundPolicy
@@ -376,7 +377,7 @@ class _Rule(NamedTuple):
     torchao: TorchaoLinear | None = None
 
     def computed_by(self, backend: str, recipe: Recipe) -> _Rule:
-        """Return the rule with what computes its recipe."""
+        """Return the rule with the implementation of its recipe filled in."""
         if backend == "torchao":
             return self._replace(torchao=TorchaoLinear(recipe))
         return self._replace(kernels_on=kernels_on(recipe, backend))
@@ -393,15 +394,15 @@ class _Rule(NamedTuple):
 
     @only_inlined
     def cast_output(self, result: Any, outer: State) -> Any:
-        """Return what the module returns in the dtype that the policy or the code around it wants."""
+        """Cast the module's output to the dtype that the policy or the surrounding code expects."""
         output = self.output
         if output is None and not outer.enabled and self.precision in _LOW_PRECISION:
-            output = torch.float32  # what runs without autocast could not use anything else
+            output = torch.float32  # code that runs without autocast expects fp32
         return result if output is None else cast_floats(result, outer.device, output)
 
 
 def _other_forward(module: nn.Module) -> str | None:
-    """Return whose forward a module has as an attribute, if that is not that of a rule for the module's own."""
+    """Return where a module's `forward` attribute comes from; None if it has none, or only a rule's."""
     forward = vars(module).get("forward")
     if isinstance(forward, _RuledForward):
         forward = forward.before
@@ -409,7 +410,7 @@ def _other_forward(module: nn.Module) -> str | None:
 
 
 class _Seen(TorchFunctionMode):
-    """Does nothing, but is there: modules that have a fast path do not take it."""
+    """A mode that does nothing: its presence keeps modules from taking their fast path."""
 
     @only_inlined
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -417,7 +418,7 @@ class _Seen(TorchFunctionMode):
 
 
 class _Fp32Weights(TorchFunctionMode):
-    """Casts 16-bit parameters to fp32 where functions are given them: autocast leaves alone what it has not cast."""
+    """Casts 16-bit parameters to fp32 when they are passed to functions, which disabled autocast does not do."""
 
     @only_inlined
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -429,7 +430,7 @@ class _Fp32Weights(TorchFunctionMode):
 
 @only_inlined
 def _widened(arg: Any) -> Any:
-    if isinstance(arg, (list, tuple)) and any(isinstance(each, nn.Parameter) for each in arg):  # of torch.stack
+    if isinstance(arg, (list, tuple)) and any(isinstance(each, nn.Parameter) for each in arg):  # as for torch.stack
         return type(arg)([_widened(each) for each in arg])
     return arg.float() if isinstance(arg, nn.Parameter) and arg.dtype in _LOW_PRECISION.values() else arg
 
@@ -438,8 +439,8 @@ class _RuledForward:
     """The `forward` of a module that policies have rules for.
 
     Args:
-        module: The module, of which this becomes an attribute; it is not referenced.
-        before: The `forward` that it had as an attribute, if any.
+        module: The module that gets this as an attribute; only a weak reference is kept.
+        before: The module's previous `forward` attribute, if any.
     """
 
     def __init__(self, module: Any, before: Any) -> None:
@@ -448,18 +449,18 @@ class _RuledForward:
         self.has_low_weights = False
 
     def note_dtypes(self) -> None:
-        """Note whether the module has 16-bit weights, which a rule "float32" must cast."""
+        """Update whether the module has 16-bit weights, which a "float32" rule must cast."""
         module: Any = self._module()
         self.has_low_weights = any(param.dtype in _LOW_PRECISION.values() for param in module.parameters())
 
     @property
     def __wrapped__(self) -> Any:
-        """The forward without rules: `inspect.signature` asks for it."""
+        """The forward without rules, for `inspect.signature`."""
         module: Any = self._module()
         return self.before or type(module).forward.__get__(module)
 
     def take_off(self, key: str) -> None:
-        """Forget the rule of a policy, and give the module back its own forward if it was the last."""
+        """Remove a policy's rule, and restore the module's own forward if it was the last rule."""
         self.rules.pop(key, None)
         module = self._module()
         if not self.rules and module is not None and vars(module).get("forward") is self:
@@ -472,11 +473,11 @@ class _RuledForward:
         module = self._module()
         twin = _RuledForward(memo.get(id(module), module), copy.deepcopy(self.before, memo))
         twin.has_low_weights = self.has_low_weights
-        twin.rules.update(self.rules)  # a copy of the model follows the policies as well
+        twin.rules.update(self.rules)  # a copy of the model follows the policies too
         return twin
 
     def __reduce__(self) -> Any:
-        """A model from a file is not bound to any policy, and needs no castwise."""
+        """Pickle as the original forward: an unpickled model is bound to no policy and does not need castwise."""
         return (getattr, (self._module(), "forward")) if self.before is None else self.before.__reduce_ex__(4)
 
     @only_inlined
@@ -510,7 +511,7 @@ class _RuledForward:
             kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
         cuda = hidden = widening = None
         if rule.fast_path is False and compiling and outer.device != "cuda":
-            # Dynamo overlooks modes where torch asks for them, but not autocast of CUDA, for which torch asks anywhere.
+            # Torch checks for a mode, which Dynamo does not see, and for CUDA autocast on any device, which it does.
             cuda = native_state_of("cuda")
         elif rule.fast_path is False and not outer.bound.op_rules:
             mode = _Seen()
@@ -523,7 +524,7 @@ class _RuledForward:
             widening = _Fp32Weights()
             widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
         if rule.precision is not None:
-            # Torch keeps one cast of a weight, whatever its dtype: only those of the region's dtype are to be kept.
+            # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
             cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
             set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
         if cuda is not None:
@@ -549,7 +550,7 @@ class _RuledForward:
 
     @only_inlined
     def _by_recipe(self, input: torch.Tensor, rule: _Rule, outer: State, native: tuple[bool, torch.dtype, bool]) -> Any:
-        """Return what a linear layer with a recipe returns."""
+        """Return the output of a linear layer that has a recipe."""
         assert rule.recipe is not None
         module: Any = self._module()
         state, weights, tell = rule.state_inside(outer), quantized_linear.quantize_weight, None
@@ -559,7 +560,7 @@ class _RuledForward:
             if LISTENERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
-        weight, bias = module.weight, module.bias  # in the region, as a parametrization computes them
+        weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
         hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
         set_native_state(outer.device, False, native[1], native[2])
         try:
@@ -575,20 +576,20 @@ class _RuledForward:
 
 
 def note_dtypes(model: nn.Module) -> None:
-    """Have rules take notice that parameters of a model have other dtypes now."""
+    """Tell the rules on a model that the dtypes of its parameters have changed."""
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, _RuledForward):
             forward.note_dtypes()
 
 
-# By model and policy; with each what there was by name, wrapped modules and their types included.
+# Bound policies by model and policy, each with the modules the model had, by name, including wrapped ones.
 _Modules = list[tuple[str, "weakref.ref[nn.Module]", type]]
 _BOUND: weakref.WeakKeyDictionary[nn.Module, dict[Policy, tuple[BoundPolicy, _Modules]]] = weakref.WeakKeyDictionary()
 
 
 def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
-    """Bind a policy to a model, or return what an earlier call has bound if the model is the same."""
+    """Bind a policy to a model, or return the result of an earlier call if the model has not changed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     bound = is_bound_to(policy, model)
@@ -604,7 +605,7 @@ def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
 
 
 def is_bound_to(policy: Policy, model: nn.Module) -> BoundPolicy | None:
-    """Return what a policy has been bound to a model as, if neither has changed since."""
+    """Return the bound policy of an earlier call of `bind`, if it is still bound and the model has not changed."""
     bound, modules = _BOUND.get(model, {}).get(policy, (None, []))
     if bound is None or not bound.is_bound:
         return None
@@ -621,7 +622,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
-    """Refuse a module that would not get its weights in the dtype it computes in."""
+    """Raise a ValueError for a module whose weights FSDP gathers in a dtype other than the one it computes in."""
     units: dict[str, tuple[str, torch.dtype | None]] = {}
     for name, module, _, _, compute, _, _, recipe, _ in decisions:
         mixed_precision = fsdp_mixed_precision(module)
@@ -633,11 +634,11 @@ def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
         if owns and recipe and dtype not in (None, *{param.dtype for param in module.parameters(recurse=False)}):
             raise ValueError(
-                f"the policy has {name!r} quantize its weight by {recipe}, but FSDP gathers the weights of {unit!r} in "
-                f"{dtype}, rounded once already: shard with the policies that Policy.fsdp(...) yields"
+                f"the policy quantizes the weight of {name!r} by {recipe}, but FSDP gathers the weights of {unit!r} "
+                f"already rounded to {dtype}: shard with the policies that Policy.fsdp(...) yields"
             )
         if owns and not recipe and dtype is not None and dtype is not getattr(torch, compute):
             raise ValueError(
-                f"the policy has {name!r} compute in {compute}, but FSDP gathers the weights of {unit!r} in {dtype}: "
+                f"the policy runs {name!r} in {compute}, but FSDP gathers the weights of {unit!r} in {dtype}: "
                 "shard with the policies that Policy.fsdp(...) yields, or give the module a rule"
             )

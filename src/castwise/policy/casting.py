@@ -1,7 +1,7 @@
-"""Casts that policies make by themselves, and the setting of autocast's native state around them.
+"""The casts that policies add, and functions that set autocast's native state around them.
 
-Functions here run in hooks, which Dynamo may call by themselves: it must not compile them apart from the module they
-belong to, or the state they set would end with them.
+Dynamo must inline these functions into the module they serve. If it compiled one separately, the state that it sets
+would be reset when the function returns.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from castwise.amp import _traced_region
 
 
 class Casts:
-    """Casts of floating-point tensors of a device, except fp64 ones, wherever they are in some values.
+    """Casts the floating-point tensors of a device, except fp64, including those nested in containers.
 
-    Tuples, lists, dicts and dataclasses are looked into. What has nothing to cast in it stays the same object, and what
-    is there twice is cast once. `give_back` is for arguments of a call.
+    Tuples, lists, dicts and dataclasses are traversed. A value with nothing to cast is returned as the same object, and
+    an object that occurs twice is cast once. Call `give_back` after a call whose arguments were cast.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type, self._dtype = device_type, dtype
-        # Objects, and what was given in their place.
+        # Pairs of an original and its replacement.
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
 
@@ -46,7 +46,7 @@ class Casts:
                 return given
         before = _contents(value)
         items = [self.cast(item) for item in before]
-        if _are(before, items):
+        if _are_same(before, items):
             return value
         given = _with_contents(value, items)
         self._containers.append((value, given))
@@ -70,9 +70,9 @@ class Casts:
 
     @only_inlined
     def give_back(self) -> None:
-        """Let the caller's lists and dicts have what the call has put into those in their place.
+        """Copy changes that a call made to its replaced lists and dicts back to the caller's originals.
 
-        Layers of Gemma 3n and 4 share keys and values in a dict that they are all given (transformers#45663).
+        Layers of Gemma 3n and 4 share keys and values in a dict that is passed to all of them (transformers#45663).
         """
         for original, given in self._containers:
             if type(original) is dict:
@@ -92,7 +92,7 @@ class Casts:
 
 @only_inlined
 def cast_floats(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast what is in one value."""
+    """Cast the tensors in one value."""
     return Casts(device_type, dtype).cast(value)
 
 
@@ -102,13 +102,13 @@ def _has_fields(value: Any) -> bool:
 
 
 @only_inlined
-def _are(some: list[Any], others: list[Any]) -> bool:
+def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and not any(map(operator.is_not, some, others))
 
 
 @only_inlined
 def _names(value: Any) -> Any:
-    """Return the keys of a dict and the attributes of a dataclass; None for what has but an order."""
+    """Return the keys of a dict and the attributes of a dataclass; None for a tuple or list."""
     keys = list(value) if isinstance(value, dict) else []
     attributes = _attributes(value) if _has_fields(value) else []
     return None if isinstance(value, (tuple, list)) else (keys, attributes)
@@ -131,7 +131,7 @@ def _contents(value: Any) -> list[Any]:
 
 @only_inlined
 def _with_contents(value: Any, items: list[Any]) -> Any:
-    """Return a container like another one, with other items; the same if it is not known how to make one."""
+    """Return a container like `value` with other items; `value` itself if its type cannot be rebuilt."""
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
             return value._make(items)
@@ -145,7 +145,7 @@ def _with_contents(value: Any, items: list[Any]) -> Any:
         return dict(zip(value, items, strict=True))
     if isinstance(value, dict):
         given: Any = type(value).__new__(type(value))
-        if getattr(value, "__dict__", None) is value:  # a dict whose items are attributes, too
+        if getattr(value, "__dict__", None) is value:  # a dict whose items are also its attributes
             given.__dict__ = given
         elif hasattr(value, "__dict__"):
             given.__dict__.update(value.__dict__)
@@ -185,7 +185,7 @@ def native_state_of(device_type: str) -> tuple[bool, torch.dtype, bool]:
 
 @only_inlined
 def set_native_state(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
-    """Set what `native_state_of` returns; `restore_native_state` has to follow."""
+    """Set the state that `native_state_of` returns; `restore_native_state` must follow."""
     if is_dynamo_compiling():
         _traced_region.prepare(device_type)
     _traced_region.enter(device_type, enabled, dtype, cache_enabled)
@@ -193,12 +193,12 @@ def set_native_state(device_type: str, enabled: bool, dtype: torch.dtype, cache_
 
 @only_inlined
 def restore_native_state(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
-    """Set what `native_state_of` returned before `set_native_state`."""
+    """Restore the state that `native_state_of` returned before `set_native_state`."""
     _traced_region.leave(device_type, enabled, dtype, cache_enabled, False)
 
 
 class in_native_state:  # noqa: N801 - reads as a function, like the context managers of torch
-    """Hold autocast's native state for a while."""
+    """Set autocast's native state in a `with` block."""
 
     def __init__(self, device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
         self._device_type, self._inner = device_type, (enabled, dtype, cache_enabled)

@@ -1,4 +1,4 @@
-"""What `Policy.explain` prints."""
+"""The table that `Policy.explain` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
-    """Return the effective dtypes of a model's modules as a table, and those of ops and outputs below it."""
+    """Return a table of the effective dtypes of a model's modules, followed by those of ops and outputs."""
     decisions = decide(policy, model)
     op_rules.rules_of(policy)
     header = ["module", "type", "parameters", "computes in", "decided by"]
@@ -40,7 +40,7 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
     if policy.ops:
         lines.append("ops: " + ", ".join(f"{op} in {dtype}" for op, dtype in policy.ops.items()))
     if policy.in_place == "cast":
-        lines.append("writes in place: the source is cast to the destination")
+        lines.append("in-place writes: the source is cast to the destination's dtype")
     if policy.output is not None:
         lines.append(f"outputs: {policy.output}")
     return "\n".join(lines)

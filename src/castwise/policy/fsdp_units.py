@@ -1,4 +1,4 @@
-"""In which dtype FSDP2 is to gather the parameters of which modules, so that it agrees with a policy."""
+"""The dtypes in which FSDP2 must gather the parameters of modules to agree with a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from castwise.policy.module_rules import Decision, decide, matches, spelled
 from castwise.policy.op_rules import canonical
 
-# Modules whose weights autocast casts, and the ops that do it; others use theirs in the dtype they have.
+# Modules whose weights autocast casts, and their ops. Other modules use weights in their own dtype.
 _WEIGHTS_CAST = (
     nn.Linear,
     *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)),
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def policies(
     policy: Policy, model: nn.Module, units: Iterable[Any], reduce_dtype: torch.dtype
 ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
-    """Return an iterator over what is to be sharded, inner modules first, and how."""
+    """Return an iterator over the modules to shard, inner ones first, each with its mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if not isinstance(reduce_dtype, torch.dtype):
@@ -53,7 +53,7 @@ def policies(
 
 
 def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, str]:
-    """Return by module in which dtype its parameters are gathered, and in which unit."""
+    """Return a text for each module name: the dtype and the unit in which its parameters are gathered."""
     dtypes, first = _dtypes(policy, decisions, units), _first_names(decisions)
     described = {}
     for decision in decisions:
@@ -66,10 +66,10 @@ def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) ->
 
 
 def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
-    """Return by unit the low precision in which all of its parameters are used, or None if there is no such."""
+    """Return for each unit the low precision in which all its parameters are used; None if they differ or use fp32."""
     of_ops = {dtype for op, dtype in policy.ops.items() if canonical(op) in _OPS_WITH_WEIGHTS}
     if isinstance(units, str):
-        raise TypeError(f"units must be several keys, as in [{units!r}]")
+        raise TypeError(f"units must be a list of keys, as in [{units!r}]")
     named = [(decision.name, decision.module) for decision in decisions]
     first = _first_names(decisions)
     modules = dict(named)
@@ -87,7 +87,7 @@ def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> 
 
 
 def _first_names(decisions: list[Decision]) -> dict[int, str]:
-    """Return by the id of a module the first of its names: fully_shard takes each module once."""
+    """Return the first name of each module, by its id: fully_shard accepts each module once."""
     return {id(decision.module): decision.name for decision in reversed(decisions)}
 
 

@@ -1,6 +1,6 @@
-"""Which rule of a policy decides the precision of which module.
+"""Which rule of a policy decides the precision of each module.
 
-Everything here is a function of names and types; what holds while a module runs is `bound_policy`.
+Everything here depends on names and types only. `bound_policy` applies the decisions while modules run.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 
 
 class Decision(NamedTuple):
-    """What a policy says of one module.
+    """A policy's decision for one module.
 
     Args:
         name: Qualified name without wrappers; "" for the model itself.
-        module: The module, or what a wrapper wraps.
-        value: A dtype, "inherit" or "exclude", as the rule says; None if no rule names the module.
-        in_force: The same, or what the rule of a container says that has no forward of its own, such as a ModuleList.
-        compute: The dtype that the module computes in, its own or that of the modules around it.
-        key: The rule that decided `compute`; None is the policy's default.
-        around: Name of the module that this rule names, if it is one around.
-        recipe: By which recipe a linear layer computes its products, of operands in `compute`; `key` is its rule then.
+        module: The module, or the module inside a wrapper.
+        value: The value of its rule: a dtype, "inherit" or "exclude"; None if no rule names the module.
+        effective: The same, or the value of an enclosing container that has no forward, such as a ModuleList.
+        compute: The dtype that the module computes in, its own or inherited from the enclosing modules.
+        key: The rule that decided `compute`; None for the policy's default.
+        around: Name of the enclosing module that `key` matches; None if it matches the module itself.
+        recipe: Recipe for a linear layer's products, with operands in `compute`. `key` is then the recipe's rule.
         without_recipe: Why a module has no recipe although a rule with "?" gives it one.
     """
 
     name: str
     module: nn.Module
     value: str | None
-    in_force: str | None
+    effective: str | None
     compute: str
     key: str | None
     around: str | None
@@ -53,13 +53,13 @@ class Decision(NamedTuple):
 
     @property
     def device_of_weight(self) -> str:
-        """The `type` of the device of a linear layer's weight, which need not be a parameter."""
+        """The device `type` of a linear layer's weight, which need not be a parameter."""
         layer: Any = self.module
         return str(layer.weight.device.type)
 
 
 def spelled(key: Any) -> Any:
-    """Return a module rule's key as a string: types and compiled expressions have a spelling of their own."""
+    """Return a module rule's key as a string: types become "type:...", compiled expressions "re:..."."""
     if isinstance(key, type) and issubclass(key, nn.Module):
         return f"type:{_full_name(key)}"
     if isinstance(key, re.Pattern):
@@ -69,10 +69,10 @@ def spelled(key: Any) -> Any:
 
 
 def decide(policy: Policy, model: nn.Module) -> list[Decision]:
-    """Decide for every name of every module, outer ones first.
+    """Return a decision for every name of every module, outer modules first.
 
-    A recipe is looked up apart from the dtype: rules with dtypes say in which dtype each module computes, also around a
-    recipe, and rules with recipes only which linear layers take one.
+    Recipes and dtypes are decided separately. Rules with dtypes decide the dtype of every module, including the dtype
+    around a recipe. Rules with recipes only decide which linear layers use a recipe.
 
     Raises:
         TypeError: `model` is not a module.
@@ -82,8 +82,8 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     named = list(named_modules(model))
     deciding: dict[str, str] = {}  # for the dtype
-    scoping: dict[str, str] = {}  # for recipes: of all rules
-    for key in sorted(policy.modules, key=_rank):  # a stable sort: of equals the later one decides
+    scoping: dict[str, str] = {}  # for recipes: among all rules
+    for key in sorted(policy.modules, key=_rank):  # a stable sort: among equals, the later rule decides
         for name in matches(key, named):
             scoping[name] = key
             if recipe_named(policy.modules[key]) is None:
@@ -106,8 +106,8 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
         else:
             is_decided_there = outer.key is not None and outer.around is None
             compute, key, around = outer.compute, outer.key, outer.name if is_decided_there else outer.around
-        in_force = outer.in_force if value is None and outer is not None and not _has_forward(outer.module) else value
-        decision = Decision(name, module, value, in_force, compute, key, around)
+        effective = outer.effective if value is None and outer is not None and not _has_forward(outer.module) else value
+        decision = Decision(name, module, value, effective, compute, key, around)
         if recipe is not None and is_by_recipe:
             decision = decision._replace(recipe=recipe.recipe, key=recipe.key, around=recipe.around)
         elif recipe is not None and (isinstance(module, nn.Linear) or not _holds_linear_layers(module)):
@@ -117,7 +117,7 @@ def decide(policy: Policy, model: nn.Module) -> list[Decision]:
 
 
 class _Given(NamedTuple):
-    """A recipe that a rule gives a module, and why the module does not take it, if so."""
+    """A recipe that a rule gives a module, and the reason if the module cannot use it."""
 
     key: str
     recipe: str
@@ -126,13 +126,14 @@ class _Given(NamedTuple):
 
 
 def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mapping[str, str]) -> dict[str, _Given]:
-    """Return by name the linear layers that rules with recipes give one, in the modules that they name or within.
+    """Return the recipes of linear layers by name, from rules for them or for enclosing modules.
 
     Raises:
-        ValueError: One does not take its recipe, a rule gives none to any, or two names of one layer contradict.
+        ValueError: A layer cannot use its recipe, a rule matches no linear layer, or rules for two names of one layer
+            contradict each other.
     """
     found: dict[str, _Given] = {}
-    scopes: dict[str, tuple[str, str] | None] = {}  # the key of the rule that holds, and the module that it names
+    scopes: dict[str, tuple[str, str] | None] = {}  # the key of the rule that applies, and the module that it names
     for name, module in named:
         scope = scopes.get(name.rpartition(".")[0]) if name else None
         is_named = name in scoping and policy.modules[scoping[name]] != "inherit"
@@ -149,8 +150,8 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
             found[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
         elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             raise ValueError(
-                f"modules[{key!r}] = {rule!r} gives {name!r} a recipe that it cannot take: {why_not}. Write "
-                f"{rule + '?'!r} to leave such modules in the dtype around them, or give {name!r} a rule of its own"
+                f"modules[{key!r}] = {rule!r} gives {name!r} a recipe that it cannot use: {why_not}. Write "
+                f"{rule + '?'!r} to run such modules in the surrounding dtype, or give {name!r} another rule"
             )
     for key, rule in policy.modules.items():
         if recipe_named(rule) and key in scoping.values() and not any(given.key == key for given in found.values()):
@@ -165,7 +166,7 @@ def _agree_on_recipes_of_shared_layers(
     scopes: Mapping[str, tuple[str, str] | None],
     found: dict[str, _Given],
 ) -> None:
-    """Let the recipe that a layer takes by one of its names hold by the others: it computes by one wherever it is."""
+    """Give all names of a layer the recipe that one of them has: the layer has one recipe wherever it is used."""
     for of_one in _names_by_module(named).values():
         taken = next((found[name] for name in of_one if name in found and found[name].why_not is None), None)
         if taken is None:
@@ -174,9 +175,9 @@ def _agree_on_recipes_of_shared_layers(
             scope = scopes[name]
             if scope is not None and policy.modules[scope[0]].removesuffix("?") != taken.recipe:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{taken.key!r}] = "
+                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{taken.key!r}] = "
                     f"{policy.modules[taken.key]!r} contradicts modules[{scope[0]!r}] = {policy.modules[scope[0]]!r}: "
-                    "give it a rule of its own"
+                    "give the module one rule by name"
                 )
             found[name] = taken
 
@@ -185,7 +186,7 @@ def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules"
     """Return the names of the modules that a key matches.
 
     Raises:
-        ValueError: It matches none and does not begin with "maybe:", or its "re:" is no regular expression.
+        ValueError: It matches none and does not begin with "maybe:", or its "re:" is not a valid expression.
     """
     bare = key.removeprefix(_MAYBE)
     kind = next((kind for kind in _KINDS if bare.startswith(kind)), "")
@@ -229,7 +230,7 @@ _FINDERS = {"": _by_name, "re:": _by_expression, "type:": _by_type, "last:": _la
 
 
 def _is_of_type(module: nn.Module, pattern: str) -> bool:
-    """Return True if a module's type, or one it derives from, has a name: alone, or where it is defined or imported."""
+    """Return True if a pattern matches a module's type or a base class, by bare, full or imported name."""
     place, _, name = pattern.rpartition(".")
     imported = getattr(sys.modules.get(place), name, None)
     return any(
@@ -244,7 +245,7 @@ def _full_name(cls: type) -> str:
 
 
 def _rank(key: str) -> int:
-    """Order keys by how much they say: types, patterns, names."""
+    """Rank keys by how specific they are: types 0, patterns 1, names 2."""
     bare = key.removeprefix(_MAYBE)
     if bare.startswith(("type:", "last:")):
         return 0
@@ -252,7 +253,7 @@ def _rank(key: str) -> int:
 
 
 def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by all of their names, the outer ones first, and of wrappers only what they wrap."""
+    """Yield modules under all of their names, outer ones first; a wrapper is replaced by the module inside."""
     while (wrapped := _wrapped(module)) is not None:
         module = wrapped
     yield name, module
@@ -278,13 +279,13 @@ def _check_none_is_overruled(
         if contrary:
             raise ValueError(
                 f"modules[{key!r}] = {value!r} contradicts modules[{contrary[0]!r}] = {policy.modules[contrary[0]]!r}, "
-                "which decides wherever it matches: a name decides over a pattern, a pattern over a type, and a later "
-                "rule over an earlier one"
+                "which overrides it everywhere: a name overrides a pattern, a pattern overrides a type, and a later "
+                "rule overrides an earlier one"
             )
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Return True for the last layer of `nn.MultiheadAttention`, which takes its weights and leaves it alone."""
+    """Return True for the last layer of `nn.MultiheadAttention`, which uses its weights without calling it."""
     return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
@@ -310,13 +311,13 @@ def _check_forwards_are_called(
         outer = modules.get(name.rpartition(".")[0])
         if isinstance(outer, nn.MultiheadAttention) and name.endswith("out_proj") and _rank(key) > 0:
             raise ValueError(
-                f"modules[{key!r}] names {name!r}, whose forward torch.nn.MultiheadAttention never calls: name the "
-                "attention itself"
+                f"modules[{key!r}] names {name!r}, whose forward torch.nn.MultiheadAttention never calls: write the "
+                "rule for the attention module"
             )
 
 
 def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]], deciding: dict[str, str]) -> None:
-    """Let what decides one name of a module decide its other names."""
+    """Give all names of a module the rule that decides one of them."""
     for of_one in _names_by_module(named).values():
         keys = [deciding[name] for name in of_one if name in deciding]
         if len(of_one) == 1 or not keys:
@@ -326,7 +327,7 @@ def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]],
         for key in others:
             if policy.modules[key] != policy.modules[first]:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are one module, for which modules[{first!r}] = "
+                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{first!r}] = "
                     f"{policy.modules[first]!r} contradicts modules[{key!r}] = {policy.modules[key]!r}"
                 )
         deciding.update(dict.fromkeys(of_one, first))

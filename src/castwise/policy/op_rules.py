@@ -1,7 +1,6 @@
 """Op rules of a policy: the names of ops, and the `TorchFunctionMode` that applies the rules.
 
-The mode looks up each call of a torch function in a dictionary; ops that are not in it go on to autocast's native lists
-untouched.
+The mode looks up each call of a torch function in a dictionary. Ops without a rule are left to autocast's native lists.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ _OPERATORS = {
     "rfloordiv": "floor_divide",
     "rmod": "remainder",
 }
-# Functions that write to arguments without a name that ends in "_".
+# Functions that write to their arguments although their names do not end in "_".
 _WRITING = re.compile(
     r"__(set|del)(item)?__|(native|cudnn|miopen|quantized)_batch_norm|batch_norm_.*|fused_moving_avg.*"
 )
-# Where ops that write in place have their source: the position, counted with the tensor itself, and the name.
+# The source argument of ops that write in place: its position (the destination is 0) and its name.
 _SOURCES = {
     "index_put_": (2, "values"),
     "index_copy_": (3, "source"),
@@ -68,7 +67,7 @@ _SOURCES = {
 }
 
 
-# The ops that the forwards of some modules call, beside those of the modules in them.
+# The ops that the forwards of some modules call, not counting those of their submodules.
 _OPS_OF_MODULES: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity), ()),
     **{
@@ -83,7 +82,7 @@ _OPS_OF_MODULES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.GELU: ("gelu",),
     nn.ReLU: ("relu",),
     nn.SiLU: ("silu",),
-    nn.modules.linear.NonDynamicallyQuantizableLinear: (),  # of nn.MultiheadAttention, which calls it never
+    nn.modules.linear.NonDynamicallyQuantizableLinear: (),  # the out_proj of nn.MultiheadAttention, never called
     nn.MultiheadAttention: ("multi_head_attention_forward",),
     nn.TransformerEncoderLayer: ("add", "relu", "gelu"),
     nn.TransformerEncoder: (),
@@ -91,13 +90,14 @@ _OPS_OF_MODULES: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 class Rule(NamedTuple):
-    """What is done to the calls of a function.
+    """How calls of a function are changed.
 
     Args:
-        dtype: To what its arguments are cast.
-        source: Where the source of a write in place is, position and name, which is cast to its destination.
-        flags: Parameters, each with its position, that make it write to its arguments; then nothing is cast.
-        has_statistics: Whether it has running statistics; then its input alone is cast.
+        dtype: The dtype to cast arguments to.
+        source: Position and name of the source of an in-place write, which is cast to the destination's dtype.
+        flags: Parameters, with their positions, that make the function write to its arguments; if one is set, nothing
+            is cast.
+        has_statistics: Whether the function updates running statistics; if so, only its input is cast.
     """
 
     dtype: torch.dtype | None = None
@@ -108,20 +108,20 @@ class Rule(NamedTuple):
 
 @functools.cache
 def op_names() -> dict[str, list[_Function]]:
-    """Return by name the functions that call an op; variants that write in place are left out."""
+    """Return the functions that call each op, by op name, without in-place variants."""
     names: dict[str, list[_Function]] = {}
     for functions in get_overridable_functions().values():
         for function in functions:
             name = _op_of(function)
             if name is not None and _computes(name, function) and function not in names.setdefault(name, []):
                 names[name].append(function)
-    for name, functions in names.items():  # torch.special has ops of its own, and other names of ops
+    for name, functions in names.items():  # torch.special has its own ops, and aliases of others
         names[name] = functions + [twin for twin in names.get(f"special_{name}", ()) if twin not in functions]
     return names
 
 
 def _computes(name: str, function: _Function) -> bool:
-    """Return True if a function makes new tensors; views and questions have nothing to compute in any precision."""
+    """Return True if a function creates new tensors: views and queries compute nothing."""
     if getattr(function, "__module__", None) in {"torch.nn.functional", "torch.functional"}:
         return True
     op = getattr(torch.ops.aten, name, None)
@@ -145,7 +145,7 @@ def _op_of(function: _Function) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """Return an op's one name for any of its spellings, without a check that there is such an op."""
+    """Return the canonical name for any spelling of an op, without checking that the op exists."""
     bare = name.replace("::", ".").removeprefix("torch.").removeprefix("ops.")
     if bare.startswith("aten."):
         return bare.split(".")[1]
@@ -156,7 +156,7 @@ def canonical(name: str) -> str:
 
 
 def rules_of(policy: Policy) -> dict[_Function, Rule]:
-    """Return by function what a policy says of its calls.
+    """Return a policy's rules by function.
 
     Raises:
         ValueError: An op is unknown, or has two names whose rules differ.
@@ -166,7 +166,7 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
     for name, dtype in policy.ops.items():
         op = canonical(name)
         if op not in known:
-            raise ValueError(f"ops[{name!r}] is not an op that this torch has{nearest(op, known)}")
+            raise ValueError(f"ops[{name!r}] is not an op of this torch version{nearest(op, known)}")
         other = spelling.setdefault(op, name)
         if policy.ops[other] != dtype:
             raise ValueError(f"ops[{name!r}] = {dtype!r} contradicts ops[{other!r}] = {policy.ops[other]!r}")
@@ -186,7 +186,7 @@ def rules_of(policy: Policy) -> dict[_Function, Rule]:
 
 
 def calls_no_rule(module: nn.Module, rules: Mapping[_Function, Rule]) -> bool:
-    """Say of some modules of torch that their own forward calls nothing there is a rule for; False if unknown."""
+    """Return True if a module's own forward is known to call no function that has a rule."""
     ops = _OPS_OF_MODULES.get(type(module))
     if getattr(module, "padding_mode", "zeros") != "zeros" or getattr(module, "max_norm", None) is not None:
         return False  # calls another op
@@ -202,19 +202,19 @@ def _flags_of(function: _Function) -> tuple[tuple[str, int], ...]:
         names = list(inspect.signature(function).parameters)
     except ValueError:  # written in C++
         return ()
-    # An embedding with a max_norm scales rows of its weight.
+    # An embedding with max_norm rescales rows of its weight in place.
     return tuple((name, names.index(name)) for name in ("inplace", "max_norm") if name in names)
 
 
 class OpRuleMode(TorchFunctionMode):
-    """Applies a policy's rules for ops while it is active."""
+    """Applies a policy's op rules while the policy is active."""
 
     def __init__(self, bound: BoundPolicy) -> None:
         TorchFunctionMode.__init__(self)
         self.bound, self._rules = bound, bound.op_rules
 
     def leaves_alone(self, kind: type[nn.Module]) -> bool:
-        """Return True if there is no rule for the op that a kind of module calls."""
+        """Return True if there is no rule for the ops that a module of type `kind` calls."""
         names = _OPS_OF_MODULES[kind]
         return not any(function in self._rules for name in names for function in op_names()[name])
 
@@ -232,7 +232,7 @@ class OpRuleMode(TorchFunctionMode):
         dtype = rule.dtype
         if dtype is None or not state.ops or kwargs.get("out") is not None or _writes_to_arguments(rule, args, kwargs):
             return func(*args, **kwargs)
-        if dtype is not torch.float32 and func in LOW_PRECISION_OPS:  # autocast casts, and keeps what it has cast
+        if dtype is not torch.float32 and func in LOW_PRECISION_OPS:  # autocast casts, and caches the casts
             if state.enabled and dtype is state.dtype:
                 return func(*args, **kwargs)
             native = in_native_state(state.device, True, dtype, False)
@@ -246,7 +246,7 @@ class OpRuleMode(TorchFunctionMode):
 
 @only_inlined
 def hide(bound: BoundPolicy) -> OpRuleMode | None:
-    """Leave the mode of a policy if it is the innermost; return it, to be entered again."""
+    """Exit the op-rule mode of a policy if it is the innermost mode, and return it for re-entering."""
     innermost = function_modes()[-1:]
     if not innermost or not isinstance(innermost[0], OpRuleMode) or innermost[0].bound is not bound:
         return None
@@ -259,7 +259,7 @@ def _cast(rule: Rule, args: Any, kwargs: Any, device: str, dtype: torch.dtype) -
     casts = Casts(device, dtype)
     if not rule.has_statistics:
         return tuple([casts.cast(arg) for arg in args]), {name: casts.cast(arg) for name, arg in kwargs.items()}
-    # A normalisation writes to its running statistics. It takes them, and its weights, in fp32 beside any input.
+    # A normalisation writes to its running statistics. It accepts fp32 statistics and weights with any input dtype.
     if args:
         return (casts.cast(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "input": casts.cast(kwargs.get("input"))}
@@ -275,7 +275,7 @@ def _writes_to_arguments(rule: Rule, args: Any, kwargs: Any) -> bool:
 
 @only_inlined
 def _with_source_cast(args: Any, kwargs: Any, position: int, name: str) -> tuple[Any, Any]:
-    """Cast the source of a write in place to the dtype of what is written to, if both are floating-point."""
+    """Cast the source of an in-place write to the destination's dtype, if both are floating-point."""
     destination = args[0] if args else kwargs.get("input", kwargs.get("self"))
     source = args[position] if len(args) > position else kwargs.get(name)
     if not isinstance(destination, torch.Tensor) or not isinstance(source, torch.Tensor):

@@ -1,7 +1,6 @@
 """`Policy`: which module and which op runs in which precision, as a value that can be compared, hashed and stored.
 
-A policy knows names only. `bind` looks them up in a model and in the running torch, and is where a name that is not
-there is an error.
+A policy holds names only. `bind` looks them up in a model and in the installed torch, and raises for unknown names.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LARGEST = 2**20  # bytes of a file
 
 
 class FrozenRules(Mapping[str, str]):
-    """An immutable, hashable mapping whose order counts: of two patterns for one module the later one decides."""
+    """An immutable, hashable mapping whose order matters: later patterns override earlier ones."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
         self._dict = dict(pairs)
@@ -56,7 +55,7 @@ class FrozenRules(Mapping[str, str]):
         return self._hash
 
     def __reduce__(self) -> Any:
-        return FrozenRules, (tuple(self.items()),)  # another process has other hashes
+        return FrozenRules, (tuple(self.items()),)  # string hashes differ between processes
 
     def __repr__(self) -> str:
         return repr(self._dict)
@@ -66,65 +65,65 @@ class FrozenRules(Mapping[str, str]):
 class Policy:
     """The precision of a model's modules and ops, for `castwise.autocast(..., policy=policy.bind(model))`.
 
-    A dtype is a name, `"float16"`, `"bfloat16"` or `"float32"`, or a `torch.dtype`. Modules and ops without a rule run
-    as in `torch.autocast` with the dtype `compute`.
+    A dtype is one of the names `"float16"`, `"bfloat16"` and `"float32"`, or a `torch.dtype`. Modules and ops without a
+    rule run as in `torch.autocast` with the dtype `compute`.
 
-    A module rule holds while the module's forward runs, also when activation checkpointing runs it again. Inner modules
-    follow it unless a rule names them. It is one of
+    A module rule applies while the module's forward runs, including when activation checkpointing reruns it.
+    Submodules follow it unless they have a rule themselves. Its value is one of:
 
-    * `"float16"`, `"bfloat16"`: as in a nested autocast region of that dtype, which keeps no casts of weights;
-    * `"float32"`: autocast and op rules are off, and floating-point arguments (fp64 excepted; tuples, lists, dicts and
-      dataclasses are looked into) are cast to fp32. Lists and dicts that the module changes are changed for the caller,
-      but what it writes in place to a tensor that was cast stays with the cast;
-    * `"exclude"`: the same, and `in_place` does not hold either: the module runs as if there were no policy;
-    * `"inherit"`: as outside the module, to exempt it from a wider pattern;
-    * a recipe of 8 or 4 bits, for the `nn.Linear` that it names and for those inside what it names:
+    * `"float16"`, `"bfloat16"`: run as in a nested autocast region of that dtype that does not cache casts of weights.
+    * `"float32"`: turn autocast and op rules off, and cast floating-point arguments (except fp64) to fp32, including
+      those in tuples, lists, dicts and dataclasses. Changes that the module makes to lists and dicts reach the caller.
+      In-place writes to a tensor that was cast do not.
+    * `"exclude"`: the same, but without `in_place`. The module runs as if there were no policy.
+    * `"inherit"`: run as outside the module, to exempt it from a wider pattern.
+    * an 8-bit or 4-bit recipe, for the `nn.Linear` that the key matches, or for those inside the module it matches:
       `"float8_tensorwise"`, `"float8_rowwise"`, `"float8_rowwise_with_gw_hp"`, `"float8_blockwise"`, `"mxfp8"` or
-      `"nvfp4"`. The output and both gradients are products of operands that are quantized as the recipe says. Operands
-      and results are in the dtype around the layer, and the weight stays what it is. With a `"?"` behind it, layers
-      that cannot take the recipe stay in the dtype around them.
+      `"nvfp4"`. The output and both gradients are products of operands quantized by the recipe. Operands and results
+      have the surrounding dtype, and the weight is unchanged. A `"?"` after the recipe leaves layers that cannot use it
+      in the surrounding dtype.
 
-    Where autocast is off, outputs of modules and ops that a rule ran in a low precision are cast to fp32.
+    Where autocast is off, outputs of modules and ops that a rule ran in low precision are cast to fp32.
 
-    A module's key is its qualified name, which may be a glob (`"blocks.*.norm"`; `*` matches dots, too), `"re:"` and a
-    regular expression for all of the name, a module type, or `"type:"` and a glob of type names (`"type:*Norm*"`, of
-    the type or one it derives from). `"last:"` and such a glob, as in `"last:Linear"`, is the last module of those that
-    was registered and has a weight of two or more dimensions. Names are those of the model without wrappers (DDP, FSDP,
-    `torch.compile`, checkpointing). A name decides over a pattern, a pattern over a type or a `"last:"`, and a later
-    rule over an earlier one. `"maybe:"` before a key lets it match nothing.
+    The key of a module rule is a qualified name or a glob of names (`"blocks.*.norm"`; `*` also matches dots); `"re:"`
+    and a regular expression for the whole name; a module type; or `"type:"` and a glob of type names (`"type:*Norm*"`),
+    which also matches base classes. `"last:"` and a glob of type names, as in `"last:Linear"`, is the last registered
+    module of these types that has a weight with two or more dimensions. Names do not include wrappers (DDP, FSDP,
+    `torch.compile`, checkpointing). A name overrides a pattern, a pattern overrides a type or a `"last:"`, and a later
+    rule overrides an earlier one. A key that begins with `"maybe:"` may match nothing.
 
-    An op rule runs an op on arguments cast to a dtype, with autocast off. It holds for calls that the model's code
-    makes (`x.softmax(-1)`, `torch.softmax`, `F.softmax` alike) where `"float32"` and `"exclude"` do not hold, but not
-    for variants that write in place or to `out=`, nor for what functions of torch do inside themselves. A function that
-    is checkpointed, rather than a module, needs `use_reentrant=False` and `BoundPolicy.checkpoint_contexts` for its own
-    ops: without the latter torch raises, and a reentrant checkpoint runs them again without rules.
+    An op rule casts the arguments of an op to a dtype and runs it with autocast off. It applies to calls in the model's
+    code (`x.softmax(-1)`, `torch.softmax` and `F.softmax` alike), except inside `"float32"` and `"exclude"` modules. It
+    does not apply to in-place or `out=` variants, nor to the internals of torch functions. If a function rather than a
+    module is checkpointed, op rules for its own ops need `use_reentrant=False` and `BoundPolicy.checkpoint_contexts`.
+    Without the latter torch raises; a reentrant checkpoint reruns the ops without rules.
 
-    In a region that a module's own code begins, no rule holds. Make no checkpoint in there if the module has a rule of
-    another dtype than `compute`, and the region the dtype of `compute`: it is run again with the rules of the modules
-    in it. torch then raises an error, or with `use_reentrant=True` computes wrong gradients.
+    Rules do not apply in a region that a module's own code opens. Do not checkpoint inside such a region if its dtype
+    is `compute` and the module has a rule with another dtype: the checkpoint is rerun with the module's rules, and
+    torch raises, or computes wrong gradients with `use_reentrant=True`.
 
-    A checkpoint around modules with rules breaks the graph of compiled code, unless
+    A checkpoint around modules with rules causes a graph break in compiled code, unless
     `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint` is set.
 
-    A policy is active in the thread that has entered the region.
+    A policy is active only in the thread that entered the region.
 
-    Torch runs `nn.TransformerEncoder`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` by one fused op in
-    inference on a CPU, whose values and dtype under autocast are others than those of the modules one by one. A policy
-    leaves that alone unless a rule changes something inside such a module, which then runs one by one.
+    In inference on a CPU, torch runs `nn.TransformerEncoder`, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention`
+    as one fused op. Under autocast its values and dtype differ from those of the separate modules. A policy leaves the
+    fused op alone unless a rule changes something inside such a module; then its submodules run separately.
 
     Args:
-        compute: Dtype of the region; `"float32"` leaves autocast off where no rule says otherwise.
+        compute: Dtype of the region; `"float32"` leaves autocast off except where a rule turns it on.
         modules: Dtypes by module.
         ops: Dtypes by op: `"softmax"`, `"torch.nn.functional.softmax"`, `"aten.softmax"`, `"linalg.norm"`, ...
-        output: Dtype of the floating-point results (except fp64) of the bound model, and of functions that the region
-            decorates; None, the default, leaves them.
-        in_place: `"cast"` lets `index_put_`, `index_copy_`, `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`,
-            `scatter_reduce_`, `masked_scatter_`, `put_` and `x[i] = y` write a floating-point source of another dtype:
-            it is cast to the destination's. `"raise"`, the default, leaves the error to torch.
-        backend: What computes recipes. `"emulated"` computes them anywhere: it quantizes, dequantizes and multiplies in
-            fp32, or in bf16 where that is exact. `"torch"` uses `torch.nn.functional.scaled_mm`, and `"torchao"` its
-            `Float8Linear` (the extra `castwise[torchao]`); both have the first three recipes. `"auto"`, the default,
-            uses torch's kernels on devices with units for the recipe, and warns once where it emulates.
+        output: Dtype of the floating-point outputs (except fp64) of the bound model and of functions that the region
+            decorates; None, the default, leaves them unchanged.
+        in_place: `"cast"` casts a floating-point source to the destination's dtype in `index_put_`, `index_copy_`,
+            `index_add_`, `index_reduce_`, `scatter_`, `scatter_add_`, `scatter_reduce_`, `masked_scatter_`, `put_` and
+            `x[i] = y`. With `"raise"`, the default, torch raises if the dtypes differ.
+        backend: The implementation of recipes. `"emulated"` runs anywhere: it quantizes, dequantizes and multiplies in
+            fp32, or in bf16 where that is exact. `"torch"` uses `torch.nn.functional.scaled_mm`, and `"torchao"` uses
+            torchao's `Float8Linear` (the extra `castwise[torchao]`); both support the first three recipes. `"auto"`,
+            the default, uses torch's kernels on devices with units for the recipe, and warns once if it emulates.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -170,41 +169,43 @@ class Policy:
             recipe = recipe_named(rule)
             if recipe and self.backend in ("torch", "torchao") and recipe.capability is None:
                 raise ValueError(
-                    f"modules[{key!r}] = {rule!r} is emulated alone, got backend={self.backend!r}: that runs "
+                    f"modules[{key!r}] = {rule!r} can only be emulated, got backend={self.backend!r}, which supports "
                     f"{listed([name for name, each in RECIPES.items() if each.capability])}"
                 )
 
     def bind(self, model: nn.Module) -> BoundPolicy:
-        """Look up all names in a model. Bind again after adding or replacing modules.
+        """Look up all names in a model and apply the rules to it. Bind again after adding or replacing modules.
 
-        Binding the same model again returns the same object, but checks all names: bind before a loop, not in it. A
-        module that a rule changes gets a `forward` attribute, which does nothing outside of the policy's regions; deep
-        copies of the model follow the policy, too, and pickled ones do not. Take it off with `BoundPolicy.unbind` for
-        what needs the module's own: `torch.jit.script`, `copy.copy`, `nn.DataParallel`.
+        Binding the same model again returns the same object, but compares the names and types of all modules, so bind
+        before a loop. Each module that a rule changes gets a `forward` attribute, which does nothing outside the
+        policy's regions. Deep copies of the model also follow the policy; pickled copies do not. Call
+        `BoundPolicy.unbind` before code that needs the original `forward`: `torch.jit.script`, `copy.copy`,
+        `nn.DataParallel`.
 
         Raises:
             TypeError: `model` is not a `torch.nn.Module`.
-            ValueError: A key matches no module, an op is unknown, rules contradict each other (two spellings of an op,
-                two names of one module, a rule that others overrule everywhere), FSDP gathers the weights of a
-                module in another dtype than it computes in, a rule could not hold (`nn.DataParallel`, a
-                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`), or a layer cannot take its recipe (16, or
-                the block, does not divide its inputs and outputs; it is a convolution; it has a forward of its own).
-            ImportError: The backend is "torchao", and it is not installed.
+            ValueError: A key matches no module; an op is unknown; rules contradict each other (for two spellings of an
+                op or two names of one module, or others override a rule everywhere); FSDP gathers the weights of a
+                module in a dtype other than the one it computes in; a rule would have no effect (`nn.DataParallel`, a
+                `ScriptModule`, the `out_proj` of `nn.MultiheadAttention`); or a layer cannot use its recipe (its input
+                and output sizes are not multiples of 16 or of the block, it is a convolution, or it has a custom
+                forward).
+            ImportError: The backend is "torchao", which is not installed.
 
         Warns:
-            UserWarning: The backend "auto" emulates a recipe; once a process for each.
+            UserWarning: The backend "auto" emulates a recipe; once per process and recipe.
         """
         return bind(self, model)
 
     def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> str:
-        """Print by module: type, its own parameters, dtype of its computation, and the rule that decided it.
+        """Print each module's type, number of own parameters, compute dtype, and the rule that decided the dtype.
 
         Args:
-            model: As for `bind`, whose errors are raised. The model is not changed.
-            units: As for `fsdp`: adds a column with the dtype in which FSDP2 gathers the module's parameters.
+            model: The model, which is not changed. Raises the errors of `bind`.
+            units: As for `fsdp`; adds a column with the dtype in which FSDP2 gathers the module's parameters.
 
         Returns:
-            What it prints.
+            The printed text.
         """
         from castwise.policy import explanation
 
@@ -215,22 +216,21 @@ class Policy:
     def fsdp(
         self, model: nn.Module, units: Iterable[Any], *, reduce_dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
-        """Yield the modules for FSDP2 to shard, inner modules first and the model last, each with its mixed-precision
-        policy:
+        """Yield the modules for FSDP2 to shard, inner ones first, each with its mixed-precision policy:
 
         ```python
         for module, mp_policy in policy.fsdp(model, [nn.LayerNorm, Block]):
             fully_shard(module, mp_policy=mp_policy)
         ```
 
-        The parameters of a unit are gathered in a low precision if all of them are used in that one: the unit's modules
-        that have some are linear layers and convolutions which compute in it. Otherwise, as beside a norm or an
-        embedding, whose weights autocast does not cast, they are gathered in their own dtype: make norms units of their
-        own. Inputs stay as they are, since the region casts; the outputs of the model are cast to `output`.
+        The parameters of a unit are gathered in a low precision if all of them are used in it, that is, if all modules
+        with parameters in the unit are linear layers and convolutions that compute in it. Otherwise they are gathered
+        in their own dtype. Autocast does not cast the weights of norms and embeddings, so make norms separate units.
+        Inputs are not cast, because the region casts them. The outputs of the model are cast to `output`.
 
         Args:
-            model: As for `bind`, whose errors are raised.
-            units: Keys, as in `modules`, of the modules that become a unit each, such as types of modules.
+            model: The model. Raises the errors of `bind`.
+            units: Keys, as in `modules`, such as module types. Each module that one matches becomes a unit.
             reduce_dtype: Dtype in which gradients are reduced over the ranks.
         """
         from castwise.policy import fsdp_units
@@ -239,21 +239,21 @@ class Policy:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Policy:
-        """Read a policy from a file, as `to_file` writes it, of at most 1 MiB.
+        """Read a policy from a file in the format of `to_file`, of at most 1 MiB.
 
         Args:
             path: A file whose name ends in `.toml` or `.json`.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is not TOML or JSON, or not a policy; the text names the file.
-            ModuleNotFoundError: Python 3.10 reads TOML only with the package `tomli`.
+            ValueError: The file is not TOML or JSON, or not a policy; the message names the file.
+            ModuleNotFoundError: The file is TOML, and on Python 3.10 the package `tomli` is not installed.
         """
         path = Path(path)
         kind, content = _kind(path), path.read_bytes()
         try:
             if len(content) > _LARGEST:
-                raise ValueError(f"a policy has at most {_LARGEST:,} bytes, got {len(content):,}")
+                raise ValueError(f"a policy file may have at most {_LARGEST:,} bytes, got {len(content):,}")
             text = content.decode("utf-8-sig")
             fields = json.loads(text, object_pairs_hook=_without_repeats) if kind == ".json" else _toml().loads(text)
             if not isinstance(fields, dict):
@@ -261,7 +261,7 @@ class Policy:
             known = [field.name for field in dataclasses.fields(cls)]
             for name in fields:
                 if name not in known:
-                    raise ValueError(f"unknown field {name!r}, fields are {listed(known)}{nearest(name, known)}")
+                    raise ValueError(f"unknown field {name!r}: fields are {listed(known)}{nearest(name, known)}")
             if "compute" not in fields:
                 raise ValueError("the field 'compute' is missing")
             return cls(**fields)
@@ -269,14 +269,14 @@ class Policy:
             raise ValueError(f"{path}: {error}") from error
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy to a file, whole or not at all.
+        """Write the policy to a file atomically.
 
         Args:
-            path: A name that ends in `.toml` or `.json`; a file of that name is replaced.
+            path: A name that ends in `.toml` or `.json`. An existing file is replaced.
 
         Raises:
             OSError: The file cannot be written.
-            ValueError: The name ends otherwise.
+            ValueError: The name has another ending.
         """
         path = Path(path)
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
@@ -307,7 +307,7 @@ def _dtype(where: str, value: object, allowed: tuple[str, ...]) -> str:
         raise TypeError(f"{where} must be one of {listed(allowed)}, got {value!r}")
     is_recipe = recipe_named(name) is not None
     if is_recipe and allowed is not _MODULE_RULES:
-        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}: recipes are for modules, nn.Linear")
+        raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}: recipes are only for nn.Linear")
     if name not in allowed and not is_recipe:
         raise ValueError(f"{where} must be one of {listed(allowed)}, got {name!r}{nearest(name, allowed)}")
     return name
@@ -329,14 +329,14 @@ def _rules(where: str, given: object, allowed: tuple[str, ...]) -> FrozenRules:
 
 def _kind(path: Path) -> str:
     if path.suffix not in {".toml", ".json"}:
-        raise ValueError(f"a policy's file must end in .toml or .json, got {str(path)!r}")
+        raise ValueError(f"a policy file must end in .toml or .json, got {str(path)!r}")
     return path.suffix
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError(f"a name is there twice: {listed(name for name, _ in pairs)}")
+        raise ValueError(f"a name occurs twice in: {listed(name for name, _ in pairs)}")
     return fields
 
 
@@ -350,5 +350,5 @@ def _toml() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """Write a TOML string: JSON's, except that TOML wants U+007F escaped."""
+    """Return a TOML string: the JSON string with U+007F escaped, which TOML requires."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

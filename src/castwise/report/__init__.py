@@ -1,4 +1,4 @@
-"""What a recorded run says: its facts, advice, verdict and figures, and the page that shows them."""
+"""Reports on recorded runs: facts, advice, verdicts, figures, and the HTML page that shows them."""
 
 from castwise._lazy_modules import submodules_of
 

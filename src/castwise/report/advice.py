@@ -1,4 +1,4 @@
-"""One piece of advice, and how its numbers are written."""
+"""A piece of advice, and how its numbers are formatted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castwise._number_text import bits, percent, power_of_two
 from castwise.report.diagnosed import Diagnosed
 
 Severity = Literal["critical", "warning", "note", "good"]
-"""How much an advice matters, the gravest first."""
+"""How serious a piece of advice is, most severe first."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "good")
 Measured = float | str | tuple[str, ...]
 Evidence = Mapping[str, Measured]
@@ -18,15 +18,15 @@ Evidence = Mapping[str, Measured]
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do, and the numbers behind it.
+    """A finding, its remedy, and the numbers behind it.
 
     Args:
         finding: A few sentences.
-        evidence: What was measured, by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
-            `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); text else.
-        severity: "critical" if training is lost or will be, "warning" if numbers are being lost, "note" for what is
-            worth knowing, "good" for what was checked and holds.
-        diagnosed: What replays of the steps that it is about have found.
+        evidence: Measured values by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
+            `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); other values are text.
+        severity: "critical" if training is or will be lost, "warning" if numbers are being lost, "note" for
+            information, "good" for a check that passed.
+        diagnosed: Results of replaying the steps that the advice is about.
     """
 
     finding: str
@@ -36,12 +36,12 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """All of it in words: the finding, then each diagnosis with its remedy, unless the finding begins with it."""
+        """The finding, then each diagnosis with its remedy, unless the finding starts with it."""
         more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.told)]
         return " ".join([self.finding, *more])
 
     def shown_evidence(self) -> list[tuple[str, str]]:
-        """Names and numbers as people read them."""
+        """Return evidence names and values formatted for display."""
         return [
             (name.removesuffix("_share").replace("_", " "), _written(name, value))
             for name, value in self.evidence.items()

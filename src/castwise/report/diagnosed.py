@@ -1,4 +1,4 @@
-"""What `diagnose` found out about skipped steps, each place once."""
+"""Diagnoses of skipped steps, grouped by origin."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Diagnosed:
     """A module and an op that made steps fail.
 
     Args:
-        cause: That of the skipped steps.
-        steps: Their numbers, in the order of the record.
-        module: What made the first inf or NaN; "" if that is the model itself, the loss or the data.
-        op: Its op; "" if that is not known.
+        cause: The cause of the skipped steps.
+        steps: Step numbers, in record order.
+        module: The module that produced the first inf or NaN; "" for the model itself, the loss or the data.
+        op: The op; "" if unknown.
         summary: One sentence.
-        advice: What would help, in words; "" if nothing was found.
-        code: The same as Python to be copied; "" where words have to do.
-        details: Ranges of the op's inputs and outputs, one a line.
+        advice: The remedy in words; "" if none was found.
+        code: The remedy as Python code to copy; "" if there is only `advice`.
+        details: Ranges of the op's inputs and outputs, one per line.
         is_due_to_scale: Whether a lower scale would help.
-        where: " on rank 1" if that is the rank whose batches were replayed; "" if there is no other.
+        where: " on rank 1" if that rank's batches were replayed; "" in a single process.
     """
 
     cause: str
@@ -39,14 +39,14 @@ class Diagnosed:
 
     @property
     def at(self) -> str:
-        """The steps in words."""
+        """The steps in words, such as "Step 7"."""
         if len(self.steps) == 1:
             return f"Step {self.steps[0]:,}{self.where}"
         return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}{self.where}"
 
     @property
     def line(self) -> str:
-        """Where the model's code calls the op, as "model.py:31"; "" if that is not known."""
+        """Where the model's code calls the op, such as "model.py:31"; "" if unknown."""
         found = re.search(r"^at (.+?:\d+): ", self.details, re.MULTILINE)
         return "" if found is None else found[1]
 
@@ -57,7 +57,7 @@ class Diagnosed:
 
     @property
     def told(self) -> str:
-        """The cause and its remedy."""
+        """The summary and the remedy."""
         remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
         return f"{self.summary}{remedy}"
 
@@ -65,12 +65,12 @@ class Diagnosed:
         return f"{self.at}: {self.told}"
 
     def without_remedy(self) -> Diagnosed:
-        """The same where another remedy comes first."""
+        """Return a copy without a remedy, for findings that have another one."""
         return replace(self, advice="", code="")
 
 
 def diagnosed(records: Iterable[Record]) -> list[Diagnosed]:
-    """Return what records of diagnoses say, in the order in which it was found first."""
+    """Group diagnosis records by origin, in order of first occurrence."""
     grouped: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         key = tuple(record.get(name) for name in ("cause", "phase", "module", "op"))
@@ -79,7 +79,7 @@ def diagnosed(records: Iterable[Record]) -> list[Diagnosed]:
 
 
 def first_and_last(found: Sequence[Diagnosed]) -> tuple[Diagnosed, ...]:
-    """Return those of the first and of the last diagnosed step: one if they are the same."""
+    """Return the diagnoses of the first and the last diagnosed step, or one if they are the same."""
     if not found:
         return ()
     last = max(found, key=lambda each: each.steps[-1])
@@ -90,7 +90,7 @@ def _of(same: Sequence[Record]) -> Diagnosed:
     record = same[0]
     advice = record["advice"].strip().rstrip(".")
     lines = [line for line in record["text"].splitlines() if line.strip().rstrip(".") != advice]
-    summary = record.get("summary") or (lines[0] if lines else "What made it is not known.")
+    summary = record.get("summary") or (lines[0] if lines else "The origin is unknown.")
     return Diagnosed(
         cause=record["cause"],
         steps=list(dict.fromkeys(each["step"] for each in same)),
@@ -100,7 +100,7 @@ def _of(same: Sequence[Record]) -> Diagnosed:
         advice=advice,
         code=record.get("code") or "",
         details="\n".join(line.strip() for line in lines[1:]),
-        # Records written before 0.2 do not name the remedy.
+        # Records from versions before 0.2 do not name the remedy.
         is_due_to_scale=record["remedy"] == "scale" if "remedy" in record else advice.startswith("lower the scale"),
         where=on_ranks(same),
     )

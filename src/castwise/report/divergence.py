@@ -1,4 +1,4 @@
-"""Divergence: a loss, or a norm of the gradients, that grows, does not come back, and ends in steps that fail."""
+"""Divergence: a loss or gradient norm that grows, does not recover, and ends in failed steps."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 from castwise.report.record_numbers import Record, number
 
-# Ten times what was usual, and ten times what a model that had learnt nothing began with: a loss that small noise or a
-# hard batch makes is far below. Norms of gradients vary more.
+# Relative to the usual value and to the first one, which is that of an untrained model. Noise and hard batches stay far
+# below ten times the loss; gradient norms vary more.
 TIMES = {"loss": 10.0, "gradient norm": 100.0}
-# Within a few updates less says as much, as it is measured against the largest value before them.
+# A sudden rise is compared with the largest earlier value, so smaller factors are enough.
 SUDDEN_TIMES = {"loss": 3.0, "gradient norm": 10.0}
 FEW_UPDATES = 5
-# These many values before the one that is judged may be part of the growth.
+# The last few values before the judged one may already be part of the growth.
 GROWING = 3
-# What is within this factor of the usual is still usual, and what comes back to it has not diverged.
+# A value within this factor of the usual one is still usual; a run that returns to it has not diverged.
 USUAL = 3.0
 SUDDENLY_USUAL = 2.0
-# Numbers may grow by design, and NaN batches and overflows of a scale that is probed are few among the steps that are
-# taken: a run that diverged ends in failures, or has little else.
+# Growth alone is no proof: it may be by design. NaN batches and overflows from probing the scale are rare among the
+# steps, whereas a diverged run ends in failures or consists mostly of them.
 MANY_FAILURES = 5
 FAILURES_MATTER = 0.3
-# A typical update that is larger than the weights leaves nothing of what they were.
+# A typical update larger than the weights overwrites them.
 LARGE_UPDATE = 1.0
 
 Point = tuple[int, float]
@@ -35,11 +35,11 @@ class Growth:
     """How a number grew before steps failed.
 
     Args:
-        name: Of the number: "loss", "gradient norm", or "update", which is relative to the weights.
-        first: Step and value of the last usual one; of an update that of the weights, 1.
-        last: Step and value of the largest up to the failure that came with the growth.
+        name: "loss", "gradient norm", or "update", which is relative to the weights.
+        first: Step and value of the last usual value; for an update the weights', which is 1.
+        last: Step and value of the largest value up to the failure that followed the growth.
         since: The first step that failed after `first`.
-        failed: Number of steps that failed from there on.
+        failed: Number of failed steps from `since` on.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Growth:
 
 
 def find_divergence(steps: Sequence[Record], norms: Sequence[Point], updates: Sequence[Point]) -> tuple[Growth, ...]:
-    """Return what grew before steps failed, the loss first; nothing if the run did not diverge.
+    """Return the numbers that grew before steps failed, the loss first; empty if the run did not diverge.
 
     Args:
-        steps: The run's step records. One is a failure if it was skipped or its loss is inf or NaN.
-        norms: Step and gradient norm of the steps of which it is known.
-        updates: Step and typical ratio of the update to the weights of the steps of which it is known.
+        steps: The run's step records. A step failed if it was skipped or its loss is inf or NaN.
+        norms: Step and gradient norm, where known.
+        updates: Step and typical ratio of the update to the weights, where known.
     """
     failures = _Failures.of(steps)
     if not failures.steps:
@@ -75,9 +75,9 @@ def find_divergence(steps: Sequence[Record], norms: Sequence[Point], updates: Se
     of_norm = _growth("gradient norm", norms, norms, failures)
     has_ended = failures.row_at_end >= MANY_FAILURES
     if of_norm and not of_loss and (not has_ended or (losses and not _rises(losses, of_norm.first[0]))):
-        of_norm = None  # gradients of a network that begins to learn grow as well
+        of_norm = None  # gradients also grow when a network starts to learn
     elif of_norm and of_loss and of_norm.last[0] > max(of_loss.last[0], of_loss.since):
-        of_norm = None  # it is known of later steps only
+        of_norm = None  # the norm is known for later steps only
     found = tuple(growth for growth in (of_loss, of_norm) if growth is not None)
     return found or _large_update(updates, failures)
 
@@ -98,8 +98,8 @@ class _Failures:
     def after(self, step: int) -> list[int]:
         return [failure for failure in self.steps if failure > step]
 
-    def go_on(self, step: int) -> bool:
-        """Return True if there is no training left after a step."""
+    def persist_after(self, step: int) -> bool:
+        """Return True if the run ended in failures, or many of the steps after `step` failed."""
         after = len(self.after(step))
         if self.row_at_end >= MANY_FAILURES:
             return True
@@ -108,11 +108,11 @@ class _Failures:
 
 def _growth(name: str, points: Sequence[Point], by_update: Sequence[Point], failures: _Failures) -> Growth | None:
     for begun in (_slow_growth(name, points, by_update), _sudden_growth(name, points, by_update)):
-        if begun is None or not failures.go_on(points[begun][0]):
+        if begun is None or not failures.persist_after(points[begun][0]):
             continue
         first = points[begun]
         after = failures.after(first[0])
-        # Once steps fail, the numbers are those of a model that is lost already.
+        # After the failure the model is already lost, and its numbers mean nothing.
         grown = (step for step, value in points[begun:] if value >= SUDDEN_TIMES[name] * first[1])
         grown_at = next(grown, failures.last_step)
         end = next((failure for failure in after if failure >= grown_at), failures.last_step)
@@ -122,12 +122,12 @@ def _growth(name: str, points: Sequence[Point], by_update: Sequence[Point], fail
 
 
 def _slow_growth(name: str, points: Sequence[Point], by_update: Sequence[Point]) -> int | None:
-    """Return the place of the last usual value, if those after it are far above and do not come back."""
+    """Return the index of the last usual value if later values are far above it and stay there."""
     values, last = [value for _, value in by_update], points[-1][1] if points else 0.0
     times, smallest = TIMES[name], math.inf
     for place, value in enumerate(values):
         smallest = min(smallest, value)
-        # Cheap questions first: a median at every step of a long run would take minutes.
+        # Cheap checks first: a median at every step of a long run would take minutes.
         if value < times * values[0] or value < times * smallest or last < USUAL * values[0]:
             continue
         usual = statistics.median(values[: max(1, place - GROWING + 1)])
@@ -138,7 +138,7 @@ def _slow_growth(name: str, points: Sequence[Point], by_update: Sequence[Point])
 
 
 def _sudden_growth(name: str, points: Sequence[Point], by_update: Sequence[Point]) -> int | None:
-    """The same for a number that multiplied within the last few updates."""
+    """Return the same for a number that multiplied within the last few updates."""
     before = len(by_update) - FEW_UPDATES if len(by_update) > FEW_UPDATES else 1
     largest = max((value for _, value in by_update[:before]), default=math.inf)
     end = next((step for step, value in by_update[before:] if value >= SUDDEN_TIMES[name] * largest), None)
@@ -148,7 +148,7 @@ def _sudden_growth(name: str, points: Sequence[Point], by_update: Sequence[Point
 
 
 def _largest_by_update(steps: Sequence[Record]) -> list[Point]:
-    """First step and largest loss of each state of the weights: skipped steps repeat it with other batches."""
+    """Return first step and largest loss for each state of the weights; a skipped step leaves the state unchanged."""
     found: list[Point] = []
     is_new = True
     for record in steps:
@@ -164,7 +164,7 @@ def _largest_by_update(steps: Sequence[Record]) -> list[Point]:
 
 
 def _large_update(updates: Sequence[Point], failures: _Failures) -> tuple[Growth, ...]:
-    """The last update that is known, if it was too large and all steps from the next on failed."""
+    """Return the last known update if it was too large and every later step failed."""
     row = failures.steps[-failures.row_at_end :] if failures.row_at_end else ()
     if not row or not updates:
         return ()

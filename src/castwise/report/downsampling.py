@@ -1,4 +1,4 @@
-"""Fewer points for long runs, chosen so that nothing worth seeing is lost."""
+"""Downsampling of long runs that keeps extremes and changes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TypeVar
 Point = tuple[int, float]
 T = TypeVar("T")
 
-# A line across a projector has about 2000 pixels, and each bucket gives two points.
+# A plot is at most about 2000 pixels wide, and each bucket yields two points.
 MAX_BUCKETS = 750
 
 
 def extremes(points: Sequence[Point], buckets: int = MAX_BUCKETS) -> list[Point]:
-    """Return the lowest and highest finite point of each of `buckets` runs of points, in order.
+    """Return the lowest and highest finite point of each of `buckets` consecutive groups, in order.
 
-    At most `2 * buckets + 2` points, the first and the last among them; all of them if they are as few.
+    The result includes the first and last point and has at most `2 * buckets + 2` points. Fewer points are returned
+    unchanged.
     """
     finite = [point for point in points if math.isfinite(point[1])]
     if len(finite) <= 2 * buckets + 2:
@@ -30,7 +31,7 @@ def extremes(points: Sequence[Point], buckets: int = MAX_BUCKETS) -> list[Point]
 
 
 def changes(points: Sequence[Point], buckets: int = MAX_BUCKETS) -> list[Point]:
-    """Return the points of a step function at which it changes, and the last; their extremes if these are too many."""
+    """Return the points where a step function changes, and the last point; their extremes if there are too many."""
     kept = [
         point for before, point in zip([None, *points], points, strict=False) if not before or before[1] != point[1]
     ]
@@ -40,7 +41,7 @@ def changes(points: Sequence[Point], buckets: int = MAX_BUCKETS) -> list[Point]:
 
 
 def in_buckets(items: Sequence[T], buckets: int) -> list[Sequence[T]]:
-    """Return items in at most `buckets` runs of nearly equal length, none empty."""
+    """Split items into at most `buckets` non-empty groups of nearly equal length."""
     count = min(buckets, len(items))
     edges = [len(items) * number // count for number in range(count + 1)] if count else []
     return [items[begin:end] for begin, end in pairwise(edges)]

@@ -1,7 +1,4 @@
-"""`write_drift_report`: what `compare` or `tune` has found as one HTML file that needs nothing else.
-
-It is made as the page of a run is: see `report`.
-"""
+"""`write_drift_report`: write results of `compare` or `tune` as one self-contained HTML file, built like `report`."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ if TYPE_CHECKING:
     from castwise.comparison.errors import Errors
     from castwise.tuning.tuned import Tuned
 
-# So many rows are drawn at first: those with the largest effects.
+# Number of rows drawn at first: those with the largest effects.
 AT_FIRST = 40
 
 
 def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
-    """Write one HTML page about what `compare` or `tune` has returned (`found`) to `path`; see `Drift.report`."""
+    """Write one HTML page about a result of `compare` or `tune` (`found`) to `path`; see `Drift.report`."""
     tuned: Any = found if hasattr(found, "frontier") else None
     drift: Any = found if tuned is None else tuned.drift
     environment, plotly_js = report._environment(), report._plotly_js()
@@ -57,7 +54,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
 
 
 def _bars(drift: PolicyDrift) -> dict[str, Any]:
-    """Return what is drawn of a policy, module by module in the model's order; numbers that no axis has are None."""
+    """Return a policy's bars, module by module in model order; values that cannot be drawn are None."""
     modules = sorted(drift.modules, key=lambda module: module.place)
     by_effect = {module.name: rank for rank, module in enumerate(drift.modules)}
     return {
@@ -66,7 +63,7 @@ def _bars(drift: PolicyDrift) -> dict[str, Any]:
         "carried": [_drawn(module.carried) for module in modules],
         "told": [_told(module) for module in modules],
         "rank": [by_effect[module.name] for module in modules],
-        "failure": "" if modules else drift.failure,  # nothing can be drawn
+        "failure": "" if modules else drift.failure,  # there is nothing to draw
     }
 
 

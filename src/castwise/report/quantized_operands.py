@@ -1,4 +1,4 @@
-"""What recipes of 8 and 4 bits made of each layer's operands over a run."""
+"""Quantization errors of the operands of layers with 8- and 4-bit recipes, over a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class QuantizedOperand:
 
     Args:
         layer: Name of the layer.
-        recipe: The recipe, and what computes it.
+        recipe: The recipe, and whether it is native or emulated.
         operand: "input", "weight" or "grad_output".
-        relative_error: The mean of the finite ones; NaN if there is none.
-        flushed: The largest share that became zero.
-        saturated: The largest share beyond the largest number of the format.
-        scale: The smallest and the largest finite scale; NaN if there is none.
+        relative_error: Mean of the finite errors; NaN if there are none.
+        flushed: Largest share of elements that became zero.
+        saturated: Largest share of elements above the format's largest number.
+        scale: Smallest and largest finite scale; NaN if there are none.
     """
 
     layer: str
@@ -36,7 +36,7 @@ class QuantizedOperand:
 
 
 def quantized_operands(samples: Iterable[Any]) -> list[QuantizedOperand]:
-    """Gather what samples say of layers with recipes, in the order of the model."""
+    """Collect the samples of layers with recipes, in model order."""
     found: dict[tuple[str, str], list[Any]] = {}
     recipes: dict[str, str] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Advice from sampled ranges: whether fp16 is enough and at which scale, and what bf16 weights would lose."""
+"""Advice from sampled ranges: whether fp16 suffices, at which scale, and how many updates bf16 weights would lose."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from castwise.report.run_facts import Ranges, RunFacts, shown
 from castwise.report.scale_window import FLUSH_MATTERS, Fit, flush_at
 from castwise.report.underflow import MOSTLY
 
-# Fewer samples say nothing about how ranges move.
+# Fewer samples do not show how ranges change.
 ENOUGH_SAMPLES = 3
-# At a quarter, what is lost is no tail of the gradient any more.
+# A loss of a quarter is no longer confined to the tail of the distribution.
 FLUSH_IS_CRITICAL = 0.25
-# Outputs are not scaled, so nothing reacts when they grow: a factor of two is little for batches never seen.
+# Outputs are not scaled, so nothing adapts when they grow; unseen batches can easily be twice as large.
 ACTIVATION_HEADROOM_BITS = 1.0
-# One update in twenty lost acts like a learning rate 5% lower, unevenly: about what one would still tune for.
+# Losing one update in twenty resembles a 5% lower learning rate, applied unevenly: still worth tuning for.
 LOST_UPDATES_MATTER = 0.05
-# Longer lists are in the report's table.
+# The report's table has the full list.
 MODULES_SHOWN = 3
 
 
 def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
-    """Say at which scales the gradients fit fp16, and by how much to move the scale if it is not one of them.
+    """Report the scales at which gradients fit fp16, and how far to move a scale that is not one of them.
 
     Args:
-        facts: Of the run.
-        in_trouble: Whether other advice forbids to call fp16 safe.
+        facts: The run's facts.
+        in_trouble: Whether other advice rules out calling fp16 safe.
     """
     gradients = facts.gradients.values()
     fit = Fit.of(gradients)
     if fit is None or not _enough(facts):
         return
     if fit.lowest > fit.highest:
-        if not fit.is_guess:  # else `underflow` tells it
+        if not fit.is_guess:  # otherwise `underflow` reports it
             yield _no_scale_fits(facts, fit)
         return
     used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
@@ -55,15 +55,15 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
     window = f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
     if fit.is_guess:
         needed = fit.lowest - 1
-        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and up to 2^{fit.highest} nothing overflows"
+        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
     if used is None and facts.has_cut_off:
         if not fit.is_guess:
-            window = f"up to 2^{fit.highest} nothing overflows"
-        text = f"Nothing was scaled here, and some gradients have vanished in fp16: scale the loss, {window}."
+            window = f"nothing overflows up to 2^{fit.highest}"
+        text = f"The loss was not scaled, and some gradients became zero in fp16. Scale the loss: {window}."
         yield Advice(text, evidence, "warning")
         return
     if used is None:
-        yield Advice(f"Nothing was scaled here. With fp16, {window}.", evidence, "note")
+        yield Advice(f"The loss was not scaled. In fp16, {window}.", evidence, "note")
         return
     off = math.log2(used) - exponent
     evidence = {"last_scale": used, **evidence}
@@ -71,7 +71,7 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
         text = f"The scale could be lowered by {bits(off)} bits to 2^{exponent}, for more headroom: {window}."
         yield Advice(text, evidence, "note")
     elif off < 0:
-        text = f"The scale should be raised, by {bits(-off)} to {bits(fit.highest - math.log2(used))} bits: {window}."
+        text = f"The scale should be raised by {bits(-off)} to {bits(fit.highest - math.log2(used))} bits: {window}."
         yield Advice(text, evidence, "note")
     elif coarse := [ranges for ranges in gradients if ranges.mean_subnormal >= MOSTLY or ranges.flush >= FLUSH_MATTERS]:
         yield _coarse(max(coarse, key=lambda ranges: ranges.mean_subnormal), used, fit)
@@ -84,8 +84,9 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
 def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
     can_rise = math.log2(used) < fit.highest
     return Advice(
-        f"Gradients of {shown(ranges.module)} are at fp16's lower end at scale {power_of_two(used)}, where they lose "
-        f"bits or vanish: {f'raise it, up to 2^{fit.highest} nothing overflows' if can_rise else 'use bf16'}.",
+        f"Gradients of {shown(ranges.module)} are at the lower end of fp16 at scale {power_of_two(used)}, where they "
+        f"lose bits or become zero: "
+        f"{f'raise the scale (nothing overflows up to 2^{fit.highest})' if can_rise else 'use bf16'}.",
         {
             "mean_subnormal_share": ranges.mean_subnormal,
             "worst_flushed_share": ranges.flush,
@@ -100,8 +101,8 @@ def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
 
 def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
     return Advice(
-        f"No scale fits all gradients into fp16: {shown(fit.neediest.module)} needs 2^{fit.lowest}, but "
-        f"{shown(fit.largest.module)} allows no more than 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
+        f"No scale fits all gradients into fp16: {shown(fit.neediest.module)} needs at least 2^{fit.lowest}, but "
+        f"{shown(fit.largest.module)} allows at most 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
         {
             "largest_gradient": fit.largest.largest,
             "largest_gradient_step": fit.largest.largest_step,
@@ -115,7 +116,7 @@ def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
 
 
 def underflow(facts: RunFacts) -> Iterator[Advice]:
-    """Name modules whose gradients round to zero, and what would keep them."""
+    """Name modules whose gradients round to zero, and the remedy."""
     fit = Fit.of(facts.gradients.values())
     if fit is None or not (facts.is_scaled or facts.has_cut_off) or not _enough(facts):
         return
@@ -130,7 +131,7 @@ def underflow(facts: RunFacts) -> Iterator[Advice]:
     if len(losing) > MODULES_SHOWN:
         rest = losing[MODULES_SHOWN:]
         yield Advice(
-            f"{several(len(rest), 'more module')} lose {percent(FLUSH_MATTERS)} or more of their gradients.",
+            f"In {several(len(rest), 'more module')}, {percent(FLUSH_MATTERS)} or more of the gradients are lost.",
             {
                 "modules": tuple(shown(ranges.module) for ranges in rest[:MODULES_SHOWN]),
                 "most_flushed_share": rest[0].mean_flush,
@@ -152,20 +153,20 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
     }
     if ranges.cut_off_share >= lost / 2:
         up_to = "up to "
-        why = " (they are zero, and the rest ends at fp16's smallest number)"
+        why = " (they are zero, and the others end at fp16's smallest number)"
         if ranges.vanished_samples:
             evidence["vanished_samples"] = ranges.vanished_samples
             found = f"{ranges.vanished_samples:,} of {several(ranges.samples, 'sample')}"
             why = f" (all of them were zero in {found}, while those of other modules were not)"
         can_rise = math.log2(ranges.scale) < fit.highest
-        remedy = f"bf16{f', or a higher scale: up to 2^{fit.highest} nothing overflows' if can_rise else ''}"
+        remedy = f"use bf16{f' or a higher scale (nothing overflows up to 2^{fit.highest})' if can_rise else ''}"
     else:
         evidence["flushed_at_highest_safe_scale_share"] = then
         up_to, why = "", f" ({percent(ranges.flush)} at step {ranges.flush_step:,})"
         if then < FLUSH_MATTERS:
-            remedy = f"bf16 or a higher scale; 2^{fit.highest} is safe and leaves {percent(then)}"
+            remedy = f"use bf16 or a higher scale; 2^{fit.highest} is safe and loses {percent(then)}"
         else:
-            remedy = f"bf16, as even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
+            remedy = f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
     return Advice(
         f"{shown(ranges.module)} loses {up_to}{percent(told)} of its gradients to underflow in fp16{why}: {remedy}.",
         evidence,
@@ -174,12 +175,12 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
 
 
 def outputs(facts: RunFacts) -> Iterator[Advice]:
-    """Name the innermost modules whose outputs come near to fp16's largest number, with the rule that keeps them."""
+    """Name the innermost modules whose outputs are near fp16's largest number, with the rule that fixes each."""
     near = innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
     for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
         over = ranges.headroom_bits < 0
         yield Advice(
-            f"Outputs of {shown(ranges.module)} {'are too large for' if over else 'come near to the limit of'} fp16: "
+            f"Outputs of {shown(ranges.module)} {'are too large for' if over else 'are near the limit of'} fp16: "
             f'keep it in fp32 with Policy(compute="float16", modules={{"{ranges.module}": "float32"}}), or use bf16.',
             {
                 "largest_output": ranges.largest,
@@ -189,11 +190,11 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
-    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}  # told by their cause
+    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}  # reported by cause
     broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
     for ranges in broken[:1]:
         yield Advice(
-            f"Outputs of {shown(ranges.module)} were inf or NaN, of all modules the first in the model's order.",
+            f"Outputs of {shown(ranges.module)} were inf or NaN. It is the first such module in model order.",
             {
                 "nonfinite_samples": ranges.nonfinite_samples,
                 "finite_samples": ranges.samples,
@@ -205,7 +206,7 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
 
 
 def innermost(modules: list[Ranges]) -> list[Ranges]:
-    """Those without another of them inside: what a module returns, the ones around it often return too."""
+    """Drop modules that contain another of the modules, because a parent often returns what its child returns."""
     return [each for each in modules if not any(_inside(other.module, each.module) for other in modules)]
 
 
@@ -214,7 +215,7 @@ def _inside(module: str, other: str) -> bool:
 
 
 def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
-    """Say what weights kept in bf16, without fp32 masters, would have lost of their updates; unless some are so."""
+    """Report the updates that bf16 weights without fp32 master weights would lose, unless some weights are 16-bit."""
     lost, sizes = facts.lost_in_bf16, facts.sizes
     if not lost or not _enough(facts) or facts.has_16_bit_weights:
         return
@@ -223,12 +224,12 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
     worst = max(lost, key=lambda name: lost[name])
     matters = mean >= LOST_UPDATES_MATTER
     yield Advice(
-        f"bf16 weights would drop {percent(mean)} of updates: "
+        f"bf16 weights would lose {percent(mean)} of updates: "
         + (
-            "keep fp32 master weights, or have bf16 weights that drop none: "
+            "keep fp32 master weights, or use bf16 weights that lose none: "
             "optimizer = castwise.MasterWeights(optimizer, model)."
             if matters
-            else "weights in pure bf16 would be all right here."
+            else "pure bf16 weights are fine here."
         ),
         {
             "lost_updates_share": mean,
@@ -242,19 +243,19 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
 
 
 def too_little(facts: RunFacts) -> Iterator[Advice]:
-    """Say that there are too few finite samples to judge a format by."""
+    """Report that there are too few finite samples to judge a format."""
     finite, taken, steps = facts.finite_samples, len(facts.run.samples), len(facts.run.steps)
     if _enough(facts):
         return
     if taken >= ENOUGH_SAMPLES:
         text = (
-            f"No format can be judged: of {taken:,} samples {finite or 'none'} had finite gradients only, and "
-            f"{ENOUGH_SAMPLES} such samples are needed. Find out first where inf and NaN come from."
+            f"No format can be judged: of {taken:,} samples, {finite or 'none'} had only finite gradients, and "
+            f"{ENOUGH_SAMPLES} such samples are needed. First find where inf and NaN come from."
         )
     else:
         text = (
-            f"Too little was recorded to judge a format: {several(finite, 'finite sample')} of ranges in "
-            f"{several(steps, 'step')}, and {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
+            f"Too little was recorded to judge a format: {several(finite, 'finite sample')} in "
+            f"{several(steps, 'step')}, but {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
             "a smaller `every`."
         )
     yield Advice(text, {"finite_samples": finite, "taken_samples": taken, "recorded_steps": steps}, "note")

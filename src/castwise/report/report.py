@@ -1,7 +1,7 @@
-"""`write_report`: runs as one HTML file that needs nothing else - no network, no server, no other file.
+"""`write_report`: write runs as one self-contained HTML file that needs no network, server or other files.
 
-The page forbids itself to load anything (Content-Security-Policy), and runs only the two scripts whose hashes it
-names: names of modules and settings end in it as text, whatever they hold.
+The page's Content-Security-Policy blocks all loading and allows only its two scripts, by hash. Module names and
+settings therefore appear as text, whatever they contain.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from castwise.report.worst_modules import WorstModule, worst_modules
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Names of modules and texts of settings may be as long as they like, but not in a page that is to stay small. Findings
-# and remedies stand whole; only a forged record has longer ones.
+# Module names and settings can have any length, so they are shortened to keep the page small. Findings and remedies are
+# shown in full; only a forged record exceeds their limit.
 MAX_TEXT = 300
 MAX_FINDING = 10_000
-# So many characters of a module's name fit beside columns of numbers; the whole name shows on hover.
+# Characters of a module name that fit beside the columns of numbers; hovering shows the full name.
 MAX_NAME = 44
 
 
@@ -56,13 +56,13 @@ class RunView:
     """One run as the page shows it.
 
     Args:
-        label: Its name among the runs.
-        number: Its place, from 1: part of the ids in the page.
-        facts: What its records add up to.
-        verdict: The advice for it.
-        worst: Its modules, those nearest to trouble first.
+        label: A name that is unique among the runs.
+        number: The run's position, from 1; part of the ids in the page.
+        facts: Facts computed from the records.
+        verdict: The advice for the run.
+        worst: The run's modules, the most endangered first.
         figures: Plotly figures by name.
-        quantized: What recipes of 8 and 4 bits made of operands.
+        quantized: Quantization errors of the operands of layers with an 8- or 4-bit recipe.
     """
 
     label: str
@@ -75,7 +75,7 @@ class RunView:
 
     @classmethod
     def of(cls, label: str, number: int, run: Run) -> RunView:
-        """Gather all that is shown of a run."""
+        """Collect everything the page shows about a run."""
         facts = RunFacts(run)
         worst = worst_modules(facts)
         rows = {"gradients": list(facts.gradients), "outputs": list(facts.activations)}
@@ -93,11 +93,11 @@ class RunView:
 
     @property
     def diagnosed(self) -> list[Diagnosed]:
-        """What the verdict shows of diagnoses."""
+        """Diagnoses that the verdict shows."""
         return [found for piece in self.verdict for found in piece.diagnosed]
 
     def settings(self) -> list[tuple[str, object]]:
-        """What the run was, by name."""
+        """Return the run's settings by name."""
         about = self.facts.run.about
         known: list[tuple[str, object]] = [
             (name, about[name]) for name in ("castwise", "torch", "device") if name in about
@@ -107,7 +107,7 @@ class RunView:
         return [*known, *self.facts.run.settings.items(), ("record", str(self.facts.run.path))]
 
     def key_numbers(self) -> list[tuple[str, str, str]]:
-        """Name, number and what it refers to, for the tiles at the top."""
+        """Return name, number and context of each tile at the top."""
         facts, steps = self.facts, self.facts.run.steps
         tiles = [("Steps", f"{len(steps):,}", f"{len(facts.run.samples):,} sampled")]
         share = facts.skipped / len(steps) if steps else 0.0
@@ -131,19 +131,19 @@ class RunView:
         return tiles
 
     def timeline_caption(self) -> str:
-        """The steps in words."""
+        """Describe the skipped steps in words."""
         told = [
             f"{len(skips.steps):,} of {skips.cause}, first at step {skips.steps[0]:,}" for skips in self.facts.skips
         ]
         return f"Skipped: {'; '.join(told)}." if told else "No step was skipped."
 
     def histogram_caption(self) -> str:
-        """The histogram in words, as it is shown first."""
+        """Describe the initial histogram in words."""
         choices = self.figures["histogram"]["choices"] if "histogram" in self.figures else {}
         return next((str(choice["caption"]) for choice in choices.values()), "")
 
     def map_captions(self) -> dict[str, str]:
-        """The two maps in words, by the key of the measure."""
+        """Describe the two maps in words, by the key of the measure."""
         if not self.facts.gradients:
             return {}
         gradients = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
@@ -153,36 +153,37 @@ class RunView:
         leaking = max(gradients, key=lambda ranges: ranges.flush)
         return {
             "headroom_bits": (
-                f"Least for gradients in fp16: {headroom(tightest.headroom_bits)} in {shown(tightest.module)} "
+                f"Lowest for fp16 gradients: {headroom(tightest.headroom_bits)} in {shown(tightest.module)} "
                 f"at step {tightest.headroom_step:,}."
                 if tightest.headroom_step
                 else "All gradients are zero."
             ),
             "flush": (
-                f"Most of gradients in fp16: {percent(leaking.flush)} in {shown(leaking.module)} "
+                f"Highest for fp16 gradients: {percent(leaking.flush)} in {shown(leaking.module)} "
                 f"at step {leaking.flush_step:,}."
                 if leaking.flush
-                else "No gradient rounds to zero in fp16 in any sample."
+                else "No gradient in any sample rounds to zero in fp16."
             ),
         }
 
 
 def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about runs, side by side if they are several; see `merge_ranks` for ranks.
+    """Write one self-contained HTML page about one or more runs, side by side; see `merge_ranks` for ranks.
 
-    Its size is bounded however long the runs are: about 5 MB of plotly.js, and under 1 MB for a run of 300 modules.
+    The page's size does not grow with the length of the runs: about 5 MB of plotly.js, plus under 1 MB for a run of 300
+    modules.
 
     Args:
-        runs: Folders of runs, their `monitor.jsonl`, or `castwise.monitor.run.Run`; at least one.
-        path: Where to write; an older file there is replaced.
+        runs: Run folders, `monitor.jsonl` files or `castwise.monitor.run.Run` objects; at least one.
+        path: File to write; an existing file is replaced.
 
     Returns:
         `path`.
 
     Raises:
-        ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
-        OSError: A record cannot be read, or the page not be written.
-        ValueError: There are no runs, or a file is not a record of a run.
+        ImportError: plotly or jinja2 is not installed; `castwise[report]` installs both.
+        OSError: A record cannot be read, or the page cannot be written.
+        ValueError: No run is given, or a file is not a run record.
     """
     given = list(runs)
     if not given:
@@ -195,13 +196,13 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
-    # A path may hold what no encoding knows.
+    # A path may contain characters that cannot be encoded.
     _files.replace(target, _page(environment, plotly_js, views).encode(errors="backslashreplace"))
     return target
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each run: as many last folders of its path as tell them apart, or numbers if none do."""
+    """Return a name for each run: as many trailing folders as make it unique; a number is added if none do."""
     folders = [path.resolve().parent.parts[1:] for path in paths]
     depth = 1
     while depth < max(map(len, folders)) and len({parts[-depth:] for parts in folders}) < len(folders):
@@ -271,28 +272,28 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
 
 
 def _mistakes(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """What the script does wrong, each once: it is one script, whatever it trains."""
+    """Return the mistakes of all runs without duplicates."""
     found = {(each["name"], each["file"], each["line"]): each for view in views for each in view.facts.run.mistakes}
     return list(found.values())
 
 
 def _packed(value: object) -> str:
-    """JSON, compressed to a tenth, in letters that end no script. It knows no NaN."""
+    """Return compressed JSON as base64, which cannot close a script element; NaN is an error."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), compresslevel=6, mtime=0)).decode()
 
 
 def _hash(script: str) -> str:
-    """The source of a script as Content-Security-Policy names it."""
+    """Return a script's hash as Content-Security-Policy spells it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _powers(text: str) -> Any:
-    """Set the exponents of powers of two in text as exponents."""
+    """Render powers of two such as 2^16 with superscript exponents."""
     from markupsafe import Markup, escape
 
     def set_(match: re.Match[str]) -> str:
-        return f"2<sup>{match[1].replace('-', '&minus;')}</sup>"  # a line may end at a hyphen, not at a minus
+        return f"2<sup>{match[1].replace('-', '&minus;')}</sup>"  # lines can break after a hyphen, not a minus
 
     return Markup(re.sub(r"\b2\^(-?[\d.]*\d)", set_, str(escape(_short(text, MAX_FINDING)))))
 
@@ -303,11 +304,11 @@ def _short(text: object, most: int = MAX_TEXT) -> str:
 
 
 def _name(text: str) -> str:
-    """A module's name without its middle; the end tells more than the beginning, such as the number of the layer."""
+    """Shorten a module name in the middle; its end, such as the layer number, says more than its start."""
     first = MAX_NAME // 4
     return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
 
 
 def _sortable(value: float) -> float:
-    """A number that the page can subtract from another one; all that is zero has headroom without end."""
+    """Return a finite number, for the page to sort by; headroom is infinite where all numbers are zero."""
     return value if math.isfinite(value) else math.copysign(1e9, value)

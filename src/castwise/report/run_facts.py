@@ -1,6 +1,6 @@
-"""What the records of a run add up to: skips by cause, the scale's way, and ranges of each module over time.
+"""Facts computed from a run's records: skips by cause, the scale over time, and the ranges of each module.
 
-The verdict, the report and the terminal all read these, so they cannot disagree.
+The verdict, the report page and the terminal output all use these facts, so they always agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHOLE_MODEL = "(whole model)"
 
 
 def shown(module: str) -> str:
-    """The name of a module for people: the model itself has none in torch."""
+    """Return a module's display name; torch has no name for the model itself."""
     return module or WHOLE_MODEL
 
 
@@ -32,10 +32,10 @@ class Skips:
     """The skipped steps of one cause.
 
     Args:
-        cause: As recorded: one of `castwise.monitor.causes`, or what a later castwise has written.
-        steps: Their numbers, ascending.
-        parameters: Those whose gradients were not finite, with the number of such steps, most first.
-        where: " on rank 1" if each of the steps is the fault of that rank alone; else "".
+        cause: The recorded cause: one of `castwise.monitor.causes`, or one from a later version of castwise.
+        steps: Step numbers, ascending.
+        parameters: Parameters with non-finite gradients and their number of such steps, most frequent first.
+        where: " on rank 1" if every one of the records names a rank; else "".
     """
 
     cause: str
@@ -49,22 +49,22 @@ class Ranges:
     """The magnitudes of one module's gradients or outputs, over all samples in which they were finite.
 
     Args:
-        module: Its qualified name; "" is the model.
+        module: The module's qualified name; "" is the model.
         exponents: Number of elements v with 2^e <= |v| < 2^(e + 1) by e, unscaled.
-        elements: Number of elements looked at, zeros too.
+        elements: Number of sampled elements, including zeros.
         largest: Largest magnitude, unscaled; 0 if all were zero.
-        largest_step: Where it was seen.
-        headroom_bits: Lowest of log2(largest fp16 number / largest scaled magnitude); inf if all were zero.
-        headroom_step: Where it was seen.
-        flush: Largest share of elements lost to underflow in fp16 in one sample, see `Underflow`.
-        flush_step: Where it was seen.
+        largest_step: The step of `largest`.
+        headroom_bits: Lowest log2(largest fp16 number / largest scaled magnitude); inf if all were zero.
+        headroom_step: The step of `headroom_bits`.
+        flush: Largest share of elements lost to underflow in fp16 in one sample; see `Underflow`.
+        flush_step: The step of `flush`.
         flushed: Elements lost to underflow in fp16 at the scale of their sample.
-        cut_off: Those of them that are zeros which fp16 has probably made.
-        vanished_samples: Number of samples in which all were zero, and not before the first that were not.
-        scale: Of the last sample.
-        subnormal: Elements that are subnormal there.
+        cut_off: Those of `flushed` that were already zero, probably because of fp16.
+        vanished_samples: Number of samples, after the first nonzero one, in which all elements were zero.
+        scale: Scale of the last sample.
+        subnormal: Elements that are subnormal in fp16 at the scale of their sample.
         samples: Number of finite samples.
-        nonfinite_steps: Those of samples with an inf or NaN, which count nowhere else.
+        nonfinite_steps: Steps of samples with an inf or NaN, which are excluded from everything else.
     """
 
     module: str
@@ -91,26 +91,26 @@ class Ranges:
 
     @property
     def mean_flush(self) -> float:
-        """Share of all elements of all samples that were lost to underflow in fp16 at the scale of their sample."""
+        """Share of all sampled elements that were lost to underflow in fp16 at the scale of their sample."""
         return self.flushed / self.elements if self.elements else 0.0
 
     @property
     def cut_off_share(self) -> float:
-        """Share of all elements of all samples that fp16 has probably made zero."""
+        """Share of all sampled elements that were already zero, probably because of fp16."""
         return self.cut_off / self.elements if self.elements else 0.0
 
     @property
     def mean_subnormal(self) -> float:
-        """Share of all elements of all samples that are subnormal in fp16 at the scale of their sample."""
+        """Share of all sampled elements that are subnormal in fp16 at the scale of their sample."""
         return self.subnormal / self.elements if self.elements else 0.0
 
     def share_below(self, exponent: int) -> float:
-        """Share of all elements v with 0 < |v| < 2^exponent; exact, because bins begin at powers of two."""
+        """Return the exact share of elements v with 0 < |v| < 2^exponent; bins start at powers of two."""
         below = sum(count for bin_exponent, count in self.exponents.items() if bin_exponent < exponent)
         return below / self.elements if self.elements else 0.0
 
     def add(self, step: int, stats: Record, underflow: Underflow) -> None:
-        """Count one sample's STATS record; `underflow` is that of the sample."""
+        """Add one sample's STATS record; `underflow` belongs to the same sample."""
         if number(stats["nonfinite"]) > 0:
             self.nonfinite_steps.append(step)
             return
@@ -124,7 +124,7 @@ class Ranges:
         largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
         flush = underflow.share(self.module, stats, "fp16")
         if not self.largest and largest and not underflow.is_cut_off(self.module):
-            # Zero until now and healthy at once: what was learnt first was a weight that began as zero.
+            # All zero so far and healthy now: these are gradients behind a weight that started at zero.
             self.flush, self.flush_step, self.flushed, self.cut_off, self.vanished_samples = 0.0, 0, 0.0, 0.0, 0
         if largest > self.largest:
             self.largest, self.largest_step = largest, step
@@ -139,7 +139,7 @@ class Ranges:
 
 
 class RunFacts:
-    """What a run's records add up to; each property is computed once, when asked for.
+    """Facts computed from a run's records; each property is computed on first use.
 
     Args:
         run: The records.
@@ -155,12 +155,12 @@ class RunFacts:
 
     @cached_property
     def divergence(self) -> tuple[Growth, ...]:
-        """What grew by orders of magnitude before steps failed; empty if the run did not diverge."""
+        """Numbers that grew by orders of magnitude before steps failed; empty if the run did not diverge."""
         return find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
 
     @cached_property
     def skips_before_divergence(self) -> list[Skips]:
-        """`skips` without those that divergence explains."""
+        """`skips` without those explained by divergence."""
         if not self.divergence:
             return self.skips
         since = self.divergence[0].since
@@ -168,19 +168,19 @@ class RunFacts:
 
     @cached_property
     def diagnosed(self) -> list[Diagnosed]:
-        """What replays of skipped steps have found, each place once, the first found first."""
+        """Results of replaying skipped steps, one per origin, in the order found."""
         return diagnosed(self.run.diagnoses)
 
     @cached_property
     def diagnosed_before_divergence(self) -> list[Diagnosed]:
-        """`diagnosed` without what divergence explains."""
+        """`diagnosed` without results explained by divergence."""
         if not self.divergence:
             return self.diagnosed
         return diagnosed(each for each in self.run.diagnoses if each["step"] < self.divergence[0].since)
 
     @cached_property
     def diagnosed_in_divergence(self) -> list[Diagnosed]:
-        """The rest of `diagnosed`."""
+        """Results of replays that are explained by divergence."""
         if not self.divergence:
             return []
         return diagnosed(each for each in self.run.diagnoses if each["step"] >= self.divergence[0].since)
@@ -192,7 +192,7 @@ class RunFacts:
 
     @cached_property
     def longest_streak(self) -> tuple[int, int]:
-        """Length of the longest row of consecutive skips, and the step it began at; (0, 0) without any."""
+        """Length of the longest run of consecutive skips, and its first step; (0, 0) if no step was skipped."""
         best, length = (0, 0), 0
         for record in self.run.steps:
             length = length + 1 if record["skipped"] else 0
@@ -202,19 +202,19 @@ class RunFacts:
 
     @cached_property
     def skips_to_the_end(self) -> Sequence[Record]:
-        """The records of the skips since the last step that was taken."""
+        """Records of the skips after the last step that was taken."""
         taken = max((place for place, record in enumerate(self.run.steps) if not record["skipped"]), default=-1)
         return self.run.steps[taken + 1 :]
 
     @cached_property
     def scales(self) -> list[tuple[int, float]]:
-        """Step and scale of every step that had one; empty where nothing was scaled."""
+        """Step and scale of every scaled step."""
         pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
         return [(step, scale) for step, scale in pairs if math.isfinite(scale)]
 
     @cached_property
     def grad_norms(self) -> list[tuple[int, float]]:
-        """Step and gradient norm of every step that was clipped or sampled."""
+        """Step and gradient norm of every clipped or sampled step."""
         sampled = {sample["step"]: sample.get("grad_norm") for sample in self.run.samples}
         known = ((record["step"], record.get("grad_norm")) for record in self.run.steps)
         norms = ((step, sampled.get(step) if norm is None else norm) for step, norm in known)
@@ -222,19 +222,19 @@ class RunFacts:
 
     @cached_property
     def typical_updates(self) -> list[tuple[int, float]]:
-        """Step and median over the parameters of update/weight, of every step that was sampled and taken."""
+        """Step and median update/weight ratio over the parameters, for every sampled step that was taken."""
         weights = ((sample["step"], sample.get("weights", {}).values()) for sample in self.run.samples)
         ratios = ((step, [number(stats.get("update_to_weight")) for stats in found]) for step, found in weights)
         return [(step, statistics.median(found)) for step, found in ratios if found and not any(map(math.isnan, found))]
 
     @property
     def is_scaled(self) -> bool:
-        """Whether losses were scaled: bf16 and fp32 train without, or at scale 1."""
+        """Whether losses were scaled; bf16 and fp32 runs have no scale, or a scale of 1."""
         return any(scale != 1.0 for _, scale in self.scales)
 
     @property
     def has_cut_off(self) -> bool:
-        """Whether gradients have lost what fp16 does not hold, so that they were computed in it."""
+        """Whether gradients are cut off at fp16's smallest number, a sign that they were computed in fp16."""
         return any(ranges.cut_off > 0 for ranges in self.gradients.values())
 
     @cached_property
@@ -250,24 +250,24 @@ class RunFacts:
 
     @cached_property
     def poisoned(self) -> list[int]:
-        """Sampled steps that were taken with gradients that were not finite."""
+        """Sampled steps that were taken with non-finite gradients."""
         skipped = {record["step"] for record in self.run.steps if record["skipped"]}
         bad = (sample["step"] for sample in self.run.samples if _has_nonfinite_gradients(sample))
         return [step for step in bad if step not in skipped]
 
     @cached_property
     def gradients(self) -> dict[str, Ranges]:
-        """Ranges of the gradients of each module's own parameters, in the model's order."""
+        """Ranges of the gradients of each module's own parameters, in model order."""
         return self._ranges("modules")
 
     @cached_property
     def activations(self) -> dict[str, Ranges]:
-        """Ranges of each module's outputs, in the model's order."""
+        """Ranges of each module's outputs, in model order."""
         return self._ranges("activations")
 
     @cached_property
     def underflows(self) -> Mapping[str, list[Underflow]]:
-        """What each sample lost of its "modules" and of its "activations"."""
+        """The underflow of each sample, for its "modules" and its "activations"."""
         return {
             kind: [Underflow.of(sample, kind) for sample in self.run.samples] for kind in ("modules", "activations")
         }
@@ -281,7 +281,7 @@ class RunFacts:
 
     @cached_property
     def lost_in_bf16(self) -> dict[str, float]:
-        """Mean share of updates that bf16 weights would have lost, by parameter."""
+        """Mean share of updates that bf16 weights would lose, by parameter."""
         lost: dict[str, list[float]] = {}
         for sample in self.run.samples:
             for name, stats in sample.get("weights", {}).items():
@@ -292,7 +292,7 @@ class RunFacts:
 
     @cached_property
     def has_16_bit_weights(self) -> bool:
-        """Whether some of the weights are 16-bit themselves: there is no share for them."""
+        """Whether some weights are themselves 16-bit, and so have no share in `lost_in_bf16`."""
         shares = (stats["lost_in_bf16"] for sample in self.run.samples for stats in sample.get("weights", {}).values())
         return any(math.isnan(number(share)) for share in shares)
 
@@ -303,9 +303,9 @@ class RunFacts:
         return {name: int(stats["numel"]) for name, stats in gradients}
 
     def blamed(self, module: str) -> int:
-        """Number of overflows in which a gradient of the module itself was not finite, as far as they were named.
+        """Return the number of recorded overflows that name one of the module's own parameters.
 
-        After a loss that was not finite all gradients are NaN, whatever their module.
+        Other causes do not count: after a non-finite loss, the gradients of all modules are NaN.
         """
         return self._blamed[module]
 

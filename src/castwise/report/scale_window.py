@@ -1,4 +1,4 @@
-"""The scales at which sampled gradients fit into fp16."""
+"""The range of scales at which sampled gradients fit into fp16."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from castwise.monitor.formats import FP16
 from castwise.report.run_facts import Ranges
 
-# Half of fp16's smallest subnormal: what is smaller rounds to zero.
+# Half of fp16's smallest subnormal; smaller numbers round to zero.
 FP16_FLUSH_EXPONENT = FP16.smallest_subnormal_exponent - 1
 
 # Micikevicius et al. 2018 (section 3.1) found accuracy lost where about 5% of gradient values were below 2^-24.
 FLUSH_MATTERS = 0.05
-# One bit for a growth of Dynamic between two samples, and one for steps that were not sampled.
+# One bit in case Dynamic doubles the scale between two samples, and one for steps that were not sampled.
 GRADIENT_HEADROOM_BITS = 2.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The scales at which all sampled gradients fit into fp16, as powers of two.
+    """The scales at which all sampled gradients fit into fp16, as exponents of two.
 
     Args:
-        lowest: The least at which no module loses `FLUSH_MATTERS` of its gradients to underflow; of those that fp16
-            has cut off it is only known that they need more than they had.
-        neediest: The module with the gradients that need it.
-        highest: The greatest that leaves `GRADIENT_HEADROOM_BITS` above the largest gradient.
-        largest: The module with that gradient.
+        lowest: Lowest exponent at which every module loses less than `FLUSH_MATTERS` of its gradients to underflow. For
+            gradients that fp16 has cut off, a lower bound: one more than the exponent in use.
+        neediest: The module that needs `lowest`.
+        highest: Highest exponent that leaves `GRADIENT_HEADROOM_BITS` above the largest gradient.
+        largest: The module with the largest gradient.
     """
 
     lowest: int
@@ -37,7 +37,7 @@ class Fit:
 
     @classmethod
     def of(cls, gradients: Collection[Ranges]) -> Fit | None:
-        """Return the scales that fit `gradients`; None if all of them were zero. There is none if lowest > highest."""
+        """Return the scales that fit `gradients`, or None if all are zero; no scale fits if lowest > highest."""
         moving = [ranges for ranges in gradients if ranges.largest > 0]
         if not moving:
             return None
@@ -48,20 +48,20 @@ class Fit:
 
     @property
     def is_guess(self) -> bool:
-        """Whether of the lowest scale it is only known that it is above the one that was used."""
+        """Whether `lowest` is only a lower bound: more than the scale in use."""
         return _is_lost(self.neediest)
 
     def headroom_bits(self, exponent: int) -> float:
-        """Bits between the largest gradient at scale 2^exponent and fp16's largest number."""
+        """Return the bits between the largest gradient at scale 2^exponent and fp16's largest number."""
         return math.log2(FP16.largest / self.largest.largest) - exponent
 
     def nearest(self, scale: float) -> int:
-        """The exponent of the scale that fits and is nearest to `scale`."""
+        """Return the exponent of the fitting scale nearest to `scale`."""
         return min(max(math.floor(math.log2(scale)), self.lowest), self.highest)
 
 
 def flush_at(ranges: Ranges, exponent: int) -> float:
-    """Share of a module's gradients that round to zero in fp16 at scale 2^exponent; exact."""
+    """Return the exact share of a module's gradients that round to zero in fp16 at scale 2^exponent."""
     return ranges.share_below(FP16_FLUSH_EXPONENT - exponent)
 
 
@@ -70,12 +70,12 @@ def _is_lost(ranges: Ranges) -> bool:
 
 
 def _lowest_scale(ranges: Ranges) -> int:
-    """The least exponent of a scale at which less than `FLUSH_MATTERS` of the gradients round to zero."""
+    """Return the lowest scale exponent at which less than `FLUSH_MATTERS` of the gradients round to zero."""
     if _is_lost(ranges):
         return math.floor(math.log2(ranges.scale)) + 1
     lost = 0
     for exponent in sorted(ranges.exponents):
         lost += ranges.exponents[exponent]
         if lost >= FLUSH_MATTERS * ranges.elements:
-            return FP16_FLUSH_EXPONENT - exponent  # this bin must stay: 2^exponent scaled is 2^-25
+            return FP16_FLUSH_EXPONENT - exponent  # this bin must survive: 2^exponent scaled is 2^-25
     return FP16_FLUSH_EXPONENT - max(ranges.exponents)  # too many zeros for any scale to matter

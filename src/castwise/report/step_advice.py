@@ -1,4 +1,4 @@
-"""Advice from the records of steps: which were skipped and why, and what became of the scale."""
+"""Advice from step records: which steps were skipped and why, and how the scale moved."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from castwise.report.range_advice import innermost
 from castwise.report.record_numbers import number, on_ranks
 from castwise.report.run_facts import RunFacts, Skips, shown
 
-# Dynamic probes for the highest scale by one overflow in growth_interval (2000) steps, 0.05% of them. Twenty times that
-# is work thrown away: at 1% of skips the scale is too high more often than it pays to find out.
+# Dynamic probes the scale with at most one overflow per growth_interval (2000) steps, 0.05% of them. At twenty times
+# that, 1%, the skipped work is worth more than the higher scale.
 OVERFLOWS_MATTER = 0.01
-# A first scale of 2^16 that is 2^16 too high needs 16 halvings: that many skips at the very start are the search for
-# the scale, not its failure.
+# An initial scale of 2^16 that is too high by 2^16 needs 16 halvings: that many skips at the start are a normal search.
 WARM_UP_SKIPS = 16
-# As many skips in a row as a scaler waits by default before it warns (`Schedule.patience`): 20 halvings, a millionth
-# of the scale.
+# The number of consecutive skips after which a scaler warns by default (`Schedule.patience`): 20 halvings divide the
+# scale by a million.
 STREAK_MATTERS = 20
-# Below 1 gradients are made smaller than they are: there is no overflow left that a scale could be to blame for.
+# A scale below 1 shrinks gradients, so an overflow there cannot be due to the scale.
 COLLAPSED_BELOW = 1.0
 NAMES_SHOWN = 3
 
 
 def divergence(facts: RunFacts) -> Iterator[Advice]:
-    """Say that numbers grew by orders of magnitude before steps failed: what failed then is not the format's fault."""
+    """Report numbers that grew by orders of magnitude before steps failed: the format is not at fault."""
     if not facts.divergence:
         return
     evidence: dict[str, Measured] = {}
@@ -40,13 +39,13 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
     evidence |= {"growth_steps": last - first, "failed_steps": growth.failed, "recorded_steps": len(facts.run.steps)}
     rate, at_rate = facts.run.settings.get("learning rate"), ""
     if isinstance(rate, (int, float)):
-        evidence["learning_rate"], at_rate = rate, f" ({rate:g} at the beginning)"
+        evidence["learning_rate"], at_rate = rate, f" (initially {rate:g})"
     found = tuple(each.without_remedy() for each in first_and_last(facts.diagnosed_in_divergence))
-    overflowed = f" What overflowed first{' and last' * (len(found) > 1)}, as a consequence:" if found else ""
+    overflowed = f" As a consequence, this overflowed first{' and last' * (len(found) > 1)}:" if found else ""
     yield Advice(
         f"Training diverged: {' and '.join(map(str, facts.divergence))}, and {several(growth.failed, 'step')} failed "
-        f"from step {growth.since:,} on. Lower the learning rate{at_rate}, warm it up, or clip the norm of the "
-        f"gradients.{overflowed}",
+        f"from step {growth.since:,} on. Lower the learning rate{at_rate}, warm it up, or clip the gradient "
+        f"norm.{overflowed}",
         evidence,
         "critical",
         found,
@@ -54,11 +53,11 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
 
 
 def lost_weights(facts: RunFacts) -> Iterator[Advice]:
-    """Say when the weights stopped being numbers."""
+    """Report when weights became inf or NaN."""
     for skips in [skips for skips in facts.skips if skips.cause == causes.NONFINITE_WEIGHTS]:
         yield Advice(
-            f"Training is lost since step {skips.steps[0]:,}: weights are inf or NaN{skips.where}. Go back to a "
-            "checkpoint from before it, and look at what is said of the steps before.",
+            f"Training is lost from step {skips.steps[0]:,} on: weights are inf or NaN{skips.where}. Resume from an "
+            "earlier checkpoint, and see the findings for the steps before.",
             _evidence(facts, skips),
             "critical",
             _diagnosed(facts, causes.NONFINITE_WEIGHTS),
@@ -66,7 +65,7 @@ def lost_weights(facts: RunFacts) -> Iterator[Advice]:
 
 
 def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
-    """Say that steps were taken with gradients that were not finite: without a scaler nothing skips them."""
+    """Report steps that were taken with non-finite gradients; without a scaler nothing skips them."""
     if not facts.poisoned or _of_cause(facts, causes.NONFINITE_WEIGHTS):
         return
     first = facts.poisoned[0]
@@ -77,9 +76,9 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     is_lost = set(later) <= set(facts.poisoned)
     guard = "GradScaler(device, schedule=castwise.schedules.Guard())"
     yield Advice(
-        f"Training is lost: {_since(last_finite, first)} Train on with {guard}, which skips such steps."
+        f"Training is lost: {_since(last_finite, first)} Continue with {guard}, which skips such steps."
         if is_lost
-        else f"A step was taken with inf or NaN: gradients were not finite at {first:,}. {guard} skips such steps.",
+        else f"A step was taken with inf or NaN gradients, first at step {first:,}. {guard} skips such steps.",
         {
             "first_step": first,
             "last_finite_sample_step": last_finite,
@@ -91,29 +90,26 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
 
 
 def _since(last_finite: int, first: int) -> str:
-    """Return when gradients stopped being finite, as far as samples tell, and which checkpoint is from before it."""
+    """Describe when gradients stopped being finite, as far as samples show, and which checkpoint is safe."""
     if not last_finite:
         return (
-            f"gradients were inf or NaN at step {first:,}, the first that was sampled, and the steps were taken. "
-            "No checkpoint of this run is known to be good: go back to one from before it, or start anew."
+            f"gradients were inf or NaN at step {first:,}, the first sampled step, and steps were taken. "
+            "No checkpoint of this run is known to be good: resume from one made before this run, or start over."
         )
     if first == last_finite + 1:
         since = f"gradients became inf or NaN at step {first:,}"
     else:
-        since = (
-            f"gradients became inf or NaN between step {last_finite:,} (the last sampled step that was finite) and "
-            f"step {first:,}"
-        )
+        since = f"gradients became inf or NaN between step {last_finite:,} (the last finite sample) and step {first:,}"
     return (
-        f"{since}, and the steps were taken. Go back to a checkpoint of step {last_finite:,} or before: a later one "
-        "may hold inf or NaN."
+        f"{since}, and steps were taken. Resume from a checkpoint of step {last_finite:,} or earlier: a later one "
+        "may contain inf or NaN."
     )
 
 
 def bad_losses(facts: RunFacts) -> Iterator[Advice]:
-    """Say that losses were not finite: they are not the scale's fault."""
+    """Report non-finite losses, which are not due to the scale."""
     for skips in _of_cause(facts, causes.NONFINITE_LOSS):
-        if _told_by_collapse(facts).issuperset(skips.steps):
+        if _reported_by_collapse(facts).issuperset(skips.steps):
             continue
         found = _diagnosed(facts, causes.NONFINITE_LOSS)
         evidence = _evidence(facts, skips)
@@ -123,7 +119,7 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
             evidence["first_module_not_finite"] = shown(broken[0].module)
         yield Advice(
             f"The loss was inf or NaN{skips.where} at {several(len(skips.steps), 'step')}, first at step "
-            f"{skips.steps[0]:,}: the forward or the data is at fault, the scale is not the cause."
+            f"{skips.steps[0]:,}: the cause is the forward or the data, not the scale."
             + ("" if found else " castwise.diagnose on that batch names the module."),
             evidence,
             "warning",
@@ -135,17 +131,17 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
     if taken:
         yield Advice(
             f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
-            f"{taken[0]:,}: the forward or the data is at fault.",
+            f"{taken[0]:,}: the cause is the forward or the data.",
             {"first_step": taken[0], "affected_steps": len(taken), "recorded_steps": len(facts.run.steps)},
             "warning",
         )
 
 
 def overflows(facts: RunFacts) -> Iterator[Advice]:
-    """Say how many steps the scale cost, and whether that is the usual price."""
+    """Report how many steps were lost to overflow, and whether that is normal."""
     unfinished = {record["step"] for record in facts.skips_to_the_end}
     for skips in _of_cause(facts, causes.OVERFLOW):
-        counted = [step for step in skips.steps if step not in _told_by_collapse(facts)]
+        counted = [step for step in skips.steps if step not in _reported_by_collapse(facts)]
         if not counted:
             continue
         found = _diagnosed(facts, causes.OVERFLOW)
@@ -153,14 +149,14 @@ def overflows(facts: RunFacts) -> Iterator[Advice]:
         skipped = f"{several(len(skips.steps), 'step')} skipped for overflow{skips.where}"
         severity: Severity = "note"
         if any(each.advice and not each.is_due_to_scale for each in found):
-            text, severity = f"{skipped}, and a lower scale is not what helps.", "warning"
+            text, severity = f"{skipped}, and a lower scale does not help.", "warning"
         elif share > OVERFLOWS_MATTER:
             text, severity = _cost_of_overflows(facts, counted, share), "warning"
         elif unfinished.issuperset(counted):
-            text = f"{skipped}, and none was taken since: what scale fits is not known yet."
+            text = f"{skipped}, and none was taken since: the right scale is not known yet."
         else:
-            text = f"{skipped}: the usual price of finding the scale."
-            found = tuple(each.without_remedy() for each in found)  # the scaler has done it
+            text = f"{skipped}: the normal cost of finding the scale."
+            found = tuple(each.without_remedy() for each in found)  # the scaler has already applied it
         yield Advice(text, _evidence(facts, skips), severity, found)
 
 
@@ -169,17 +165,17 @@ def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) ->
     if list(skipped) == [record["step"] for record in records[: len(skipped)]]:
         fits = number(records[len(skipped)].get("scale"))
         return (
-            f"The first {several(len(skipped), 'step')} were skipped for overflow, until the scale had come down to "
-            f"{power_of_two(fits)}: start lower."
+            f"The first {several(len(skipped), 'step')} were skipped for overflow, until the scale had dropped to "
+            f"{power_of_two(fits)}: start with a lower scale."
         )
     return (
-        f"Overflow of gradients cost {percent(share)} of all steps after the first {WARM_UP_SKIPS}: start lower, grow "
-        "more rarely, or keep what overflows in fp32."
+        f"Gradient overflow cost {percent(share)} of all steps after the first {WARM_UP_SKIPS}: start with a lower "
+        "scale, grow it less often, or keep the overflowing modules in fp32."
     )
 
 
 def other_skips(facts: RunFacts) -> Iterator[Advice]:
-    """Say what is left: skips of other ranks and of no known cause."""
+    """Report all other skips: those due to another rank and those of unknown cause."""
     told = {causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW}
     for skips in facts.skips_before_divergence:
         if skips.cause not in told:
@@ -190,7 +186,7 @@ def other_skips(facts: RunFacts) -> Iterator[Advice]:
 
 
 def collapse(facts: RunFacts) -> Iterator[Advice]:
-    """Say that the scale went down without end, or that steps are skipped without end."""
+    """Report that the scale collapsed, or that every recent step was skipped."""
     if facts.divergence:
         return
     if not _is_endless(facts):
@@ -205,17 +201,17 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
     first = facts.scales[0][1] if facts.scales else lowest
     begun, last = skips[0]["step"], skips[-1]["step"]
-    no_scale = "No scale helps against what is not finite before it is scaled"
+    no_scale = "No scale helps when numbers are inf or NaN before scaling"
     if met == {causes.NONFINITE_LOSS}:
-        no_scale += f": the loss was inf or NaN{on_ranks(skips)}, so the forward or the data is at fault."
+        no_scale += f": the loss was inf or NaN{on_ranks(skips)}, so the cause is the forward or the data."
     else:
         no_scale += "." if found else ": see the causes of the skips."
     if lowest < COLLAPSED_BELOW and lowest < first:
-        text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}: below 1 it can only hurt. {no_scale}"
+        text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}; below 1 it can only hurt. {no_scale}"
     elif all(record.get("cause") == causes.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
         text = (
             f"{len(skips)} steps in a row were skipped for overflow from step {begun:,} on, down to a scale of "
-            f"{power_of_two(lowest)}: start much lower. If steps are skipped below 1 as well, no scale helps."
+            f"{power_of_two(lowest)}: start with a much lower scale. If steps are also skipped below 1, no scale helps."
         )
     else:
         text = f"{len(skips)} steps in a row were skipped from step {begun:,} on. {no_scale}"
@@ -230,13 +226,13 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     yield Advice(text, evidence, "critical", found)
 
 
-def _told_by_collapse(facts: RunFacts) -> set[int]:
-    """The last steps, if `collapse` reports them."""
+def _reported_by_collapse(facts: RunFacts) -> set[int]:
+    """Return the steps since the last one that was taken, if `collapse` reports them."""
     return {record["step"] for record in facts.skips_to_the_end} if _is_endless(facts) else set()
 
 
 def _is_endless(facts: RunFacts) -> bool:
-    """Whether the last steps were all skipped, and so many, or so far down, that waiting has no sense."""
+    """Return True if skips at the end of the run are so many, or the scale so low, that waiting is pointless."""
     skips = facts.skips_to_the_end
     scales = [number(record.get("scale")) for record in skips]
     first = facts.scales[0][1] if facts.scales else COLLAPSED_BELOW
@@ -244,7 +240,7 @@ def _is_endless(facts: RunFacts) -> bool:
 
 
 def _long_rows(facts: RunFacts) -> Iterator[Advice]:
-    """Say that there was a long row of skips which ended; of overflows `overflows` tells."""
+    """Report a long run of skips that ended; `overflows` reports runs of overflows."""
     streak, begun = facts.longest_streak
     overflowed = {step for skips in _of_cause(facts, causes.OVERFLOW) for step in skips.steps}
     if streak >= STREAK_MATTERS and not overflowed.issuperset(range(begun, begun + streak)):
@@ -259,8 +255,8 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
         yield Advice(
             f"The scale fell to {power_of_two(lowest)} at step {lowest_step:,}, and steps were taken after that: "
             + (
-                "gradients are too large for fp16 as they are, or the backward makes an inf or NaN now and then. "
-                "Divide the loss, for example by taking a mean instead of a sum, or use bf16."
+                "gradients are too large for fp16 even unscaled, or the backward occasionally produces inf or NaN. "
+                "Divide the loss, for example by using a mean instead of a sum, or use bf16."
                 if is_overflow
                 else "see the causes of the skips."
             ),
@@ -270,7 +266,7 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
 
 
 def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
-    """Tell of diagnoses of steps whose own record is missing, as it is of a process that was killed."""
+    """Report diagnoses of steps that have no record, because the process was killed."""
     if facts.divergence:
         return
     told = {skips.cause for skips in facts.skips}

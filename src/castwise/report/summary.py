@@ -1,4 +1,4 @@
-"""What runs come down to: a few lines for the end of training, and a JSON object for programs."""
+"""Run summaries: a few lines to print at the end of training, and a JSON object for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from castwise.report.run_facts import RunFacts
 from castwise.report.verdicts import Verdict, judge
 
 Level = Literal["mistake", "warning", "critical"]
-"""What `castwise run --fail-on` takes: a mistake of the script, or a finding that is at least so severe."""
+"""Values of `castwise run --fail-on`: a mistake in the script, or a finding of at least this severity."""
 
 _MISTAKES_SHOWN = 2
 _PREFIX = "castwise: "
@@ -32,14 +32,14 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class Summary:
-    """What runs come down to.
+    """A summary of one or more runs.
 
     Args:
-        runs: As they were recorded.
-        verdicts: The verdict on each.
-        mistakes: What the script does wrong, each once.
-        report: The page about them; None if there is none.
-        notes: What was asked for and had no effect.
+        runs: The recorded runs.
+        verdicts: The verdict for each run.
+        mistakes: Mistakes in the script, without duplicates.
+        report: The report page; None if there is none.
+        notes: Settings that had no effect.
     """
 
     runs: Sequence[Run] = ()
@@ -50,13 +50,13 @@ class Summary:
 
     @classmethod
     def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
-        """Judge some runs."""
+        """Judge runs and summarize them."""
         mistakes = {(each["name"], each["file"], each["line"]): each for run in runs for each in run.mistakes}
         return cls(runs, [judge(RunFacts(run)) for run in runs], list(mistakes.values()), report)
 
     @property
     def first_finding(self) -> Advice | None:
-        """The gravest piece of advice for any of the runs."""
+        """The most severe piece of advice for any of the runs."""
         pieces = [piece for verdict in self.verdicts for piece in verdict]
         return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
 
@@ -65,9 +65,9 @@ class Summary:
         return labels([run.path for run in self.runs]) if self.runs else []
 
     def lines(self) -> list[str]:
-        """Return a few lines: steps, skips, the first finding, mistakes, notes, and where the report is.
+        """Return lines with steps, skips, the first finding, mistakes, notes, and the path of the report.
 
-        They are wrapped to the width of standard error; all begin with "castwise: " when they are printed.
+        Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each.
         """
         steps = [step for run in self.runs for step in run.steps]
         causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
@@ -90,7 +90,7 @@ class Summary:
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the same and all findings, as what JSON has words for."""
+        """Return the same facts and all findings as JSON-compatible values."""
         return {
             "report": None if self.report is None else str(self.report),
             "mistakes": list(self.mistakes),
@@ -118,7 +118,7 @@ class Summary:
         }
 
     def fails(self, levels: Iterable[Level]) -> bool:
-        """Return True if there is something of one of these levels: a mistake, or a finding at least so severe."""
+        """Return True if there is a mistake (level "mistake") or a finding of at least one of the given severities."""
         wanted = set(levels)
         severities = {piece.severity for verdict in self.verdicts for piece in verdict}
         grave = {"critical", "warning"} if "warning" in wanted else {"critical"} if "critical" in wanted else set()
@@ -141,11 +141,11 @@ def _wrapped(line: str) -> str:
 
 
 def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
-    """Write the report of runs that have ended, and judge them; what fails is a RuntimeWarning, not an error.
+    """Judge finished runs and write their report; a failure is a RuntimeWarning, not an error.
 
     Args:
-        records: Their folders or files.
-        page: Where the report goes.
+        records: Run folders or record files.
+        page: File to write the report to.
 
     Returns:
         None if a record cannot be read.
@@ -164,7 +164,7 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
 
 
 def end_and_say(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
-    """`end`, and print what came of it to standard error."""
+    """Call `end`, and print the summary to standard error."""
     summary = end(records, page)
     for line in [] if summary is None else summary.lines():
         print(f"{_PREFIX}{line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How much of a sample's numbers was lost to underflow, where what was lost is zero already."""
+"""Estimates how many numbers of a sample were lost to underflow, including those that are already zero."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from castwise.monitor.formats import FP16, LOW_PRECISION
 from castwise.report.record_numbers import Record, count_below, log2_scale, number
 
-# Gradients that fp16 has computed end at its smallest number. Fewer there are a tail that ends by itself.
+# Gradients computed in fp16 end at its smallest number. A smaller share there is the natural end of a tail.
 CUT_OFF_FROM = 0.01
-# Of the numbers that are not zero: where most are subnormal, zeros are what was smaller still.
+# Share of the nonzero numbers: if most are subnormal, the zeros were smaller numbers.
 MOSTLY = 0.5
 
 _FINER_THAN_FP16 = {name for name, each in LOW_PRECISION.items() if each.smallest_subnormal < FP16.smallest_subnormal}
@@ -18,23 +18,23 @@ _FINER_THAN_FP16 = {name for name, each in LOW_PRECISION.items() if each.smalles
 
 @dataclass(frozen=True)
 class Underflow:
-    """How much of the numbers of one sample was lost to underflow, in a format that they may have been through.
+    """The share of one sample's numbers lost to underflow, including losses that happened before sampling.
 
-    What would round to zero is measured. Gradients that were computed in fp16 hold nothing that would: it is zero
-    already. All zeros of a parameter are counted
+    Numbers that would round to zero are measured directly. Gradients computed in fp16 contain none: they are already
+    zero. All zeros of a parameter count as lost if
 
-    - if its histogram is cut off: it has elements at fp16's smallest number and none below, or most are subnormal
-      and none below; without a scale, its smallest must also be one of fp16's smallest;
-    - if they are all that it has, beside gradients that are not zero; without a scale, which is no sign of fp16, only
-      where fp16 has cut off a histogram of the sample.
+    - its histogram is cut off: no element is below fp16's smallest number, and some are at that number or most are
+      subnormal. Without a scale, its smallest element must also be one of fp16's smallest numbers.
+    - all its elements are zero while other gradients are not. Without a scale, which would be a sign of fp16, this
+      applies only if fp16 has cut off some histogram of the sample.
 
-    Zeros beside large numbers are not: rows of an embedding that a batch does not use. Some of those that are counted
-    may be honest, so these shares are upper bounds.
+    Zeros beside large numbers do not count: they may be rows of an embedding that the batch does not use. Some counted
+    zeros may be genuine, so these shares are upper bounds.
 
     Args:
-        scale: What the numbers were held times of.
-        zeros: Share of a module's elements that are zeros which fp16 has probably made; modules without are left out.
-        cut_off: The modules with a histogram that is cut off.
+        scale: The scale that the sampled numbers were multiplied by.
+        zeros: Share of a module's elements that are zero, probably because of fp16; modules without any are omitted.
+        cut_off: Modules with a histogram that is cut off.
     """
 
     scale: float
@@ -43,7 +43,7 @@ class Underflow:
 
     @classmethod
     def of(cls, sample: Record, kind: str) -> Underflow:
-        """Of the "modules" (gradients, which are scaled) or the "activations" of a sample."""
+        """Estimate the underflow of a sample's "modules" (gradients, which are scaled) or "activations"."""
         is_gradients = kind == "modules"
         scale = number(sample["scale"]) if is_gradients else 1.0
         modules = sample.get(kind, {})
@@ -70,15 +70,15 @@ class Underflow:
         return cls(scale, zeros, frozenset(module for module, found in cut_off.items() if found))
 
     def is_cut_off(self, module: str) -> bool:
-        """Whether fp16 has cut off a histogram of a module."""
+        """Return True if fp16 has cut off a histogram of a module."""
         return module in self.cut_off
 
     def share(self, module: str, stats: Record, number_format: str) -> float:
-        """Share of all elements that were lost.
+        """Return the share of all elements that were lost.
 
         Args:
-            module: Its name in the sample.
-            stats: Its STATS record there.
+            module: The module's name in the sample.
+            stats: The module's STATS record in the sample.
             number_format: A name in `LOW_PRECISION`.
         """
         measured = number(stats["formats"][number_format]["flush"])
@@ -88,7 +88,7 @@ class Underflow:
 
 
 def _by_module(gradients: Record, modules: Record) -> dict[str, dict[str, Record]]:
-    """The STATS of parameters by the module that holds them, for those modules that have records."""
+    """Group the STATS of parameters by module, for modules that have records."""
     found: dict[str, dict[str, Record]] = {}
     for parameter, stats in gradients.items():
         module = parameter.rpartition(".")[0]
@@ -98,12 +98,12 @@ def _by_module(gradients: Record, modules: Record) -> dict[str, dict[str, Record
 
 
 def _took_part(module: str, outputs: Record) -> bool:
-    """Whether a module may have been used: one without outputs was not, if outputs of others were seen."""
+    """Return False if a module has no outputs although others have, and so was not used."""
     return not outputs or module in outputs or not module
 
 
 def _reaches_below(modules: Record, scale: float) -> bool:
-    """Whether numbers go on below fp16's smallest, which they do not after fp16."""
+    """Return True if there are numbers below fp16's smallest, so that they were not computed in fp16."""
     smallest = FP16.smallest_subnormal_exponent - log2_scale(scale)
     below = sum(count_below(stats, smallest) for stats in modules.values())
     return below >= CUT_OFF_FROM * sum(sum(stats["exponents"]["counts"]) for stats in modules.values())
@@ -124,5 +124,5 @@ def _is_cut_off(stats: Record, scale: float) -> bool:
 
 
 def _is_fp16s(magnitude: float) -> bool:
-    """Whether a number is one of the seven smallest of fp16, as hardly any is that bf16 or fp32 made there."""
+    """Return True for one of fp16's seven smallest numbers, which bf16 and fp32 rarely hit exactly."""
     return magnitude / FP16.smallest_subnormal in range(1, 8)

@@ -1,4 +1,4 @@
-"""`castwise.verdict`: what a run's numbers say about its precision."""
+"""`castwise.verdict`: judge a run's precision by its recorded numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_RANGES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The advice for a run, the most severe first; printed, one line for each.
+    """The advice for a run, most severe first; prints as one line per piece of advice.
 
     Args:
         advice: In order of severity.
@@ -51,27 +51,27 @@ class Verdict:
 
 
 def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
-    """Turn what `castwise.Monitor` recorded into advice, each piece with the numbers behind it.
+    """Turn a run recorded by `castwise.Monitor` into advice, each piece with the numbers behind it.
 
-    A run about which the records say too little gets a verdict that says so.
+    If too little was recorded to judge the run, the verdict says so.
 
     Args:
-        run: A run's folder, its `monitor.jsonl`, or a `castwise.monitor.run.Run`. It may still be growing.
+        run: A run folder, its `monitor.jsonl`, or a `castwise.monitor.run.Run`. The run may still be in progress.
 
     Raises:
         OSError: There is no readable record.
-        ValueError: The file is not a record of a run.
+        ValueError: The file is not a run record.
     """
     return judge(RunFacts(run if isinstance(run, Run) else Run.read(run)))
 
 
 def judge(facts: RunFacts) -> Verdict:
-    """The verdict on facts that were gathered already."""
+    """Return the verdict for a run's facts."""
     advice = [piece for rule in _OF_STEPS for piece in rule(facts)]
     is_lost = any(piece.severity == "critical" for piece in advice)
-    if not facts.divergence:  # no format holds numbers that grow without end
+    if not facts.divergence:  # no format can hold numbers that keep growing
         advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
-    if not is_lost:  # else the run learned nothing, and its samples say nothing
+    if not is_lost:  # otherwise the run learned nothing, and its samples mean nothing
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)
         advice += range_advice.scale_fit(facts, in_trouble)

@@ -1,4 +1,4 @@
-"""Modules in order of how near they are to losing numbers in fp16."""
+"""Modules ranked by how close they are to overflow or underflow in fp16."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class WorstModule:
     """A module's worst numbers in fp16.
 
     Args:
-        name: Qualified; "" is the model.
-        gradients: Ranges of the gradients of its own parameters; None if it has none.
-        outputs: Ranges of its outputs; None if they were not sampled.
-        blamed: Overflows in which a gradient of one of its parameters was not finite, as far as they were named.
-        is_diagnosed: Whether a diagnosis names it.
+        name: Qualified name; "" is the model.
+        gradients: Ranges of the gradients of the module's own parameters; None if it has none.
+        outputs: Ranges of the module's outputs; None if they were not sampled.
+        blamed: Number of recorded overflows that name one of the module's parameters.
+        is_diagnosed: Whether a diagnosis names the module.
     """
 
     name: str
@@ -30,7 +30,7 @@ class WorstModule:
 
     @property
     def danger(self) -> float:
-        """How many times over the verdict's worst threshold it is, in linear numbers: 1 is at the threshold."""
+        """The worst ratio to a threshold of the verdict, on a linear scale; 1 is at the threshold."""
         over = [float(self.blamed)]
         if self.gradients:
             over.append(_times_over(self.gradients.headroom_bits, GRADIENT_HEADROOM_BITS))
@@ -41,7 +41,7 @@ class WorstModule:
 
 
 def worst_modules(facts: RunFacts) -> list[WorstModule]:
-    """All sampled modules: those that a diagnosis names, then the most endangered; equals in the model's order."""
+    """Return all sampled modules: diagnosed ones first, then the most endangered; ties in model order."""
     diagnosed = {each.module: None for each in facts.diagnosed if each.module}
     names = {**diagnosed, **facts.gradients, **facts.activations}
     found = [

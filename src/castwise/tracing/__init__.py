@@ -1,4 +1,4 @@
-"""Which op ran where, and in which precision: `castwise.trace`, and the dispatch mode and hooks it is made of."""
+"""Which op ran where, and in which precision: `castwise.trace`, and the dispatch mode and hooks behind it."""
 
 from castwise._lazy_modules import submodules_of
 

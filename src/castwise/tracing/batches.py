@@ -1,4 +1,4 @@
-"""A batch, as a model is given it."""
+"""How a batch becomes the arguments of a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Batch = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that a model is called with.
+    """Return the positional and keyword arguments for calling a model with a batch.
 
     Args:
         batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The batch is something else.
 
     Example:
         >>> arguments_of((1, 2)), arguments_of({"x": 1})
@@ -30,6 +30,6 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     raise TypeError(
-        "batch must be a tensor, a tuple of positional or a dict of keyword arguments of the model, "
+        "batch must be a tensor, a tuple of positional arguments, or a dict of keyword arguments, "
         f"got {type(batch).__name__}"
     )

@@ -1,10 +1,10 @@
 """`ModuleHooks`: hooks that watch a model's modules without changing what torch does with it.
 
-Torch looks at the hooks of modules in two places, and does something else when there are any. An
-`nn.TransformerEncoderLayer` in evaluation leaves its fused kernel, which under autocast returns other values in another
-dtype. And `torch.compile` puts hooks into its graphs, guards on them, and compiles forwards of torch.nn that it leaves
-alone otherwise. So hooks are taken off just before torch looks, and put back when it has looked: not where a
-module has hooks of the user's, which torch.compile guards on.
+Torch behaves differently in two places if a module has hooks. In evaluation, `nn.TransformerEncoderLayer` does not use
+its fused kernel, which under autocast returns other values in another dtype. And `torch.compile` traces hooks into its
+graphs, guards on them, and compiles `torch.nn` forwards that it otherwise skips. So hooks are removed before torch
+checks for them, and put back afterwards. The exception is a module with hooks of the user, because torch.compile guards
+on their number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from castwise._torch_private import (
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]
 
-# What an nn.TransformerEncoderLayer asks for requires_grad before it takes its fused kernel, besides its input.
+# The tensors whose requires_grad nn.TransformerEncoderLayer checks, besides its input, before using its fused kernel.
 _FUSED = {
     *("self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj.weight", "self_attn.out_proj.bias"),
     *(f"{name}.{kind}" for name in ("norm1", "norm2", "linear1", "linear2") for kind in ("weight", "bias")),
@@ -38,10 +38,10 @@ _FUSED = {
 
 
 class ModuleHooks:
-    """Hooks on modules: a function before a forward, and one after it.
+    """Calls one function before and one after the forwards of modules.
 
-    Neither is called for a forward that Dynamo compiles, or of a layer that is about to take torch's fused kernel.
-    Models are not kept alive. A copy of a module, and one that is unpickled, has hooks that do nothing.
+    Neither is called for a forward that Dynamo compiles, or for a layer that is about to use torch's fused kernel.
+    Models are not kept alive. The hooks on copied and unpickled modules do nothing.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
@@ -51,7 +51,7 @@ class ModuleHooks:
         >>> x = torch.ones(1, 2, 4)
         >>> _ = layer(x)
         >>> with torch.no_grad():
-        ...     _ = layer.eval()(x)  # which looks at its hooks
+        ...     _ = layer.eval()(x)  # which checks its hooks
         >>> calls
         ['before', 'after']
         >>> hooks.remove()
@@ -59,7 +59,7 @@ class ModuleHooks:
 
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []
-        self._in_the_way: list[_Pair] = []
+        self._suspended: list[_Pair] = []
         self._are_all_on = True
         self._has_compiled = False
 
@@ -69,12 +69,12 @@ class ModuleHooks:
         """Call functions before and after each forward of a module.
 
         Args:
-            module: Not a ScriptModule, which takes no hooks.
-            before: Called with the module, positional and keyword arguments.
-            after: Called with the module, positional arguments, and the output; also if the forward raises, with None.
-                Where torch's fused kernel is about to be taken, neither is called; without an `after`, `before` is.
-            first: Call `before` before the hooks that are there already.
-            later: Begin with the next `put_back`.
+            module: The module, which must not be a ScriptModule.
+            before: Called with the module, the positional and the keyword arguments.
+            after: Called with the module, the positional arguments, and the output, or None if the forward raised.
+                Without an `after`, `before` is called even if torch's fused kernel is about to run.
+            first: Call `before` before the module's existing hooks.
+            later: Start with the next `put_back`.
         """
         pair = _Pair(module, before, after, first)
         if later:
@@ -85,7 +85,7 @@ class ModuleHooks:
         _watch_compiler(self)
 
     def put_back(self) -> None:
-        """Put on again what was taken off for torch's sake."""
+        """Put back the hooks that were temporarily removed."""
         if not self._are_all_on:
             self._are_all_on = True
             for pair in self._pairs:
@@ -94,36 +94,36 @@ class ModuleHooks:
             _watch_compiler(self)  # torch.compiler.reset() forgets its callbacks
 
     def remove(self) -> None:
-        """Take all off."""
+        """Remove all hooks."""
         for pair in self._pairs:
             pair.take_off()
         self._pairs.clear()
-        self._in_the_way.clear()
+        self._suspended.clear()
         self._are_all_on = True
         _stop_watching_compiler(self)
 
     def take_off(self, modules: Collection[nn.Module]) -> None:
-        """Take off those of some modules until `put_back`."""
+        """Remove the hooks of some modules until `put_back`."""
         for pair in self._pairs:
             if pair.module() in modules:
                 pair.take_off()
                 self._are_all_on = False
 
-    def make_way(self) -> None:
-        """Take off all but those of modules that are running, which have something to call when they end."""
+    def suspend(self) -> None:
+        """Remove the hooks of all modules that are not running; a running module still needs its `after`."""
         self._has_compiled = True
         for pair in self._pairs:
             if pair.is_on and not pair.running:
                 pair.take_off()
-                self._in_the_way.append(pair)
+                self._suspended.append(pair)
 
-    def come_back(self) -> None:
-        """Undo `make_way`."""
-        while self._in_the_way:
-            self._put_on(self._in_the_way.pop())
+    def resume(self) -> None:
+        """Undo `suspend`."""
+        while self._suspended:
+            self._put_on(self._suspended.pop())
 
     def _put_on(self, pair: _Pair) -> None:
-        if not (self._has_compiled and pair.has_company):
+        if not (self._has_compiled and pair.has_user_hooks):
             pair.put_on(self._enter)
 
     def _enter(self, pair: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], under_dynamo: bool) -> None:
@@ -131,8 +131,8 @@ class ModuleHooks:
         if module is None:
             return
         if under_dynamo and type(module).__module__.startswith(("torch.nn.", "torch.ao.")):
-            # Dynamo is passing through code that it could not compile. It leaves forwards of torch's own modules
-            # alone there, unless they have hooks.
+            # Dynamo is running code that it could not compile. There it skips the forwards of torch's own modules,
+            # unless they have hooks.
             self.take_off([module])
             return
         is_fused = may_be_fused(module, args, kwargs)
@@ -159,10 +159,10 @@ class _Pair:
         return bool(self._handles)
 
     @property
-    def has_company(self) -> bool:
-        """Whether the module has hooks of the user's.
+    def has_user_hooks(self) -> bool:
+        """Whether the module has hooks of the user.
 
-        Then Dynamo guards on how many there are, and would compile its caller again at each call if ours came back.
+        Dynamo then guards on their number, and would recompile the caller at each call if our hooks were put back.
         """
         module = self.module()
         hooks = [] if module is None else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
@@ -191,12 +191,12 @@ class _Pair:
 
 
 class _Hook:
-    """Calls a function as a hook of a module; a copy of the module has one that does nothing.
+    """Calls a function as a module hook; its copies do nothing.
 
-    So has one that is unpickled, also where castwise is not installed.
+    The hook of an unpickled module also does nothing, and can be loaded without castwise.
 
     Args:
-        function: Called with whether Dynamo is looking on, and then with what hooks of its kind take.
+        function: Called with whether Dynamo is active, followed by the arguments of the hook.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -216,17 +216,17 @@ class _Hook:
         return nullcontext().__exit__
 
     def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # which takes any arguments, and returns None
+        return getattr, (nullcontext(), "__exit__")  # accepts any arguments and returns None
 
 
 def inside_fused_layers(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of a model at whose hooks an `nn.TransformerEncoderLayer` looks, itself included."""
+    """Return all `nn.TransformerEncoderLayer` modules of a model and their submodules, whose hooks torch checks."""
     layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     return {inner for layer in layers for inner in layer.modules()}
 
 
 def may_be_fused(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a module may be an `nn.TransformerEncoderLayer` that runs as one kernel, as of torch 2.13."""
+    """Return True if a module may be about to run as the fused kernel of `nn.TransformerEncoderLayer` (torch 2.13)."""
     if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
         return False
     if not torch.is_grad_enabled():
@@ -240,20 +240,20 @@ _WATCHING: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
 
 def _watch_compiler(hooks: ModuleHooks) -> None:
     _WATCHING.add(hooks)
-    tell_of_compilations(_make_way, _come_back)
+    tell_of_compilations(_suspend, _resume)
 
 
 def _stop_watching_compiler(hooks: ModuleHooks) -> None:
     _WATCHING.discard(hooks)
     if not _WATCHING:
-        tell_of_no_more_compilations(_make_way, _come_back)
+        tell_of_no_more_compilations(_suspend, _resume)
 
 
-def _make_way(*_: object) -> None:
+def _suspend(*_: object) -> None:
     for hooks in tuple(_WATCHING):
-        hooks.make_way()
+        hooks.suspend()
 
 
-def _come_back(*_: object) -> None:
+def _resume(*_: object) -> None:
     for hooks in tuple(_WATCHING):
-        hooks.come_back()
+        hooks.resume()

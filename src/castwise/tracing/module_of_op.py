@@ -1,9 +1,9 @@
-"""`ModuleOfOp`: which module of a model an op belongs to that a `TorchDispatchMode` sees.
+"""`ModuleOfOp`: the module to which an op seen by a `TorchDispatchMode` belongs.
 
-In the forward it is the innermost module that runs. In the backward it is that of the forward's op whose gradient the
-op takes part in: autograd numbers the nodes of its graph in the order in which the forward made them. Activation
-checkpointing calls modules again within a backward, and a reentrant one makes another graph of them there, whose nodes
-are numbered by the thread that the backward runs in.
+In the forward it is the innermost running module. In the backward it is the module whose forward created the autograd
+node that is running: autograd numbers nodes in the order of their creation. Activation checkpointing reruns modules
+inside a backward. Reentrant checkpointing also builds another graph there, whose nodes are numbered by the thread that
+runs the backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from castwise.tracing.module_hooks import ModuleHooks
 
 
 class _Numbers:
-    """From which of autograd's numbers on which module ran, innermost; None is none."""
+    """The innermost module that ran at each of autograd's sequence numbers; None for no module."""
 
     def __init__(self) -> None:
         self._first: list[int] = []
@@ -36,12 +36,12 @@ class _Numbers:
 
 
 class ModuleOfOp:
-    """Follows the modules of a model while it is entered, by hooks on all of them.
+    """Tracks the running modules of a model inside a `with` block, with hooks on all of them.
 
-    Ops of an `nn.TransformerEncoderLayer` that runs as one kernel of torch's belong to the module that calls it.
+    Ops of an `nn.TransformerEncoderLayer` that runs as torch's fused kernel belong to the module that calls it.
 
     Args:
-        model: Names are those of its modules without wrappers (DDP, FSDP, `torch.compile`, checkpointing).
+        model: The model. Module names do not include wrappers (DDP, FSDP, `torch.compile`, checkpointing).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,14 +49,14 @@ class ModuleOfOp:
         self._hooks = ModuleHooks()
         self._running: list[str] = []
         self._forward, self._again = _Numbers(), _Numbers()
-        self._outermost: int | None = None  # autograd's task that runs the graph of the forward
+        self._outermost: int | None = None  # the autograd task that runs the forward's graph
         owners = ((name, param) for name, module in named_modules(model) for param in module.parameters(recurse=False))
         self._owners: list[tuple[torch.Tensor, str]] = [(param, name) for name, param in owners]
 
     def __enter__(self) -> ModuleOfOp:
         names: dict[nn.Module, str] = {}
         for name, module in named_modules(self._model):
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # does not accept hooks
                 names.setdefault(module, name)
         for module, name in names.items():
             self._hooks.put_on(module, partial(self._enter, name), self._leave, first=True)
@@ -66,17 +66,17 @@ class ModuleOfOp:
         self._hooks.remove()
 
     def begin_backward(self) -> None:
-        """Note that the next backward is that of the forward that has been followed."""
+        """Mark the next backward as the one of the tracked forward."""
         self._outermost = None
 
     def is_forward_running(self) -> bool:
-        """Return True if a module runs, be it again within a backward."""
+        """Return True if a module is running, including a rerun inside a backward."""
         return bool(self._running)
 
     def name(self) -> str | None:
-        """Return the module of the op that runs, "" for the model itself; None for an op outside of it, as of a loss.
+        """Return the module of the running op: "" for the model itself, None for an op outside it, as in a loss.
 
-        Where the gradient of a parameter arrives, and its hooks run, it is the module that has the parameter.
+        While the gradient of a parameter is accumulated and its hooks run, it is the module that owns the parameter.
         """
         if self._running:
             return self._running[-1]
@@ -102,7 +102,7 @@ class ModuleOfOp:
         numbers.note(self._running[-1] if self._running else None)
 
     def _is_outermost(self) -> bool:
-        """Return True if the backward that runs is not one within another; the first one seen is."""
+        """Return True if the running backward is not nested in another one; the first one seen is the outermost."""
         backward = backward_running()
         if self._outermost is None:
             self._outermost = backward

@@ -1,4 +1,4 @@
-"""Running a model under a `TorchDispatchMode` with the results that it has without."""
+"""Run a model under a `TorchDispatchMode` without changing its results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from castwise.policy.casting import in_native_state, native_state_of
 
-# What `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops, which
-# autocast casts for; but autocast is off where a mode is called, as ops that come one by one are cast for by then.
+# The ops that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops,
+# which autocast must cast for. Inside a mode autocast is off, because it has run already for separate ops.
 _FUSED = {"aten._transformer_encoder_layer_fwd.default", "aten._native_multi_head_attention.default"}
 
 
 def call_op(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an op that a mode was given."""
+    """Call an op that was dispatched to a mode."""
     if str(func) not in _FUSED:
         return func(*args, **kwargs)
     device_type = args[0].device.type
@@ -27,7 +27,7 @@ def call_op(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def without_compiler() -> AbstractContextManager[Any]:
-    """Return a context in which what is compiled runs eagerly: under a mode Dynamo gives up on it, and for good."""
+    """Return a context in which compiled code runs eagerly: under a mode Dynamo would permanently skip that code."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # torch's

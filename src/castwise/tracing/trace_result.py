@@ -1,4 +1,4 @@
-"""What `trace` returns: ops and casts as rows, and their totals."""
+"""The result of `trace`: ops and casts as rows, and their totals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castwise._text_table import aligned
 AGAIN = "cast before"
 BACK = "back again"
 
-# Which columns of the tables are numbers.
+# The numeric columns of the tables.
 OP_NUMBERS, CAST_NUMBERS = {3, 4}, {4, 5}
 
 
@@ -21,10 +21,10 @@ class Op:
 
     Args:
         op: Name, as in `aten.mm`.
-        inputs: Dtypes of its floating-point tensor arguments, in their order, each once.
-        output: Dtypes of its floating-point results, likewise.
-        forward: How often it ran in the forward.
-        backward: How often it ran in the backward.
+        inputs: Distinct dtypes of its floating-point tensor arguments, in argument order.
+        output: Distinct dtypes of its floating-point results, in order.
+        forward: Number of calls in the forward.
+        backward: Number of calls in the backward.
     """
 
     op: str
@@ -39,15 +39,15 @@ class Cast:
     """Casts of one kind in one module.
 
     Args:
-        module: Qualified name of the module whose forward cast, or has the gradient that was cast; "" for the model.
+        module: Qualified name of the module to which the cast belongs; "" for the model.
         phase: "forward" or "backward".
         of: Qualified name of the parameter that was cast, or "activation", or "gradient".
         source: Dtype before.
         target: Dtype after.
-        redundant: "cast before" if the same values had been cast to the same dtype already, "back again" if they
-            had come from the target's dtype by a cast with nothing computed between, else "".
-        count: How many.
-        nbytes: Bytes read and written by all of them.
+        redundant: "cast before" if the same values were already cast to the same dtype; "back again" if the values were
+            cast from the target's dtype and not changed since; else "".
+        count: Number of casts.
+        nbytes: Bytes that all of them read and write.
     """
 
     module: str
@@ -62,18 +62,18 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What `trace` has seen; as a string, a table of casts, one of ops, and totals.
+    """The ops and casts of one forward and backward; prints as a table of casts, a table of ops, and totals.
 
     Args:
-        ops: By op and dtypes.
-        casts: By module and kind, in the order in which they first happened.
+        ops: One row per op and dtypes.
+        casts: One row per module and kind, in order of first occurrence.
     """
 
     ops: tuple[Op, ...]
     casts: tuple[Cast, ...]
 
     def of_weights(self) -> tuple[int, int]:
-        """Return count and bytes of the casts of parameters, which a `WeightCache` keeps while they do not change."""
+        """Return count and bytes of the casts of parameters, which a `WeightCache` can avoid."""
         return self._total(lambda cast: cast.phase == "forward" and cast.of not in {"activation", "gradient"})
 
     def redundant(self) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Trace:
         return self._total(lambda cast: cast.redundant != "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists and dicts, fit for JSON."""
+        """Return the trace as JSON-serializable lists and dicts."""
         totals = {"all": self._total(lambda cast: True), "weights": self.of_weights(), "redundant": self.redundant()}
         return {
             "ops": [dataclasses.asdict(op) for op in self.ops],
@@ -90,12 +90,12 @@ class Trace:
         }
 
     def op_rows(self) -> list[tuple[str, ...]]:
-        """Return the table of ops as text, its header first."""
+        """Return the rows of the table of ops as text, header first."""
         rows = [(row.op, row.inputs, row.output, str(row.forward), str(row.backward)) for row in self.ops]
         return [("op", "inputs", "output", "forward", "backward"), *rows]
 
     def cast_rows(self) -> list[tuple[str, ...]]:
-        """Return the table of casts as text, its header first."""
+        """Return the rows of the table of casts as text, header first."""
         rows = [
             (
                 *(row.module or "(root)", row.phase, row.of, f"{row.source} to {row.target}"),

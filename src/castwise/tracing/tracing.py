@@ -1,7 +1,7 @@
-"""`trace`: one forward and backward of a model, op by op, with every cast and which of them are redundant.
+"""`trace`: every op and every cast of one forward and backward of a model, and which casts are redundant.
 
-A `TorchDispatchMode` sees ops after autocast has cast for them; it costs several times what a small op
-does, so do not train under it.
+A `TorchDispatchMode` sees ops after autocast has inserted its casts. It costs several times as much as a small op, so
+do not train under it.
 """
 
 from __future__ import annotations
@@ -44,23 +44,22 @@ def trace(
     weight_cache: WeightCache | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
-    """Run one forward and backward of a model, and return which ops ran in which dtypes and what was cast.
+    """Run one forward and backward of a model, and return the ops with their dtypes, and all casts.
 
-    Gradients (also of `batch`), buffers, hooks and the state of random number generators are restored; effects of the
-    model's hooks are not. All tensors that are cast stay in memory until the end.
+    Gradients (including those of `batch`), buffers, hooks and random number generators are restored; side effects of
+    the model's hooks are not. All tensors that are cast stay in memory until the end.
 
     Args:
         model: The model.
         batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         policy: Policy of the forward; without one, the forward runs in the caller's region, if any.
         weight_cache: Weight cache of that policy's region.
-        loss_fn: Function of the model's output that returns the loss; by default the sum of its floating-point tensors.
-            Runs in the region, too. Without anything that needs a gradient there is no backward, and none runs in a
-            region.
+        loss_fn: Computes the loss from the model's output, in the same region; by default the sum of the output's
+            floating-point tensors. The backward runs outside any region, and only if the loss requires a gradient.
 
     Raises:
-        TypeError: `model` is not a module, `batch` is no batch, or `weight_cache` comes without a policy.
-        ValueError: See `Policy.bind`.
+        TypeError: `model` is not a module, `batch` is not a valid batch, or `weight_cache` is given without a policy.
+        ValueError: As for `Policy.bind`.
 
     Example:
         >>> import castwise
@@ -74,7 +73,7 @@ def trace(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if policy is None and weight_cache is not None:
-        raise TypeError("weight_cache needs a policy: it holds in the region that the policy makes")
+        raise TypeError("weight_cache needs a policy, whose region uses it: give policy=")
     device = next((param.device.type for param in model.parameters()), "cpu")
     args, kwargs = arguments_of(batch)
     module_of_op = ModuleOfOp(model)
@@ -141,10 +140,10 @@ def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
 
 
 class _Origin(NamedTuple):
-    """Where values come from that a cast has written."""
+    """The source of values that a cast has written."""
 
     source: str
-    kept: torch.Tensor  # so that no other memory gets the address
+    kept: torch.Tensor  # keeps the address from being reused
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -163,8 +162,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for name, param in model.named_parameters():
             self._weights[_place(param)] = name
             self._weights.setdefault(_memory(param), name)
-        self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # what was cast to what
-        self._origins: dict[Any, _Origin] = {}  # by memory that a cast has written
+        self._cast: dict[tuple[Any, ...], torch.Tensor] = {}  # casts so far
+        self._origins: dict[Any, _Origin] = {}  # by the memory that a cast has written
         self._is_quantizing = self._has_computed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +186,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @contextmanager
     def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """Count what a layer computes by a recipe as one op, in the phase that it is computed in."""
+        """Count the products of a layer with a recipe as one op, in the current phase."""
         if telling.layer not in self._modules:  # of a model that another thread runs
             yield
             return
@@ -199,7 +198,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._is_quantizing = False
 
     def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
-        """Count the quantizing of an operand as a cast, unless a `WeightCache` has kept it."""
+        """Count the quantization of an operand as a cast, unless it came from a `WeightCache`."""
         if self._has_computed and telling.layer in self._modules:
             self._has_computed = False
             of = self._of(tensor) if "weight" in operand else "gradient" if "grad" in operand else "activation"
@@ -209,7 +208,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             total[1] += _nbytes(tensor) + tensor.numel() * (4 if by.numbers is E2M1 else 8) // 8
 
     def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note that something was computed in memory that a cast has written."""
+        """Forget the origin of memory that an op writes to."""
         schema = schema_of(func)
         if not schema.is_mutable:
             return
@@ -220,7 +219,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                         self._origins.pop(_memory(leaf), None)
 
     def _of(self, source: torch.Tensor) -> str:
-        for place in (_place(source), _memory(source)):  # a view of a weight is that weight
+        for place in (_place(source), _memory(source)):  # a view of a weight counts as the weight
             if (name := self._weights.get(place)) is not None:
                 return name
         return "activation" if self.phase == "forward" or self._module_of_op.is_forward_running() else "gradient"
@@ -237,7 +236,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._cast[key] = source
         if _nbytes(result) == _bytes_of_memory(result):
             self._origins[_memory(result)] = _Origin(_name(source.dtype), result)
-        else:  # a part of something
+        else:  # a part of a larger tensor
             self._origins.pop(_memory(result), None)
         kind = (self._module_of_op.name() or "", self.phase, of, _name(source.dtype), _name(result.dtype), redundant)
         total = self._casts.setdefault(kind, [0, 0])
@@ -254,7 +253,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _source(func: Any, args: Any) -> torch.Tensor | None:
-    """Return what an op casts, if it is one that may."""
+    """Return the tensor that an op may cast; None if the op is not a cast."""
     if func is TO_COPY:
         source = args[0]
     elif func is torch.ops.aten.copy_.default:
@@ -265,7 +264,7 @@ def _source(func: Any, args: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor lies in one piece of memory; sparse and nested ones and DTensors hold others that do."""
+    """Return True if a tensor has its own memory; sparse and nested tensors and DTensors only hold other tensors."""
     return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in {torch.Tensor, nn.Parameter}
 
 

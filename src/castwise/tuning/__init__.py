@@ -1,4 +1,4 @@
-"""The cheapest policy that keeps a loss: `castwise.tune`."""
+"""The cheapest policy that keeps the loss within a tolerance: `castwise.tune`."""
 
 from castwise._lazy_modules import submodules_of
 

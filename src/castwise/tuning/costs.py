@@ -1,4 +1,4 @@
-"""What a module costs in each format: flops, bytes, or seconds on this machine."""
+"""The cost of each module in each format: flops, bytes, or seconds on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from castwise.comparison.call_again import call_again
 from castwise.comparison.kept_values import direct_tensors
-from castwise.comparison.objective import is_of_memory
+from castwise.comparison.objective import is_out_of_memory
 from castwise.comparison.precisions import Precision, Region
 from castwise.comparison.reference_run import Call, Site
 from castwise.comparison.watch import Tap, Watch
@@ -21,9 +21,9 @@ from castwise.recipes.recipe import RECIPES
 from castwise.recipes.scalings import E2M1
 
 COSTS = ("flops", "bytes", "measured")
-# Of one matrix product in fp32: tensor cores do twice as many in 16 bits as in TF32, NVIDIA's fp32 for matrix products
-# (A100 and H100 data sheets), and CPUs with units for a format about as many.
-# In 8 bits they do twice as many again, and in 4 bits four times (H100 and B200 data sheets).
+# Cost of a flop relative to fp32. Tensor cores do twice as many flops in 16 bits as in TF32, NVIDIA's fp32 mode for
+# matrix products (A100 and H100 data sheets); CPUs with units for a 16-bit format gain about the same. 8 bits double
+# that rate, and 4 bits quadruple it (H100 and B200 data sheets).
 FLOP_WEIGHTS = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
 FLOP_WEIGHTS |= {name: 0.125 if name == "nvfp4" else 0.25 for name in RECIPES}
 _REPETITIONS = 5
@@ -32,7 +32,7 @@ Costs = dict[Tap, dict[str, float]]
 
 
 def forwards(kind: str, formats: int) -> int:
-    """Return how many forwards of a batch it takes to learn what modules cost in so many formats."""
+    """Return the number of forwards of a batch that it takes to find the costs in a number of formats."""
     if kind == "flops":
         return 1
     of_reference, of_casting, of_format = 2, 1, _REPETITIONS if kind == "measured" else 1
@@ -40,7 +40,7 @@ def forwards(kind: str, formats: int) -> int:
 
 
 class OwnFlops:
-    """Counts the flops of matrix products and convolutions that each module calls itself; told by a `Watch`.
+    """Counts the flops of the matrix products and convolutions that each module calls directly, through a `Watch`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
@@ -54,11 +54,11 @@ class OwnFlops:
     def __init__(self) -> None:
         self.counts: defaultdict[Tap, int] = defaultdict(int)
         self.counting: Any = FlopCounterMode(display=False, custom_mapping=_custom_formulas())
-        self.counting.mod_tracker = _NoModules()  # type: ignore[assignment]  # all that torch asks of it
+        self.counting.mod_tracker = _NoModules()  # type: ignore[assignment]  # all that torch uses of a tracker
         self._running: list[int] = []
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module."""
+        """Call the module, and add its flops or bytes."""
         before = self.counting.get_total_flops()
         self._running.append(0)
         try:
@@ -71,7 +71,7 @@ class OwnFlops:
 
 
 class _NoModules:
-    """Instead of torch's tracker of modules, whose hooks fail where a forward computes gradients."""
+    """Replaces torch's module tracker, whose hooks fail if a forward computes gradients."""
 
     parents = frozenset({"Global"})
 
@@ -91,30 +91,30 @@ def _custom_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def of_flops(counts: dict[Tap, int], formats: Sequence[str]) -> Costs:
-    """Return the flops of modules, weighted by `FLOP_WEIGHTS`; those without any are left out."""
+    """Return the flops of modules, weighted by `FLOP_WEIGHTS`; modules without flops are left out."""
     return {tap: {name: count * FLOP_WEIGHTS[name] for name in formats} for tap, count in counts.items() if count}
 
 
 def bytes_of_weight(recipe: str) -> float:
-    """Return how many bytes an element of a weight takes in a recipe, without its share of a scale."""
+    """Return the bytes per element of a weight in a recipe, not counting scales."""
     return 0.5 if RECIPES.get(recipe) and RECIPES[recipe].output[1].numbers is E2M1 else 1.0
 
 
 class OutputBytes:
-    """Adds up the bytes that the modules of a model return and of the weights that they read; told by a `Watch`.
+    """Adds up the bytes of module outputs and of the weights that modules read, through a `Watch`.
 
-    Weights count as being of the dtype of what the module returns, unless they are quantized.
+    Weights count in the dtype of the module's output, unless they are quantized.
 
     Args:
-        counts: By module, to which bytes are added.
-        quantized: Bytes of an element of the weights of modules with a recipe, by their names, if there are any.
+        counts: Bytes by module; this object is updated.
+        quantized: Bytes per weight element of modules with a recipe, by module name.
     """
 
     def __init__(self, counts: dict[Tap, float], quantized: Mapping[str, float] | None = None) -> None:
         self._counts, self._quantized = counts, quantized or {}
 
     def call(self, tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module."""
+        """Call the module, and add its flops or bytes."""
         output = tap.forward(*args, **kwargs)
         made = [tensor for tensor in direct_tensors(output) if tensor.is_floating_point()]
         if tap.has_own_ops and made:
@@ -126,7 +126,7 @@ class OutputBytes:
 
 
 def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> set[Tap]:
-    """Return the modules whose own format decides the dtype of what they return.
+    """Return the modules whose own format decides the dtype of their outputs.
 
     Others, such as activations and norms, compute in the dtype of their inputs, so rules for them save nothing.
 
@@ -139,9 +139,9 @@ def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[s
             try:
                 made = [run() for run in _runs(watch, call, device, precisions).values()]
             except Exception as error:
-                if is_of_memory(error):
+                if is_out_of_memory(error):
                     raise
-                continue  # it cannot be run by itself
+                continue  # it cannot be run in isolation
             dtypes = {tuple((site, tensor.dtype) for site, tensor in each.items()) for each in made}
             if len(dtypes) > 1:
                 found.add(call.tap)
@@ -149,15 +149,15 @@ def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[s
 
 
 def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> Costs:
-    """Return the seconds that the own ops of modules take, each the least of some runs by itself.
+    """Return the time of each module's own ops in seconds, the minimum of several isolated runs.
 
-    Modules are given the inputs of the reference: where these are in another dtype, the time of their casts counts.
+    Modules get the inputs of the reference. If a format needs another dtype, the time of the casts is included.
 
     Args:
-        watch: Of the model.
-        calls: Of a run of the reference.
+        watch: The model's watch.
+        calls: The calls of a reference run.
         device: The `type` of the model's device.
-        precisions: By format, a policy that computes all in it.
+        precisions: For each format, the precision that computes everything in it.
     """
     costs: Costs = {}
     for call in calls:
@@ -172,18 +172,18 @@ def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[
 def _runs(
     watch: Watch, call: Call, device: str, precisions: dict[str, Precision]
 ) -> dict[str, Callable[[], dict[Site, torch.Tensor]]]:
-    """Return by format what runs a call of the reference again by itself."""
+    """Return for each format a function that reruns a reference call in isolation."""
     runs: dict[str, Callable[[], dict[Site, torch.Tensor]]] = {}
     for name, precision in precisions.items():
         with precision.region():
             region = Region.here(device)
         runs[name] = functools.partial(
-            call_again, watch, call, device, precision.weights, region, call.attributes, _as_it_is
+            call_again, watch, call, device, precision.weights, region, call.attributes, _unchanged
         )
     return runs
 
 
-def _as_it_is(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

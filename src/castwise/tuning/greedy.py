@@ -1,4 +1,4 @@
-"""Which module to run in which format: from the most exact formats to the cheapest, the best bargains first."""
+"""Choices of a format for each module, from the most exact to the cheapest, by savings per added effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Choice = dict[str, str]
-"""The format of each module, by its name."""
+"""The format of each module, by module name."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Option:
     """One format for one module.
 
     Args:
-        format: Its name.
-        cost: What the module costs in it.
-        effect: Expected square of what the roundings of the module add to the loss; inf if a value overflows.
-        digits: Bits of the format's mantissa: of formats without an effect, that with the most is the most exact.
+        format: Name of the format.
+        cost: Cost of the module in the format.
+        effect: Expected square of the error that the module's rounding adds to the loss; inf if a value overflows.
+        digits: Mantissa bits of the format. Among formats of equal effect, more bits are more exact.
     """
 
     format: str
@@ -29,17 +29,17 @@ class Option:
 
 
 def exact_choice(options: Mapping[str, list[Option]]) -> Choice:
-    """Return for each module the format of the least effect, and of equals that with the most digits."""
+    """Return for each module the format with the least effect; among equals, the one with the most digits."""
     return {name: _exact(of_module).format for name, of_module in options.items()}
 
 
 def path(options: Mapping[str, list[Option]]) -> list[Choice]:
     """Return choices from the most exact to the cheapest; each changes the format of one module.
 
-    The next change is the one that saves the most cost for the effect that it adds. Formats of a module that save less
-    for their effect than a mixture of two others would, are left out, so that savings become more expensive all the
-    way: each choice is then the cheapest of its total effect, up to what the last change saves (the linear relaxation
-    of the multiple-choice knapsack problem, Kellerer, Pferschy and Pisinger 2004, chapter 11).
+    Each step makes the change that saves the most cost per added effect. A format that saves less for its effect than a
+    mixture of two others is left out, so the savings per effect decrease along the path. Each choice is then the
+    cheapest one for its total effect, up to the saving of the last change (the linear relaxation of the multiple-choice
+    knapsack problem, Kellerer, Pferschy and Pisinger 2004, chapter 11).
 
     Example:
         >>> a = [Option("float32", 4.0, 0.0), Option("bfloat16", 2.0, 1.0)]
@@ -63,7 +63,7 @@ def _exact(options: list[Option]) -> Option:
 
 
 def _hull(options: list[Option]) -> list[Option]:
-    """Return the options on the lower convex hull of effect over cost, from the most exact on."""
+    """Return the options on the lower convex hull of effect over cost, most exact first."""
     hull = [_exact(options)]
     while True:
         last = hull[-1]

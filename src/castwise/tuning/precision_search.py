@@ -1,4 +1,4 @@
-"""`tune`: the cheapest policy that keeps a loss."""
+"""`tune`: the cheapest policy that keeps the loss within a tolerance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise._number_text import several
 from castwise._suggestions import listed, nearest
 from castwise.comparison.call_again import GraphForgottenError, forgetting_graph
 from castwise.comparison.drift import Drift
-from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_of_memory
+from castwise.comparison.objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
 from castwise.comparison.precision_drift import (
     Comparison,
     Progress,
@@ -25,7 +25,7 @@ from castwise.comparison.precision_drift import (
     relative_loss_error,
     restored,
 )
-from castwise.comparison.precisions import Precision, bound_for_now, is_sharded
+from castwise.comparison.precisions import Precision, is_sharded, temporarily_bound
 from castwise.comparison.reference_run import Call, ReferenceRun
 from castwise.comparison.starting_point import StartingPoint
 from castwise.comparison.watch import Tap, Watch
@@ -39,15 +39,15 @@ from castwise.tuning.tuned import Frontier, Point, Tuned
 
 FORMATS = ("float16", "bfloat16", "float32")
 Cost = Literal["flops", "bytes", "measured"]
-# Runs are counted in forwards of one batch, of which a backward costs two. The search may cost so many per module and
-# batch, three forwards and backwards, and no more than so many policies are run for each module on the search batches.
+# The budget is counted in forwards of one batch; a backward counts as two. Per module, the search may cost this many
+# forwards of each batch (three forwards with backwards), and run at most this many policies on the search batches.
 _FORWARDS_FOR_EACH, _RUNS_FOR_EACH = 9, 6
-# What `compare` costs at most: forward and backward of the reference, and of each format a forward, and each module by
-# itself four times.
+# The largest cost of `compare`: a forward and backward of the reference, and per format a forward and four isolated
+# runs of each module.
 _OF_REFERENCE, _OF_FORMAT = 3, 5
 _FRONTIER_POINTS = 8
 _HELD_OUT_RUNS = 16
-# Choices are run whose expected error is at most so many times the tolerance; of small models, any.
+# Run choices whose expected error is at most this many times the tolerance; for small models, all.
 _MARGINS = (1.0, 4.0)
 _MOST_CHOICES = 3**9
 _DIGITS = {"float32": 23, "float16": 10, "bfloat16": 7}
@@ -66,37 +66,39 @@ def tune(
 ) -> Tuned:
     """Search for the cheapest policy whose loss is within a tolerance of the loss in float32.
 
-    `compare` measures once what each module's rounding in each format does to the loss. Formats are then lowered module
-    by module, where the most cost is saved for the effect added. Policies on that path are run, and from the cheapest
-    one that keeps the loss, single modules are lowered further as long as it does. Every second batch is held out:
-    where the policy found is not within the tolerance on those, another one is taken, or modules are raised again.
+    `compare` first measures how each module's rounding in each format changes the loss. The search then lowers the
+    format of one module after another, starting where the most cost is saved per added effect, and runs policies on
+    that path. From the cheapest one that keeps the loss, it lowers single modules further as long as the loss is kept.
+    Every second batch is held out. If the policy is not within the tolerance on those, the search falls back to another
+    policy, or raises modules again.
 
-    The result is about single steps of these batches. It does not show that a long run with the policy ends where one
-    in float32 ends: train both for as long as you can afford, and compare.
+    The result covers single steps on these batches. It does not show that a long run with the policy ends where one in
+    float32 ends: train both for as long as you can afford, and compare.
 
-    Costs at most three forwards and backwards of each batch per module that is chosen for; five, if there is only one
-    and its weights have 16 bits. Everything is put back as by `compare`. Without "measured" costs, which take some
-    more runs, the same call has the same result.
+    Costs at most three forwards and backwards of each batch per module in the search; five if there is only one module
+    and its weights have 16 bits. Restores everything that `compare` restores. The result is deterministic, except with
+    "measured" costs, which also need some more runs.
 
     Args:
         model, loss, forward: See `compare`.
-        batches: See `compare`; two at least, of which every second is held out.
-        formats: To choose from: "float16", "bfloat16", "float32", and recipes of 8 and 4 bits for linear layers, such
-            as "float8_rowwise" (see `Policy`), which are measured with layers in "bfloat16" around them, or else in the
-            first of these.
-        tolerance: The largest `|loss - reference loss| / |reference loss|` allowed, mean over the held-out batches.
-        cost: "flops" of matrix products and convolutions, half in 16 bits, a quarter in 8, an eighth in 4; "bytes" of
-            what modules make and of the weights that they read; or "measured", seconds of a forward on this machine.
+        batches: See `compare`. At least two, of which every second one is held out.
+        formats: Formats to choose from: "float16", "bfloat16", "float32", and 8-bit and 4-bit recipes for linear layers
+            such as "float8_rowwise" (see `Policy`). Recipes are measured with the other modules in "bfloat16", or else
+            in the first of the three dtypes that is given.
+        tolerance: The largest allowed `|loss - reference loss| / |reference loss|`, averaged over the held-out batches.
+        cost: "flops" of matrix products and convolutions, counted half in 16 bits, a quarter in 8, an eighth in 4;
+            "bytes" of module outputs and of the weights that modules read; or "measured", the seconds of a forward on
+            this machine.
 
     Returns:
-        The policy, what it costs, its error, and what else was run. Where no policy is within the tolerance, the one of
-        the least error, with `is_within_tolerance` False. Notes say if a recipe is not worth it on this machine: if its
-        layers are no faster than in the dtype around them.
+        The policy, its cost and error, and the other policies that were run. If no policy is within the tolerance, the
+        one with the least error, with `is_within_tolerance` False. Notes report whether the
+        layers with a recipe are faster on this machine than in the surrounding dtype.
 
     Raises:
         TypeError: See `compare`.
-        ValueError: There is a single batch, the model has sharded weights, a format or a cost is unknown, the loss is
-            not finite in float32 (the text has the diagnosis), or there is nothing to choose.
+        ValueError: There is only one batch, the model has sharded weights, a format or a cost is unknown, the loss is
+            not finite in float32 (the message includes the diagnosis), or there is nothing to choose.
 
     Example:
         >>> import castwise
@@ -111,7 +113,7 @@ def tune(
 
 
 class Search:
-    """A search for a policy; arguments as of `tune`."""
+    """A search for a policy; takes the arguments of `tune`."""
 
     def __init__(
         self,
@@ -126,8 +128,8 @@ class Search:
         self._model, self._device = self._comparison.model, self._comparison.device
         if is_sharded(self._model):
             raise ValueError(
-                "model has sharded weights, whose ranks must run the same policies, and each rank would search with "
-                "batches of its own: tune the model before it is sharded, or compare some policies"
+                "model has sharded weights: all ranks must run the same policies, but each rank would search with its "
+                "own batches. Tune the model before sharding it, or compare a few policies"
             )
         self._objective = Objective(self._model, loss, forward)
         names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
@@ -139,13 +141,15 @@ class Search:
                 raise ValueError(f"formats must be some of {listed(known)}, got {name!r}{nearest(str(name), known)}")
         dtypes = [name for name in ("bfloat16", *FORMATS) if name in names]
         if not dtypes:
-            raise ValueError(f"formats must have one of {listed(FORMATS)} for what takes no recipe, got {formats!r}")
+            raise ValueError(
+                f"formats must include one of {listed(FORMATS)} for modules without a recipe, got {formats!r}"
+            )
         self._around = dtypes[0]
         if cost not in costs.COSTS:
             near = nearest(str(cost), costs.COSTS)
             raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
         if set(names) == {"float32"}:
-            raise ValueError("formats must have one besides 'float32', or there is nothing to choose from")
+            raise ValueError("formats must include one other than 'float32', or there is nothing to choose")
         if not (isinstance(tolerance, (int, float)) and tolerance is not True and 0 < tolerance < math.inf):
             raise ValueError(f"tolerance must be a finite number > 0, got {tolerance!r}")
         self._formats = list(dict.fromkeys(names))
@@ -161,11 +165,11 @@ class Search:
 
         Args:
             batches: See `tune`.
-            progress: Is called with what is done, how much of it, and how much there is.
+            progress: Called with the name of the current phase, the number of steps done, and their total.
         """
         found = self._objective.check(batches)
         if len(found) < 2:
-            raise ValueError("batches must have at least two batches, as every second is held out, got one")
+            raise ValueError("batches must have at least two batches, because every second one is held out, got one")
         self._progress = progress or _no_progress
         with self._comparison.interrupts:
             return self._search(found)
@@ -194,7 +198,7 @@ class Search:
         drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
         self._formats = [name for name in self._formats if not drift[name].problem]
         if self._formats == ["float32"]:
-            raise ValueError("; ".join(("the model runs in none of the formats but float32", *drift.notes)))
+            raise ValueError("; ".join(("the model runs in no format except float32", *drift.notes)))
         with restored(self._model, found):
             self._batches = found
             self._options_by_name = options = self._options(drift, search)
@@ -204,7 +208,7 @@ class Search:
             spent = len(found) + len(search) * (of_costs + _OF_REFERENCE + _OF_FORMAT * len(uniform))
             self._forwards = _FORWARDS_FOR_EACH * len(options) * len(found) - spent
             most = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
-            # Half of what is left is for the held-out batches.
+            # Reserve half of the remaining budget for the held-out batches.
             self._left = self._total = max(0, min(most, self._forwards // (2 * len(search))))
             for name in self._formats:
                 everywhere = {each: name if (each, name) in self._option_of else self._around for each in options}
@@ -235,17 +239,17 @@ class Search:
         )
 
     def _uniform(self, name: str) -> Policy:
-        """Return the policy that has all modules in a format; of a recipe, all layers that take it."""
+        """Return the policy that runs all modules in a format, or all layers that can use it in a recipe."""
         if name in FORMATS:
             return Policy(compute=name)
         return Policy(compute=self._around, modules={f"maybe:{spelled(nn.Linear)}": f"{name}?"})
 
     def _takers(self, name: str) -> set[str]:
-        """Return the modules that a recipe is for."""
+        """Return the names of the modules that can use a recipe."""
         return {decision.name for decision in decide(self._uniform(name), self._model) if decision.recipe}
 
     def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
-        """Return by module what each format costs and adds to the loss; modules of no cost are left out."""
+        """Return each module's options with cost and effect, except modules that cost the same in all formats."""
         of_modules: dict[str, dict[str, float]] = {}
         for place in places:  # a batch may call modules that another one does not
             for tap, of_formats in self._costs(self._batches[place]).items():
@@ -267,7 +271,7 @@ class Search:
                 ]
         if not options:
             raise ValueError(
-                f"no module that was called has any {self._kind} to save: give another cost, or batches that call them"
+                f"no module that was called has any {self._kind} to save: give another cost, or other batches"
             )
         return options
 
@@ -275,8 +279,8 @@ class Search:
         """Return the cost of each module that a batch calls in each format, and in float32."""
         names = list(dict.fromkeys([*self._formats, "float32"]))
         with ExitStack() as stack:
-            # Bound before the model is watched: a recipe goes by the module's own forward.
-            bound = {name: stack.enter_context(bound_for_now(self._uniform(name), self._model)) for name in names}
+            # Bind before watching: a recipe depends on the module's own forward.
+            bound = {name: stack.enter_context(temporarily_bound(self._uniform(name), self._model)) for name in names}
             watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
             if self._kind == "flops":
                 flops = costs.OwnFlops()
@@ -306,7 +310,7 @@ class Search:
             }
 
     def _calls(self, watch: Watch, batch: Any) -> list[Call]:
-        """Return the calls of a run of the reference."""
+        """Run the reference, and return its calls."""
         run = ReferenceRun(self._device, {})
         with watch.telling(run.call):
             self._loss(Policy(compute="float32"), batch, forgets_graph=False)
@@ -317,16 +321,16 @@ class Search:
         return list(run.calls.values())
 
     def _worth_of_recipes(self, choice: Choice, batches: list[Any]) -> list[str]:
-        """Return what the speed of this machine says of the recipes that were chosen: notes."""
+        """Return notes on how fast the chosen recipes are on this machine."""
         notes = []
         for name in [name for name in RECIPES if name in choice.values()]:
             layers = {layer for layer, chosen in choice.items() if chosen == name}
             with ExitStack() as stack:
                 policies = {each: self._uniform(each) for each in (name, self._around)}
-                bound = {each: stack.enter_context(bound_for_now(of, self._model)) for each, of in policies.items()}
+                bound = {each: stack.enter_context(temporarily_bound(of, self._model)) for each, of in policies.items()}
                 watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
                 calls: list[Call] = []
-                for batch in batches:  # until each layer was called
+                for batch in batches:  # until each layer has been called
                     missing = layers - {call.tap.name for call in calls}
                     calls += [call for call in self._calls(watch, batch) if call.tap.name in missing] if missing else []
                 precisions = {each: Precision(self._device, of_each) for each, of_each in bound.items()}
@@ -341,7 +345,7 @@ class Search:
         return notes
 
     def _policy(self, choice: Choice) -> Policy:
-        """Return a choice as a policy: the dtype of most modules, and rules for those that do not follow it."""
+        """Return a choice as a policy: the most common dtype, and rules for modules that do not inherit it."""
         modules = Counter(choice.values())
         dtypes = {self._around, *self._formats} - RECIPES.keys()
         compute = max(dtypes, key=lambda name: (modules[name], -FORMATS.index(name)))
@@ -360,7 +364,7 @@ class Search:
         return (rest + sum(self._option_of[each].cost for each in choice.items())) / sum(self._cost_in_fp32.values())
 
     def _error(self, choice: Choice, places: list[int]) -> float:
-        """Run the policy of a choice on the search batches, unless it was; return its error."""
+        """Return the error of a choice on the search batches, running its policy if it has not run yet."""
         policy = self._policy(choice)
         if policy not in self._points:
             self._left -= 1
@@ -377,15 +381,15 @@ class Search:
         self._forwards -= len(places)
         try:
             pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
-        except Exception as error:  # such as of code that does not take a mixture of dtypes
-            if is_of_memory(error):
+        except Exception as error:  # for example in code that does not accept mixed dtypes
+            if is_out_of_memory(error):
                 raise
             self._refusals.append(first_line(error))
             return math.inf
         return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
 
     def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
-        with bound_for_now(policy, self._model) as bound:
+        with temporarily_bound(policy, self._model) as bound:
             return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
 
     def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
@@ -396,21 +400,21 @@ class Search:
         try:
             with precision.weights(self._model), precision.region(), torch.enable_grad(), graph:
                 return float(self._objective(fresh(batch, precision.cast))[1].detach())
-        except GraphForgottenError:  # the forward computes gradients, as models of forces do
+        except GraphForgottenError:  # the forward computes gradients, as force-field models do
             self._runs_backwards = True
         finally:
             start.restore()
         return self._loss_in(precision, batch, False)
 
     def _on_the_path(self, places: list[int]) -> Choice:
-        """Return the cheapest choice on the greedy path that keeps the loss, or the nearest if none does."""
+        """Return the cheapest choice on the greedy path that keeps the loss, or the closest if none does."""
         choices = path(self._options_by_name)
         last = len(choices) - 1
         for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
             if self._left > 0:
                 self._error(choices[place], places)
         kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
-        if not kept:  # errors of modules cancel, so that the most exact choice need not be the nearest
+        if not kept:  # module errors can cancel, so the most exact choice need not be the closest
             return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
         low, high = max(kept), last + 1
         run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
@@ -428,10 +432,10 @@ class Search:
         return point is not None and point.error <= self._tolerance
 
     def _improved(self, choice: Choice, places: list[int]) -> Choice:
-        """Return a choice that costs less and keeps the loss, as far as runs are left to find one.
+        """Return a cheaper choice that keeps the loss, if one is found before the budget is spent.
 
-        Those that are expected to keep it are run first, and then those that may do so by luck: errors of modules have
-        signs, and cancel.
+        Choices that are expected to keep the loss are run first, then those that may keep it because module errors have
+        signs and can cancel.
         """
         if not self._is_kept(choice):
             return choice
@@ -449,11 +453,11 @@ class Search:
         return choice
 
     def _cheaper(self, choice: Choice, most_error: float) -> list[Choice]:
-        """Return choices that cost less than another one, the cheapest first: all, or near ones if there are many.
+        """Return choices that are cheaper than `choice`, cheapest first; only similar ones if there are many.
 
         Args:
-            choice: The other one.
-            most_error: Those that are expected to have more are left out.
+            choice: The choice to improve.
+            most_error: The largest expected error; choices with more are left out.
         """
         options = self._options_by_name
         changes = [
@@ -474,17 +478,16 @@ class Search:
         return [others[place] for _, _, place in sorted(rated)]
 
     def _expected_error(self, choice: Choice) -> float:
-        """Return what the effects say of the error of a choice, if the errors of modules are independent."""
+        """Return the error of a choice that the effects predict, if the errors of modules are independent."""
         chosen = [self._option_of[name, chosen] for name, chosen in choice.items()]
         return math.sqrt(sum(option.effect for option in chosen)) / self._mean_loss
 
     def _repaired(self, choice: Choice, places: list[int], held_out: list[int]) -> tuple[Choice, float]:
         """Return a choice that is within the tolerance on held-out batches, and its error there.
 
-        Where the one that was found is not, the others that were run are asked, the cheapest first, and then modules of
-        the one with the least error are raised. Where no choice is within the tolerance, the nearest ones on the search
-        batches are run on the held-out ones, and the one with the least error there is returned. All that as far as
-        runs are left.
+        If the choice found is not, try the other choices that kept the loss, cheapest first, then raise modules of the
+        one with the least error. If no choice is within the tolerance, run the closest ones of the search batches on
+        the held-out batches, and return the one with the least error there. Stops when the budget is spent.
         """
         errors: dict[Policy, float] = {}
 
@@ -517,7 +520,7 @@ class Search:
         return self._choices[nearest_run()], errors[nearest_run()]
 
     def _raised(self, choice: Choice) -> Choice | None:
-        """Return a choice with the module raised that has the most effect for its cost; None if all are most exact."""
+        """Return a choice with one module raised, where the least cost removes the most effect; None if none can be."""
         found: list[tuple[float, str, str]] = []
         for name, of_module in self._options_by_name.items():
             now = self._option_of[name, choice[name]]
@@ -538,28 +541,26 @@ class Search:
     def _notes(self) -> list[str]:
         if not self._refusals:
             return []
-        return [
-            f"{several(len(self._refusals), 'run')} of a policy ended in an error, the first in: {self._refusals[0]}"
-        ]
+        return [f"{several(len(self._refusals), 'policy run')} failed, the first with: {self._refusals[0]}"]
 
     def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
         numbers = Counter(len(of_module) for of_module in self._options_by_name.values())
         policies = " * ".join(f"{formats}^{modules}" for formats, modules in sorted(numbers.items()))
         left_out = [
-            f"{policies} policies less the {len(self._points)} that were run",
-            "op rules, other formats, and the loss function outside of the region's rules",
+            f"{policies} policies, except the {len(self._points)} that were run",
+            "op rules, other formats, and other precisions of the loss function",
         ]
-        left_out += [f"{each.name}, in which the model {each.problem}" for each in drift if each.problem]
+        left_out += [f"{each.name}: the model {each.problem}" for each in drift if each.problem]
         if of_held_out:
-            left_out.append(f"formats for what only held-out batches call: {', '.join(of_held_out)}")
+            left_out.append(f"formats for modules that only held-out batches call: {', '.join(of_held_out)}")
         unknown = {module.name for each in drift for module in each.modules if module.effect is None}
         unknown &= set(self._options_by_name)
         if unknown:
-            left_out.append(f"lower formats for what has no known effect: {', '.join(sorted(unknown))}")
+            left_out.append(f"lower formats for modules with an unknown effect: {', '.join(sorted(unknown))}")
         others = len(called - set(self._options_by_name))
         if others:
             left_out.append(
-                f"formats for {several(others, 'module')} without {self._kind} of their own, in the format around"
+                f"formats for {several(others, 'module')} without {self._kind}, which use the surrounding format"
             )
         return left_out
 

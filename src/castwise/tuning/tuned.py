@@ -1,4 +1,4 @@
-"""What `tune` returns: a policy, what it costs, and how far it is from the reference."""
+"""The result of `tune`: a policy, its cost, and its error against the reference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Point:
     """A policy that was run.
 
     Args:
-        cost: Over that of float32 everywhere.
+        cost: Cost relative to float32 everywhere.
         error: Mean over the search batches of `|loss - reference loss| / |reference loss|`.
         policy: The policy.
-        is_chosen: Whether it is the one that `tune` returns.
+        is_chosen: Whether `tune` returned this policy.
     """
 
     cost: float
@@ -32,16 +32,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Policies of which no other that was run is both cheaper and nearer to the reference.
+    """The policies for which no other policy that was run is both cheaper and closer to the reference.
 
     Args:
-        points: The policies, the cheapest first; the chosen one is among them in any case.
+        points: The policies, cheapest first. The chosen one is always included.
     """
 
     points: tuple[Point, ...]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table as text, its header first."""
+        """Return the rows of the table as text, header first."""
         rows = [
             (f"{point.cost:.3f}", f"{point.error:.2e}", _formats(point.policy), "chosen" if point.is_chosen else "")
             for point in self.points
@@ -56,24 +56,24 @@ class Frontier:
 class Tuned:
     """The cheapest policy found that keeps the loss; prints as a summary.
 
-    It was judged by losses of single steps. That a long run ends where one in float32 ends is not known from them.
+    The search compares losses of single steps. These do not show that a long run ends where one in float32 ends.
 
     Args:
         policy: The policy, not bound.
-        is_within_tolerance: Whether its error on held-out batches is at most `tolerance`. If not, it is the policy of
-            the least error that was found.
-        tolerance: As it was asked for.
+        is_within_tolerance: Whether the error on held-out batches is at most `tolerance`. If not, `policy` is the one
+            with the least error found.
+        tolerance: The requested tolerance.
         error: Mean over the held-out batches of `|loss - reference loss| / |reference loss|`.
-        search_error: The same over the batches that the policy was chosen with.
-        cost: Over that of float32 everywhere.
+        search_error: The same over the search batches.
+        cost: Cost relative to float32 everywhere.
         cost_kind: "flops", "bytes" or "measured".
-        formats: The format of each module that was chosen for, by its name.
+        formats: The format of each module in the search, by module name.
         frontier: Cost against error of the policies that were run.
-        drift: What the uniform policies of the formats do, from which effects were taken.
-        evaluations: How many policies were run.
-        not_called: Modules that no batch has called, which are left at the default.
+        drift: The comparison of the formats' uniform policies, from which the effects come.
+        evaluations: Number of policies that were run.
+        not_called: Modules that no batch called; they keep the default.
         not_tried: What the search left out.
-        notes: What else is to be known, such as formats that the device emulates.
+        notes: Other remarks, such as formats that the device emulates.
     """
 
     policy: Policy
@@ -93,7 +93,7 @@ class Tuned:
 
     @property
     def cost_in_words(self) -> str:
-        """What the cost is a share of: "flops", "bytes" or "measured time"."""
+        """The unit of the cost: "flops", "bytes" or "measured time"."""
         return "measured time" if self.cost_kind == "measured" else self.cost_kind
 
     def __str__(self) -> str:
@@ -106,14 +106,14 @@ class Tuned:
             str(self.frontier),
         ]
         if not self.is_within_tolerance:
-            lines.insert(2, "no policy of these formats that was run is within the tolerance: this is the nearest")
+            lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
         lines += ["", *(f"not tried: {each}" for each in self.not_tried)]
         if self.not_called:
-            lines.append(f"never called, left at the default: {', '.join(self.not_called)}")
+            lines.append(f"never called, so left at the default: {', '.join(self.not_called)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists and dicts, fit for JSON."""
+        """Return the result as JSON-serializable lists and dicts."""
         points = [
             {
                 "cost": point.cost,
@@ -138,14 +138,14 @@ class Tuned:
         }
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page with pictures of the same to `path`; see `Drift.report`."""
+        """Write the result as one HTML page with plots to `path`; see `Drift.report`."""
         from castwise.report.drift_report import write_drift_report
 
         return write_drift_report(self, path)
 
 
 def _rules(policy: Policy) -> list[str]:
-    """Return a line for each format of rules, with the modules that they name."""
+    """Return a line for each format with rules, listing its modules."""
     lines = []
     for chosen in dict.fromkeys(policy.modules.values()):
         names = [name or "(root)" for name, each in policy.modules.items() if each == chosen]

@@ -1,1 +1,1 @@
-"""What `integrations.lightning` and `integrations.pytorch_lightning` share: all but the classes they derive from."""
+"""The code shared by `integrations.lightning` and `integrations.pytorch_lightning`, without Lightning's classes."""

@@ -1,4 +1,4 @@
-"""The plugin of Fabric, without the classes of Lightning that it derives from."""
+"""The plugin for Fabric, without the Lightning classes that it derives from."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from castwise.integrations._lightning.scaling import Precision, Scaling
 
 
 class FabricPrecision(Scaling):
-    """What Fabric asks of a plugin; like `TrainerPrecision` it never goes to Lightning's own for mixed precision."""
+    """The plugin interface of Fabric. Like `TrainerPrecision`, it does not call Lightning's mixed-precision plugin."""
 
-    _plain: Any  # Lightning's plugin for no precision, another one in each of its packages
-    _fabric_optimizer: Any  # what is given to users instead of their optimizers
+    _plain: Any  # Lightning's full-precision plugin, a different class in each of its packages
+    _fabric_optimizer: Any  # Fabric's wrapper around users' optimizers
 
     def __init__(self, precision: Precision, device: str, scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, scaler)
-        self._desired_input_dtype = self._dtype  # Lightning's, which casts what a model is given
+        self._desired_input_dtype = self._dtype  # Lightning casts the model's arguments to it
         self._are_ranks_checked = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take note of a model that is set up; it is split over ranks only after this."""
+        """Register a model that is being set up. It is split over ranks only after this."""
         self._models = [*(reference for reference in self._models if reference() is not None), weakref.ref(module)]
         self._are_ranks_checked = False
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Make tensors as everywhere."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Make modules as everywhere."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -44,9 +44,9 @@ class FabricPrecision(Scaling):
         return autocast(self.device, self._dtype)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scale a loss and go back from it."""
+        """Scale a loss and run its backward."""
         if not self._are_ranks_checked:
-            self._refuse_ranks_that_may_disagree()
+            self._check_rank_agreement()
             self._are_ranks_checked = True
         self.update_if_due()
         if self.scaler is not None:
@@ -54,7 +54,7 @@ class FabricPrecision(Scaling):
         self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
-        """Step, unless the gradients are not finite."""
+        """Step, or skip the step if gradients are not finite."""
         if self.scaler is None:
             return self._plain.optimizer_step(self, optimizer, **kwargs)
         return self._step(self.scaler, optimizer, is_only_one=False, **kwargs)
@@ -67,23 +67,23 @@ class FabricPrecision(Scaling):
     def clip_grad_norm_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the gradients of an optimizer to a norm in one read, instead of `fabric.clip_gradients`.
+        """Clip the gradients of an optimizer to a norm in one read, instead of with `fabric.clip_gradients`.
 
-        Gradients that are not finite are left as they are: the step is skipped.
+        If gradients are not finite they are not changed, and the step is skipped.
 
         Args:
-            optimizer: All gradients of its parameters count as one vector.
-            max_norm: The largest norm they may have, >= 0; inf only measures.
-            norm_type: p of the p-norm, > 0, or inf.
+            optimizer: The optimizer; the gradients of all its parameters form one vector.
+            max_norm: Largest norm of the gradients, >= 0; inf only measures.
+            norm_type: The p of the p-norm, > 0 or inf.
 
         Returns:
             The norm of the unscaled gradients before clipping, shape ().
 
         Raises:
-            RuntimeError: There is no scaler, so that nothing is scaled: `fabric.clip_gradients` does it as well.
+            RuntimeError: There is no scaler. Use `fabric.clip_gradients` then.
         """
         if self.scaler is None:
-            raise RuntimeError("without a scaler there is nothing to save by one read: use fabric.clip_gradients")
+            raise RuntimeError("clip_grad_norm_ requires a scaler, and this plugin has none: use fabric.clip_gradients")
         return self.scaler.clip_grad_norm_(self._unwrapped(optimizer), max_norm, norm_type)
 
     def _unwrapped(self, optimizer: Any) -> torch.optim.Optimizer:

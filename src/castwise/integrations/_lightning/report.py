@@ -1,4 +1,4 @@
-"""The callback that monitors a training run and writes its report, without the class of Lightning it derives from."""
+"""The callback that monitors a training run and writes its report, without the Lightning class it derives from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE = "report.html"
 
 
 class Report:
-    """A monitor from the first step of a run to its last, however it ends, and then the report."""
+    """Monitors a run from its first to its last step, however it ends, and writes the report."""
 
     def __init__(
         self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
@@ -23,7 +23,7 @@ class Report:
         self._monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to record, now that a checkpoint was loaded."""
+        """Start recording, after a checkpoint was loaded."""
         self._monitor = Monitor(
             pl_module,
             trainer.optimizers,
@@ -34,7 +34,7 @@ class Report:
         ).attach()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Give the next step the Trainer's number."""
+        """Set the number of the next step to the Trainer's."""
         if self._monitor is not None:
             self._monitor.step = trainer.global_step + 1
 
@@ -43,7 +43,7 @@ class Report:
         self._end(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the record of a run that was interrupted or failed, and write its report as well."""
+        """End the record of a run that was interrupted or failed, and write its report."""
         self._end(trainer, exception)
 
     def _end(self, trainer: Any, error: BaseException | None) -> None:

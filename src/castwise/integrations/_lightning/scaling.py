@@ -1,9 +1,9 @@
-"""Which scaler a plugin has, and when an iteration of it ends: the same for Trainer and Fabric.
+"""The scaler of a plugin, and the end of its iterations, for Trainer and Fabric.
 
-Lightning ends an iteration of the scaler with every step of every optimizer. That is right if each backward is followed
-by the step of its optimizer. If the backwards of several come first, the scale may move before all of them are stepped,
-and later ones divide by a scale that their gradients were not made with. Here an iteration ends with the step if no
-gradients of others are there, and otherwise before the next backward.
+Lightning ends an iteration of the scaler with every step of every optimizer. This is correct if each backward is
+followed by the step of its optimizer. If the backwards of several optimizers come first, the scale may change before
+all of them have stepped, and later steps divide by the wrong scale. Here an iteration ends with the step if no other
+parameters have gradients, and otherwise before the next backward.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Scaling:
     """The scaler of a plugin.
 
     Args:
-        precision: In which precision the forward runs; in fp16 losses are scaled.
-        device: Type of device of the model.
-        scaler: The one to use, also in bf16; None makes one in fp16.
+        precision: Precision of the forward; in fp16 losses are scaled.
+        device: Device type of the model.
+        scaler: The scaler to use, also in bf16; None creates one in fp16.
 
     Raises:
-        TypeError: `scaler` is not one of castwise's.
-        ValueError: `precision` is another one.
+        TypeError: `scaler` is not a castwise scaler.
+        ValueError: `precision` is invalid.
     """
 
     def __init__(self, precision: Precision, device: str, scaler: GradScaler | None) -> None:
@@ -52,10 +52,10 @@ class Scaling:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The scaler; None in bf16 if none was given.
+        """The scaler; None in bf16 unless one was given.
 
-        Without a given one it is made when it is first asked for: a `ShardedGradScaler` if the model that was set up by
-        then is split over ranks (FSDP, tensor parallelism), otherwise a `GradScaler`.
+        In fp16 it is created on first use: a `ShardedGradScaler` if the model is split over ranks by then (FSDP, tensor
+        parallelism), otherwise a `GradScaler`.
         """
         if self._scaler is None and self.precision == "16-mixed":
             if self._is_split():
@@ -73,44 +73,44 @@ class Scaling:
     def _is_split(self) -> bool:
         return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in self._parameters())
 
-    def _refuse_ranks_that_may_disagree(self) -> None:
+    def _check_rank_agreement(self) -> None:
         scaler, dist = self.scaler, torch.distributed
         if scaler is None or not scaler.is_enabled() or scaler.agrees:
             return
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and self._is_split():
             raise RuntimeError(
-                "the model is split over ranks, which have to take and skip the same steps, and this scaler does not "
-                f"ask them: give the plugin scaler=castwise.ShardedGradScaler({self.device!r})"
+                "the model is split over ranks, which must skip the same steps, and this scaler does not synchronize "
+                f"them: pass scaler=castwise.ShardedGradScaler({self.device!r}) to the plugin"
             )
 
     def _step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *, is_only_one: bool, **kwargs: Any) -> Any:
-        if optimizer in self._stepped or "closure" in kwargs:  # a closure computes gradients anew
+        if optimizer in self._stepped or "closure" in kwargs:  # a closure computes new gradients
             self.update_if_due()
         output = scaler.step(optimizer, **kwargs)
         self._stepped.append(optimizer)
-        if is_only_one or not self._gradients_may_wait():
+        if is_only_one or not self._others_have_gradients():
             self.update_if_due()
         return output
 
-    def _gradients_may_wait(self) -> bool:
-        """Return True if there are gradients of other parameters than those that were stepped."""
+    def _others_have_gradients(self) -> bool:
+        """Return True if parameters that were not stepped have gradients."""
         groups = (group for optimizer in self._stepped for group in optimizer.param_groups)
         stepped = {id(parameter) for group in groups for parameter in group["params"]}
         return any(parameter.grad is not None and id(parameter) not in stepped for parameter in self._parameters())
 
     def update_if_due(self) -> None:
-        """End the scaler's iteration, if an optimizer was stepped in it: before a backward, and whenever all are."""
+        """End the scaler's iteration if an optimizer has stepped in it."""
         if self._stepped and self._scaler is not None:
             self._stepped.clear()
             self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; empty without one."""
+        """Return the scaler's state; empty without a scaler."""
         self.update_if_due()
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, of this plugin or of Lightning's own; without a scaler it is ignored."""
+        """Load a state of this plugin or of Lightning's own. It is ignored without a scaler."""
         self._stepped.clear()
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""The plugin of a Trainer, without the classes of Lightning that it derives from."""
+"""The plugin for a Trainer, without the Lightning classes that it derives from."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from castwise.weights.weight_cache import WeightCache
 
 
 class TrainerPrecision(Scaling):
-    """What a Trainer asks of a plugin for mixed precision.
+    """The plugin interface of a Trainer for mixed precision.
 
-    It goes to Lightning's class for no precision at all where it needs what all plugins do: of the two for mixed
-    precision, of which the plugin is an instance so that all strategies take it, each would scale for itself.
+    For behaviour common to all plugins it calls Lightning's full-precision class. The plugin derives from Lightning's
+    two mixed-precision classes only so that all strategies accept it; both would scale the loss themselves.
     """
 
-    # Lightning's, which are other ones in each of its packages: the plugin for no precision, and what users derive from
-    # or are given instead of their optimizers.
+    # Classes of Lightning, which differ between its packages: the full-precision plugin, the base classes of users'
+    # modules and callbacks, and the wrapper around their optimizers.
     _plain: Any
     _lightning_module: Any
     _callback: Any
@@ -44,58 +44,58 @@ class TrainerPrecision(Scaling):
     ) -> None:
         super().__init__(precision, device, scaler)
         if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(f"policy must be a castwise.Policy, not bound to a model yet, got {type(policy).__name__}")
+            raise TypeError(f"policy must be an unbound castwise.Policy, got {type(policy).__name__}")
         if policy is not None and getattr(torch, policy.compute) not in (self._dtype, torch.float32):
-            raise ValueError(f"precision={precision!r} and a policy that computes in {policy.compute} contradict")
+            raise ValueError(f"precision={precision!r} contradicts the policy, which computes in {policy.compute}")
         self._policy, self._bound_policy = policy, None
         self._wants_weight_cache, self._weight_cache = weight_cache, None
 
     _bound_policy: BoundPolicy | None
     _weight_cache: WeightCache | None
 
-    # -- setting up ---------------------------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------------------------
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Take note of the model, when the strategy has wrapped and split it."""
+        """Register the model after the strategy has wrapped and split it."""
         self._models = [weakref.ref(model)]
         if optimizers:
-            self._refuse_ranks_that_may_disagree()
+            self._check_rank_agreement()
         self._bound_policy = None if self._policy is None else self._policy.bind(model)
         self._weight_cache = WeightCache(model) if self._wants_weight_cache else None
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Let go of the copies of weights."""
+        """Drop the weight cache."""
         self._weight_cache = None
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Make tensors as everywhere."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Make modules as everywhere."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """Leave batches as they are: autocast casts."""
+        """Return batches unchanged, because autocast casts them."""
         return data
 
     def convert_output(self, data: Any) -> Any:
-        """Leave results as they are."""
+        """Return outputs unchanged."""
         return data
 
     def autocast_context_manager(self) -> autocast:
-        """Return the region of a forward; as in Lightning's it keeps no casts of weights, except in a `WeightCache`."""
+        """Return the region of a forward. As in Lightning, casts of weights are cached only in a `WeightCache`."""
         if self._policy is None:
             return autocast(self.device, self._dtype, cache_enabled=False, weight_cache=self._weight_cache)
         if self._bound_policy is None:
-            raise RuntimeError("the plugin's policy has no model yet: it is bound when a Trainer sets the model up")
+            raise RuntimeError("the plugin's policy is not bound yet: a Trainer binds it when it sets up the model")
         return autocast(self.device, policy=self._bound_policy, cache_enabled=False, weight_cache=self._weight_cache)
 
     # -- training -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Scale a loss, then call the hooks."""
+        """Scale a loss and call the hooks."""
         self.update_if_due()
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
@@ -105,10 +105,10 @@ class TrainerPrecision(Scaling):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, call the hooks, clip, and step unless the gradients are not finite.
+        """Run the closure, call the hooks, clip, and step unless gradients are not finite.
 
-        A closure that returns None under automatic optimization has computed no gradients: there is no step, and no
-        hook of one is called.
+        If the closure returns None under automatic optimization, there are no gradients, so there is no step and no
+        step hooks are called.
         """
         scaler = self.scaler
         if scaler is None:
@@ -139,14 +139,14 @@ class TrainerPrecision(Scaling):
         return self._step(scaler, optimizer, is_only_one=model.automatic_optimization, closure=evaluate, **kwargs)
 
     def _before_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, model: Any) -> None:
-        # Hooks that look at gradients must see them unscaled: a pass over them that clipping does not need.
-        if self._is_looked_at(model):
+        # Hooks must see unscaled gradients. Clipping does not need this extra pass.
+        if self._is_observed(model):
             scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
 
-    _after_closure: Any  # Lightning's, which calls hooks and then clip_gradients
+    _after_closure: Any  # Lightning's, calls hooks and then clip_gradients
 
-    def _is_looked_at(self, model: Any) -> bool:
+    def _is_observed(self, model: Any) -> bool:
         hook, clipping = "on_before_optimizer_step", "configure_gradient_clipping"
         of_model = any(_is_overridden(model, name, self._lightning_module) for name in (hook, clipping))
         return of_model or any(_is_overridden(callback, hook, self._callback) for callback in model.trainer.callbacks)
@@ -154,7 +154,7 @@ class TrainerPrecision(Scaling):
     def clip_gradients(
         self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
-        """Clip, in the scaler's one read if there is a scaler; 0 clips nothing, as everywhere in Lightning."""
+        """Clip the gradients, in the scaler's single read if there is one. 0 does not clip, as in Lightning."""
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer.optimizer
         if clip_val <= 0:
@@ -170,7 +170,7 @@ class TrainerPrecision(Scaling):
     clip_grad_by_value: Callable[[torch.optim.Optimizer, float], None]  # Lightning's
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip without a scaler."""
+        """Clip by norm without a scaler."""
         if not any(map(is_fsdp_flattened, self._parameters())):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
             return
@@ -179,21 +179,21 @@ class TrainerPrecision(Scaling):
         model = self._models[0]()
         if not isinstance(model, FullyShardedDataParallel):
             raise RuntimeError(
-                "FSDP clips by the norm of all gradients only if it wraps the whole model: let the strategy wrap it, "
-                f"or give the plugin scaler=castwise.ShardedGradScaler({self.device!r}, "
-                "schedule=castwise.schedules.Guard()), which clips what is wrapped in parts"
+                "FSDP can clip by the norm of all gradients only if it wraps the whole model: let the strategy wrap "
+                f"it, or pass scaler=castwise.ShardedGradScaler({self.device!r}, "
+                "schedule=castwise.schedules.Guard()) to the plugin, which clips partly wrapped models too"
             )
         model.clip_grad_norm_(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the state of a split model also where Lightning's own plugin for FSDP looks for it."""
+        """Save the state of a split model also under the key of Lightning's own FSDP plugin."""
         if self._is_split() and self.scaler is not None:
             checkpoint["FSDPPrecision"] = self.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the state that Lightning's own plugin for FSDP has saved; others are where this one has its own."""
+        """Load a state saved by Lightning's own FSDP plugin. Other states are under this plugin's key."""
         if type(self).__qualname__ not in checkpoint and "FSDPPrecision" in checkpoint:
             self.load_state_dict(checkpoint["FSDPPrecision"])
 

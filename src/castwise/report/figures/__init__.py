@@ -1,8 +1,8 @@
-"""The report's pictures as plotly figures: plain dicts, as plotly.js reads them.
+"""The report's figures as plain dicts in plotly.js format.
 
-Colours are names of CSS variables such as "--accent"; the page's script puts their values in, so that one figure is
-right in light and dark. Names of modules are escaped, because plotly takes text for a kind of HTML. A figure may hold
-`choices`: what to change in its traces and layout, by the values of the page's controls.
+Colours are names of CSS variables such as "--accent"; the page's script substitutes their values, so that one figure
+works in light and dark themes. Module names are escaped because plotly interprets some HTML in text. A figure may have
+`choices`: changes to its traces and layout, keyed by the values of the page's controls.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Trace = dict[str, Any]
 
 
 def plain(text: str) -> str:
-    """Return text that plotly shows as it is, markup and all."""
+    """Escape text for plotly, so that markup is shown literally."""
     return html.escape(text, quote=False)
 
 
 def power_label(exponent: float) -> str:
-    """Return a power of two in plotly's kind of HTML."""
+    """Format a power of two as plotly HTML."""
     return f"2<sup>{exponent:g}</sup>".replace("-", "\N{MINUS SIGN}")
 
 
 def align(figures: Sequence[Figure]) -> None:
-    """Give figures of the same kind the same ranges, so that runs side by side compare by eye."""
+    """Give figures of the same kind the same axis ranges, so that runs can be compared by eye."""
     axes = {
         name
         for figure in figures

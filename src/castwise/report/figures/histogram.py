@@ -17,19 +17,19 @@ ALL_MODULES = "*"
 MOMENTS = {"whole": "whole run", "first": "first sample", "last": "last sample"}
 
 
-# Beyond all exponents of fp32, of which the picture shows a part.
+# Below and above all fp32 exponents; the figure shows part of this range.
 _FAR = 160
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many of a module's gradients have which exponent, summed over samples.
+    """Number of a module's gradients by exponent, summed over samples.
 
     Args:
-        plain: Elements v with 2^e <= |v| < 2^(e + 1), by e.
-        scaled: The same of what the backward held, each sample at its own scale.
-        elements: All elements, zeros too.
-        scales: Those of the samples, as powers of two, each once.
+        plain: Unscaled elements v with 2^e <= |v| < 2^(e + 1), by e.
+        scaled: The same for scaled gradients, each sample at its own scale.
+        elements: Number of elements, including zeros.
+        scales: Exponents of the samples' scales, without duplicates.
     """
 
     plain: Counter[int]
@@ -38,12 +38,12 @@ class Histogram:
     scales: tuple[float, ...]
 
     def share(self, low: float, high: float) -> float:
-        """Share of all elements whose scaled exponent is in [low, high)."""
+        """Return the share of all elements whose scaled exponent is in [low, high)."""
         inside = sum(count for exponent, count in self.scaled.items() if low <= exponent < high)
         return inside / self.elements if self.elements else 0.0
 
     def caption(self) -> str:
-        """The picture in words."""
+        """Describe the histogram in words."""
         if not self.elements:
             return "No finite gradients of this module in this sample."
         lost = self.share(-math.inf, FP16.smallest_subnormal_exponent - 1)
@@ -55,14 +55,14 @@ class Histogram:
         at = f"scale {lowest}" if lowest == highest else f"scales {lowest} to {highest}"
         zero = max(0.0, 1.0 - sum(self.plain.values()) / self.elements)
         return (
-            f"At {at}: {percent(lost)} of the elements round to zero in fp16, {percent(coarse)} are subnormal, and "
-            f"{percent(zero)} are zero, which has no exponent; the "
-            f"largest are below 2^{top + 1}, where fp16 ends at 2^{FP16.bias + 1}."
+            f"At {at}, {percent(lost)} of the elements round to zero in fp16, {percent(coarse)} are subnormal, and "
+            f"{percent(zero)} are zero and not drawn. "
+            f"The largest are below 2^{top + 1}; fp16 ends at 2^{FP16.bias + 1}."
         )
 
 
 def _histograms(samples: Iterable[Record]) -> dict[str, Histogram]:
-    """Add up the finite samples of each module, and of all of them together."""
+    """Sum the finite samples of each module, and of all modules together."""
     counts: dict[str, dict[int, dict[int, int]]] = {ALL_MODULES: {}}
     elements: Counter[str] = Counter()
     for sample in samples:
@@ -90,7 +90,7 @@ def _histogram(by_shift: Mapping[int, Mapping[int, int]], elements: int) -> Hist
 
 
 def histogram(samples: Sequence[Record], modules: Sequence[str]) -> Figure:
-    """Return the figure of one run; its choices are moments and modules, such as "last/blocks.0.attn"."""
+    """Return the histogram of one run; its choices are moments and modules, such as "last/blocks.0.attn"."""
     nothing = _histogram({}, 0)
     found = {
         f"{moment}/{module}": of_modules.get(module, nothing)
@@ -102,8 +102,8 @@ def histogram(samples: Sequence[Record], modules: Sequence[str]) -> Figure:
     highest = max([18, *whole.plain, *whole.scaled]) + 2
     first = _choice(whole)
     styles: list[Trace] = [
-        {"name": "as they are", "marker": {"color": "--muted-bar", "line": {"width": 0}}},
-        {"name": "times the scale", "marker": {"color": "--accent", "line": {"width": 0}}, "opacity": 0.85},
+        {"name": "unscaled", "marker": {"color": "--muted-bar", "line": {"width": 0}}},
+        {"name": "scaled", "marker": {"color": "--accent", "line": {"width": 0}}, "opacity": 0.85},
     ]
     bars = [
         {
@@ -132,7 +132,7 @@ def _choice(histogram: Histogram) -> dict[str, Any]:
 
 
 def _bins(counts: Counter[int], elements: int) -> Trace:
-    """Bars at the middle of each power of two, in percent of all elements."""
+    """Return bars at the middle of each power of two, in percent of all elements."""
     if not counts:
         return {"x0": 0, "dx": 1, "y": []}
     exponents = range(min(counts), max(counts) + 1)
@@ -141,7 +141,7 @@ def _bins(counts: Counter[int], elements: int) -> Trace:
 
 
 def _annotations(histogram: Histogram) -> list[dict[str, Any]]:
-    """Names of the regions, and an arrow from where gradients are to where the scale puts them."""
+    """Label the regions, and draw an arrow from the unscaled to the scaled gradients."""
     notes: list[dict[str, Any]] = [
         _note("lost in fp16", FP16.smallest_subnormal_exponent - 1),
         _note("overflow \N{RIGHTWARDS ARROW}", FP16.bias + 1),
@@ -183,7 +183,7 @@ def _note(text: str, edge: float) -> dict[str, Any]:
 
 
 def _formats() -> Iterable[Trace]:
-    """A bar for each format: hatched where its numbers are subnormal, plain where they are normal."""
+    """Return a bar for each format: hatched for the subnormal range, plain for the normal range."""
     names = list(LOW_PRECISION)
     ends = [
         (each.smallest_subnormal_exponent - 1, each.smallest_normal_exponent, math.log2(each.largest))

@@ -1,7 +1,7 @@
-"""Heat maps of headroom and underflow, module by sampled step: where precision runs out.
+"""Heat maps of headroom and underflow by module and sampled step.
 
-Bands of colour end at the numbers that the verdict judges by, and get steadily darker (on dark pages: brighter)
-towards danger, so that they order themselves without hue. What overflows or underflows beyond the last is marked too.
+The colour bands follow the verdict's thresholds and get steadily darker (brighter on dark pages) towards danger, so
+that their order is clear without hue. Cells beyond the last threshold are also marked.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from castwise.report.run_facts import RunFacts, shown
 from castwise.report.scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
 from castwise.report.underflow import Underflow
 
-# Columns beyond this are thinner than three pixels on a laptop.
+# With more columns, each would be narrower than three pixels on a laptop.
 MAX_COLUMNS = 120
-# More rows than fit a screen are shown when they are asked for: at first those nearest to trouble.
+# The first view shows the most endangered modules that fit on a screen; more rows are shown on request.
 ROWS_AT_FIRST = 24
 ROW_HEIGHT, MIN_ROWS = 18, 4
 KINDS = {"gradients": "modules", "outputs": "activations"}
@@ -32,16 +32,16 @@ Judged = tuple[Record, Underflow]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that is mapped.
+    """A quantity that a heat map shows.
 
     Args:
-        key: Its name in records.
-        title: Its name for people.
+        key: The name in records.
+        title: The displayed name.
         edges: Ascending bounds between bands.
-        labels: What each band is called, one more than edges.
-        safe_first: Whether the lowest band is the harmless one.
+        labels: Labels of the bands, one more than `edges`.
+        safe_first: Whether the lowest band is the safe one.
         mark_from: Cells past this bound, towards danger, are marked as well as coloured.
-        mark_label: What a mark means.
+        mark_label: The meaning of a mark.
         hover: plotly's format of a value.
     """
 
@@ -55,17 +55,17 @@ class Measure:
     hover: str
 
     def bands(self) -> list[tuple[str, str]]:
-        """CSS variable and label of each band, in ascending order of the number."""
+        """Return CSS variable and label of each band, in ascending order of the quantity."""
         numbers = range(len(self.labels))
         order = numbers if self.safe_first else reversed(numbers)
         return [(f"--band-{band}", label) for band, label in zip(order, self.labels, strict=True)]
 
     def worse(self, one: float, other: float) -> float:
-        """The one of two values that is nearer to danger."""
+        """Return the more dangerous of two values."""
         return max(one, other) if self.safe_first else min(one, other)
 
     def is_marked(self, value: float) -> bool:
-        """Whether a value is past `mark_from`."""
+        """Return True if a value is past `mark_from`."""
         return value >= self.mark_from if self.safe_first else value < self.mark_from
 
 
@@ -93,16 +93,16 @@ MEASURES = (HEADROOM, FLUSH)
 
 
 def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]]) -> Figure:
-    """Return the map of one measure.
+    """Return the heat map of one measure.
 
     Args:
-        measure: What to map.
-        facts: Of the run.
-        rows: The modules from the top, by what is mapped: "gradients" and "outputs".
+        measure: The quantity to show.
+        facts: The run's facts.
+        rows: Modules from top to bottom, for "gradients" and for "outputs".
 
     Returns:
-        A figure whose choices are "gradients/fp16" and so on, with the names of all rows by what is mapped; the page's
-        script shows some of them.
+        A figure with choices such as "gradients/fp16". It holds the names of all rows; the page's script shows some of
+        them.
     """
     columns = {
         kind: in_buckets(list(zip(facts.run.samples, facts.underflows[key], strict=True)), MAX_COLUMNS)
@@ -140,7 +140,7 @@ def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]
 
 
 def _range(steps: Sequence[int]) -> list[float]:
-    """From half a column before the first to half a column after the last."""
+    """Return the axis range, half a column wider than the steps at both ends."""
     half = (steps[-1] - steps[0]) / (2 * (len(steps) - 1)) if len(steps) > 1 else 0.5
     return [steps[0] - half, steps[-1] + half]
 
@@ -148,7 +148,7 @@ def _range(steps: Sequence[int]) -> list[float]:
 def _grid(
     measure: Measure, columns: Sequence[Sequence[Judged]], modules: Sequence[str], key: str, name: str
 ) -> list[list[float | None]]:
-    """The worst value of each module in each column; None without one, NaN where numbers were not finite."""
+    """Return the worst value of each module in each column: None if there is none, NaN if numbers were not finite."""
     recorded = [[(sample.get(key, {}), underflow) for sample, underflow in column] for column in columns]
     return [[_worst(measure, column, module, name) for column in recorded] for module in modules]
 
@@ -182,7 +182,7 @@ def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Seq
 
 
 def _rounded(value: float | None) -> float | None:
-    """Three digits are what a sample tells, and make small files; without end is the headroom where all is zero."""
+    """Round to three digits, which keeps the file small; infinite headroom (all zero) has no value."""
     return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
 
 
@@ -213,7 +213,7 @@ def _base_traces(measure: Measure, first: list[Trace]) -> list[Trace]:
 
 
 def _stepwise(measure: Measure, lowest: float, highest: float) -> list[list[Any]]:
-    """A colour scale of flat bands: each inner bound appears twice."""
+    """Return a colour scale of flat bands, in which each inner bound appears twice."""
     at = [0.0, *((edge - lowest) / (highest - lowest) for edge in measure.edges), 1.0]
     return [
         [bound, color] for (color, _), bounds in zip(measure.bands(), pairwise(at), strict=True) for bound in bounds

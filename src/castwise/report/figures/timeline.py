@@ -1,4 +1,4 @@
-"""Scale, loss and gradient norm over the steps, with every skip marked by its cause."""
+"""Scale, loss and gradient norm over the steps, with skips marked by cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.report.figures import Figure, Trace, plain, power_label
 from castwise.report.record_numbers import number
 from castwise.report.run_facts import RunFacts, Skips
 
-# Colour and shape of each cause: shapes are told apart where colours are not.
+# Colour and shape of each cause; shapes help readers who cannot tell the colours apart.
 MARKERS: dict[str, tuple[str, str]] = {
     causes.OVERFLOW: ("--cause-overflow", "triangle-up"),
     causes.NONFINITE_LOSS: ("--cause-loss", "x"),
@@ -22,20 +22,20 @@ MARKERS: dict[str, tuple[str, str]] = {
     causes.ANOTHER_RANK: ("--cause-rank", "diamond"),
 }
 OTHER_MARKER = ("--cause-other", "circle")
-# With more skips than pixels, neighbours share a mark that counts them.
+# With more skips than pixels, neighbours share one mark with their count.
 MAX_MARKS = 1500
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the diagrams under each other.
+    """One of the vertically stacked plots.
 
     Args:
-        axis: Its y axis as plotly calls it; the same panel has the same in every run, so that ranges can be aligned.
-        title: What it shows.
-        height: Relative to the others.
-        traces: What is drawn in it.
-        layout: Of the axis.
+        axis: The y axis's name in plotly, which is the same in every run so that ranges can be aligned.
+        title: The panel's title.
+        height: Height relative to other panels.
+        traces: The plotted traces.
+        layout: Layout of the y axis.
     """
 
     axis: str
@@ -46,7 +46,7 @@ class Panel:
 
 
 def timeline(facts: RunFacts) -> Figure | None:
-    """Return the figure of one run: a strip of skips, the scale, the loss and the gradient norm, as far as recorded."""
+    """Return one run's recorded skips, scale, loss and gradient norm as a figure; None if there is nothing to plot."""
     steps = facts.run.steps
     panels = []
     if facts.skips:
@@ -66,7 +66,7 @@ def timeline(facts: RunFacts) -> Figure | None:
 
 
 def marks(skips: Skips, limit: int = MAX_MARKS) -> list[tuple[int, str]]:
-    """Return where to mark the skips of one cause, and what to say there; every skip is in one mark."""
+    """Return step and label of each mark for the skips of one cause; every skip belongs to one mark."""
     return [
         (chunk[0], f"step {chunk[0]:,}")
         if len(chunk) == 1
@@ -135,7 +135,7 @@ def _range(points: Sequence[Point]) -> list[float]:
 
 
 def _powers(scales: Iterable[float]) -> dict[str, Any]:
-    """An axis of exponents with at most seven ticks in the range of the scales."""
+    """Return an axis of exponents with at most seven ticks in the range of the scales."""
     exponents = [math.log2(scale) for scale in scales if scale > 0] or [0.0]
     lowest, highest = math.floor(min(exponents)), math.ceil(max(exponents))
     ticks = range(-130, 131, max(1, -(-(highest - lowest) // 6)))
@@ -147,7 +147,7 @@ def _powers(scales: Iterable[float]) -> dict[str, Any]:
 
 
 def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
-    """Put panels under each other on one axis of steps."""
+    """Stack panels over a shared step axis."""
     margin = 0.5 + 0.01 * (last - first)
     gap, total = 0.07, sum(panel.height for panel in panels) or 1.0
     free = 1.0 - gap * max(len(panels) - 1, 0)

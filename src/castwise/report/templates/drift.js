@@ -1,4 +1,4 @@
-// Draws errors module by module and the frontier, in the colours of light or dark.
+// Draws the error of each module and the frontier, in the light or dark theme.
 "use strict";
 (async () => {
   const packed = Uint8Array.from(atob(document.getElementById("figures").textContent), (each) => each.charCodeAt(0));
@@ -7,9 +7,9 @@
   const controls = document.getElementById("bars-controls");
   const NARROW = 600, ROW = 26;
 
-  // plotly takes text for a kind of HTML.
+  // plotly interprets some HTML in text.
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  // The end of a module's name tells more than its beginning.
+  // The end of a module name is more informative than its start.
   const shortened = (name, room) => {
     const characters = [...name], first = Math.floor(room / 4);
     if (characters.length <= room) return name;
@@ -65,7 +65,7 @@
     plot.style.height = `${height}px`;
     const longest = Math.max(...labels.map((label) => label.length), 5);
     document.getElementById("bars-caption").textContent = rows.length < policy.names.length
-      ? `${rows.length} of ${policy.names.length} modules: those with the largest effects, or those whose names match.`
+      ? `${rows.length} of ${policy.names.length} modules: those with the largest effects, or with matching names.`
       : `All ${policy.names.length} modules.`;
     return Plotly.react(plot, [bars("introduced", "introduced", "--accent"), bars("carried", "carried", "--muted-bar")], layout(plot, {
       height,

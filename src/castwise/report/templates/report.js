@@ -1,4 +1,4 @@
-// Draws the figures, in the colours of light or dark, and applies what the controls choose.
+// Draws the figures in the light or dark theme, and applies the choices of the controls.
 "use strict";
 (async () => {
   const packed = Uint8Array.from(atob(document.getElementById("figures").textContent), (each) => each.charCodeAt(0));
@@ -27,7 +27,7 @@
     return choice.kind ? withRows(figure, choice, given.get("search"), given.has("all")) : choice;
   };
 
-  // A map of some modules, in the model's order: those that match, or those nearest to trouble.
+  // A map of some modules, in model order: those that match, or those most at risk.
   const AT_FIRST = 24, ROW = 18;
   const withRows = (figure, choice, query, all) => {
     const names = figure.names[choice.kind], [cells, marks] = choice.data;
@@ -52,9 +52,9 @@
     };
   };
 
-  // plotly takes text for a kind of HTML.
+  // plotly interprets some HTML in text.
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  // As `_name` does in the tables: the end of a module's name tells more than its beginning.
+  // Like `_name` in the tables: the end of a module name is more informative than its start.
   const shortened = (name, room) => {
     const characters = [...name], first = Math.floor(room / 4);
     if (characters.length <= room) return name;
@@ -100,7 +100,7 @@
       plot.style.height = `${choice.height}px`;
       const shown = document.querySelector(`[data-rows="${plot.id.split("-").pop()}"]`);
       shown.textContent = choice.names.length < choice.of ? `${choice.names.length} of ${choice.of} modules: ` +
-        "those nearest to trouble, or those whose names match." : `All ${choice.of} modules.`;
+        "those most at risk, or with matching names." : `All ${choice.of} modules.`;
     }
     const data = figure.data.map((trace, place) => resolve({ ...trace, ...(choice.data || [])[place] }, style));
     const caption = choice.caption && document.getElementById(`${plot.id}-caption`);
@@ -115,7 +115,7 @@
     return ["2", exponent];
   });
 
-  // What a cell of a map says, in words: for fingers, keys and screen readers.
+  // Describe a map cell in words, for touch, keyboard and screen readers.
   const read = (plot, row, column) => {
     const names = plot.names, cells = plot.data[0];
     const value = cells.z[row][column], headroom = plot.dataset.figure === "headroom_bits";
@@ -162,7 +162,7 @@
       .filter((plot) => form.dataset.controls.split(" ").includes(plot.dataset.figure)).forEach((plot) => {
         draw(plot);
         const readout = document.querySelector(`[data-for="${plot.id}"]`);
-        if (readout) readout.textContent = ""; // it told of what was shown before
+        if (readout) readout.textContent = ""; // it described the previous selection
       });
     form.addEventListener("change", choose);
     if (form.elements.search) form.elements.search.addEventListener("input", choose);
@@ -174,7 +174,7 @@
   });
 })();
 
-// Tables of modules that are searched and sorted, and remedies that are copied.
+// Search and sort module tables, and copy remedies.
 (() => {
   const search = document.querySelector("form[data-modules]");
   const rows = [...document.querySelectorAll(".modules tbody tr")];
@@ -207,7 +207,7 @@
       try {
         await navigator.clipboard.writeText(code.textContent);
         button.textContent = "Copied";
-      } catch { // the browser keeps files from the clipboard, or from this way to it
+      } catch { // the browser may deny a local file this use of the clipboard
         getSelection().selectAllChildren(code);
         button.textContent = document.execCommand("copy") ? "Copied" : "Selected: press Ctrl+C";
       }
