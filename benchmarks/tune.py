@@ -84,7 +84,7 @@ def of_seed(seed: int, steps: int) -> dict[str, Any]:
     train(start, FP32, corpus, seed, range(WARM_UP))
     batches: list[tuple[Tensor, Tensor]] = [corpus.batch(SIZE, seed + 1000, step) for step in range(TUNED_ON)]
     counted = OwnFlops()
-    with Watch(start) as watch, counted.counting, watch.telling(counted.call):
+    with Watch(start) as watch, counted.counting, watch.handling(counted.call):
         start(batches[0][0])
     flops = {tap.name: count for tap, count in counted.counts.items() if count}
     uniform = castwise.compare(start, batches, FIXED, loss=gpt.loss, gradients=False)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castwise.amp.checks import MAX_SCALE, MIN_SCALE
-from castwise.amp.schedules import Dynamic, Guard, Headroom, Met, Schedule, Static, on_device
+from castwise.amp.schedules import Dynamic, Guard, Headroom, IterationFacts, Schedule, Static, on_device
 
 REFUSED = [
     (
@@ -78,7 +78,7 @@ def test_numbers_that_cannot_work_are_refused(name: str, value: Any, error: type
 def test_numbers_of_other_types_that_work_are_accepted() -> None:
     schedule = Dynamic(numpy.float32(4.0), 3, numpy.float64(0.25), numpy.int64(7))
     scale, tracker = torch.tensor(4.0), torch.tensor(6, dtype=torch.int32)
-    schedule.advance_(scale, {"growth_tracker": tracker}, Met(torch.tensor(0.0)))
+    schedule.advance_(scale, {"growth_tracker": tracker}, IterationFacts(torch.tensor(0.0)))
     assert scale.item() == 12.0
 
 
@@ -88,7 +88,9 @@ def test_numbers_of_other_types_that_work_are_accepted() -> None:
 )
 def test_the_rule_of_the_docstring(tracker: int, found_inf: float, scale_after: float, tracker_after: int) -> None:
     scale, growth_tracker = torch.tensor(8.0), torch.tensor(tracker, dtype=torch.int32)
-    Dynamic(8.0, 3.0, 0.25, 3).advance_(scale, {"growth_tracker": growth_tracker}, Met(torch.tensor(found_inf)))
+    Dynamic(8.0, 3.0, 0.25, 3).advance_(
+        scale, {"growth_tracker": growth_tracker}, IterationFacts(torch.tensor(found_inf))
+    )
     assert (scale.item(), growth_tracker.item()) == (scale_after, tracker_after)
 
 
@@ -97,7 +99,9 @@ def test_the_scale_stays_where_it_and_its_reciprocal_are_finite(found_inf: float
     scale, growth_tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
     tiny = torch.finfo(torch.float32).tiny
     for _ in range(300):
-        Dynamic(growth_interval=1).advance_(scale, {"growth_tracker": growth_tracker}, Met(torch.tensor(found_inf)))
+        Dynamic(growth_interval=1).advance_(
+            scale, {"growth_tracker": growth_tracker}, IterationFacts(torch.tensor(found_inf))
+        )
         assert tiny <= scale.item() < math.inf
         assert 0.0 < scale.reciprocal().item() < math.inf
     assert scale.item() == bound
@@ -118,7 +122,7 @@ def advance(schedule: Schedule, steps: list[tuple[str, float]]) -> list[float]:
     for kind, largest in steps:
         found_inf, is_nonfinite = torch.tensor(float(kind != "finite")), torch.tensor(float(kind == "nan loss"))
         given = found_inf.clone(), is_nonfinite.clone()
-        schedule.advance_(scale, trackers, Met(found_inf, is_nonfinite, torch.tensor(largest)))
+        schedule.advance_(scale, trackers, IterationFacts(found_inf, is_nonfinite, torch.tensor(largest)))
         assert (found_inf, is_nonfinite) == given
         scales.append(scale.item())
     return scales
@@ -198,7 +202,7 @@ def test_a_scale_from_another_schedule_is_taken_over_within_the_bounds(kind: typ
 def test_a_schedule_without_a_rule_says_which_there_are() -> None:
     scale = torch.tensor(1.0)
     with pytest.raises(TypeError, match="Schedule does not define how the scale moves: override"):
-        Schedule().advance_(scale, {}, Met(scale))
+        Schedule().advance_(scale, {}, IterationFacts(scale))
     assert Schedule().adopt(3.0) == 3.0
 
 
@@ -246,7 +250,7 @@ def test_headroom_does_not_overflow_at_the_same_place_again() -> None:
         overflows = scale.item() * 0.1 * 100 > 65504.0
         skips += [step] * overflows
         found_inf = torch.tensor(float(overflows))
-        schedule.advance_(scale, trackers, Met(found_inf, torch.tensor(0.0), torch.tensor(0.1)))
+        schedule.advance_(scale, trackers, IterationFacts(found_inf, torch.tensor(0.0), torch.tensor(0.1)))
     assert skips == [0, 1, 3]  # before it has seen a gradient it cannot know
 
 
@@ -357,33 +361,36 @@ def test_a_half_life_is_any_finite_time() -> None:
         Headroom(half_life=math.inf)
 
 
-def after_a_step(scale: float, peak: float, met: Met, **options: Any) -> tuple[float, float]:
+def after_a_step(scale: float, peak: float, facts: IterationFacts, **options: Any) -> tuple[float, float]:
     """The scale and the margin after a step."""
     now = torch.tensor(scale)
     trackers = {"growth_tracker": torch.tensor(0, dtype=torch.int32), "peak": torch.tensor(peak)}
     trackers["margin"] = torch.tensor(0.0)
-    Headroom(scale, **options).advance_(now, trackers, met)
+    Headroom(scale, **options).advance_(now, trackers, facts)
     return now.item(), trackers["margin"].item()
 
 
 def test_headroom_stays_within_its_bounds() -> None:
     clear, found = torch.tensor(0.0), torch.tensor(1.0)
-    tiny = Met(clear, clear, torch.tensor(1e-9))
+    tiny = IterationFacts(clear, clear, torch.tensor(1e-9))
     assert after_a_step(32.0, 0.0, tiny, max_scale=32.0)[0] == 32.0
     assert after_a_step(32.0, 0.0, tiny, max_scale=100.0)[0] == 64.0
-    assert after_a_step(32.0, 1.0, Met(found, clear, clear), min_scale=32.0)[0] == 32.0
-    assert after_a_step(32.0, 1.0, Met(found, clear, clear), min_scale=1.0)[0] == 8.0
+    assert after_a_step(32.0, 1.0, IterationFacts(found, clear, clear), min_scale=32.0)[0] == 32.0
+    assert after_a_step(32.0, 1.0, IterationFacts(found, clear, clear), min_scale=1.0)[0] == 8.0
 
 
 def test_headroom_learns_a_margin_of_less_than_a_bit() -> None:
     peak = 2.0 ** (math.log2(65504.0) - 2.0 - 8.0 - 0.5)
-    scale, margin = after_a_step(1024.0, peak, Met(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)))
+    scale, margin = after_a_step(1024.0, peak, IterationFacts(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0)))
     assert (scale, margin) == (256.0, pytest.approx(0.5, abs=1e-3))
 
 
 def test_headroom_takes_the_largest_gradient_in_any_dtype() -> None:
-    met = [Met(torch.tensor(0.0), None, torch.tensor(300.0, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
-    assert after_a_step(64.0, 0.0, met[0]) == after_a_step(64.0, 0.0, met[1]) == (32.0, 0.0)
+    facts = [
+        IterationFacts(torch.tensor(0.0), None, torch.tensor(300.0, dtype=dtype))
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert after_a_step(64.0, 0.0, facts[0]) == after_a_step(64.0, 0.0, facts[1]) == (32.0, 0.0)
 
 
 @pytest.mark.parametrize(

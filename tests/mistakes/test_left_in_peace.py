@@ -58,11 +58,11 @@ class Somebody:
 @pytest.fixture
 def training() -> Iterator[Training]:
     somebody = Somebody()
-    WATCH.begin_telling(somebody.told, of_gradients=True)
+    WATCH.subscribe(somebody.told, of_gradients=True)
     try:
         yield Training()
     finally:
-        WATCH.end_telling(somebody.told)
+        WATCH.unsubscribe(somebody.told)
     assert OBSERVERS == []
 
 
@@ -295,14 +295,14 @@ def test_a_frozen_part_in_fp16_and_the_rest_in_fp32() -> None:
     backbone, head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     somebody = Somebody()
-    WATCH.begin_telling(somebody.told, of_gradients=True)
+    WATCH.subscribe(somebody.told, of_gradients=True)
     for _ in range(3):
         with castwise.autocast("cpu", dtype=torch.float16):
             features = backbone(torch.randn(4, 8))
         head(features.float()).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    WATCH.end_telling(somebody.told)
+    WATCH.unsubscribe(somebody.told)
     assert WATCH.found == []
 
 

@@ -25,7 +25,7 @@ class Block(nn.Module):
 def test_flops_are_those_of_each_modules_own_products() -> None:
     model, (batch, tokens) = Block(), (2, 5)
     flops = OwnFlops()
-    with Watch(model) as watch, flops.counting, watch.telling(flops.call):
+    with Watch(model) as watch, flops.counting, watch.handling(flops.call):
         model(torch.randn(batch, tokens, 8))
     counts = {tap.name: count for tap, count in flops.counts.items() if count}
     assert counts["qkv"] == 2 * batch * tokens * 8 * 24
@@ -38,6 +38,6 @@ def test_flops_are_those_of_each_modules_own_products() -> None:
 
 def test_bytes_are_those_of_outputs_and_weights() -> None:
     model, counts = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), {}
-    with Watch(model) as watch, watch.telling(OutputBytes(counts).call), torch.autocast("cpu", torch.bfloat16):
+    with Watch(model) as watch, watch.handling(OutputBytes(counts).call), torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(3, 8))
     assert {tap.name: count for tap, count in counts.items()} == {"0": 2 * (3 * 4 + 36), "1": 2 * 3 * 4}

@@ -129,7 +129,7 @@ def test_no_policy_claims_to_save_bytes_that_it_does_not() -> None:
     def nbytes(policy: Policy) -> float:
         counts: dict[Any, float] = {}
         bound = policy.bind(model)
-        with Watch(model) as watch, watch.telling(OutputBytes(counts).call), castwise.autocast("cpu", policy=bound):
+        with Watch(model) as watch, watch.handling(OutputBytes(counts).call), castwise.autocast("cpu", policy=bound):
             model(batches()[0][0])
         bound.unbind()
         return sum(counts.values())

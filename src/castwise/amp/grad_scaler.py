@@ -38,7 +38,7 @@ from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, 
 from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptState, Snapshot
 from castwise.amp.observers import OBSERVERS, registered, step_of
 from castwise.amp.outcomes import Outcomes, StepFacts
-from castwise.amp.schedules import Dynamic, Met, Schedule, on_device
+from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -910,14 +910,16 @@ class GradScaler(torch.amp.GradScaler):
             trackers = {"growth_tracker": growth_tracker, **self._trackers}
             schedule, found_inf = self._schedule(), measure.combine(found_infs, scale)
             wants_more = schedule.needs_loss or schedule.needs_largest
-            schedule.advance_(scale, trackers, self._met(found_inf) if wants_more else Met(found_inf))
+            schedule.advance_(
+                scale, trackers, self._iteration_facts(found_inf) if wants_more else IterationFacts(found_inf)
+            )
         else:
             raise RuntimeError(
                 "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
                 "scaler.unscale_(optimizer) before each update()"
             )
 
-    def _met(self, found_inf: torch.Tensor) -> Met:
+    def _iteration_facts(self, found_inf: torch.Tensor) -> IterationFacts:
         """Return the results of the iteration that the schedule needs, the same on all ranks."""
         found = [record.largest for record in self._iteration.records.values() if record.largest is not None]
         largest = measure.combine(found, found_inf) if found else torch.zeros_like(found_inf)
@@ -926,7 +928,7 @@ class GradScaler(torch.amp.GradScaler):
             call = f"update() with {_text(self._schedule())}"
             known = torch.where(largest.isfinite(), largest, 0.0)
             loss_is_nonfinite, largest = self._agreement.maxima([loss_is_nonfinite, known], call)
-        return Met(found_inf, loss_is_nonfinite.float(), largest.float())
+        return IterationFacts(found_inf, loss_is_nonfinite.float(), largest.float())
 
     def _agree(self, call: str) -> None:
         """Reduce over the ranks all found_inf that are not yet reduced, in one collective for all optimizers."""

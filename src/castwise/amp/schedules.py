@@ -21,7 +21,7 @@ from castwise.amp.checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, cou
 _SLACK = 2.0**-10
 
 
-class Met(NamedTuple):
+class IterationFacts(NamedTuple):
     """The results of the steps of one iteration; tensors of one element on the scale's device."""
 
     found_inf: torch.Tensor
@@ -75,13 +75,13 @@ class Schedule:
         """Return the scale to begin with after another schedule ended at `scale`."""
         return scale
 
-    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts) -> None:
         """Move the scale after the steps of an iteration, in place and without a sync.
 
         Args:
             scale: fp32, shape ().
             trackers: Those of `trackers()`, shape (), and `growth_tracker`, int32, shape ().
-            met: The results of the steps.
+            facts: The results of the steps.
         """
         raise TypeError(
             f"{type(self).__name__} does not define how the scale moves: override advance_(), or use Dynamic, "
@@ -174,22 +174,24 @@ class Dynamic(Schedule):
         """Return the scale to begin with after another schedule ended at `scale`."""
         return min(max(scale, self.min_scale), self.max_scale)
 
-    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts) -> None:
         """Move the scale after the steps of an iteration, in place and without a sync; arguments as in `Schedule`."""
-        t, found_inf = trackers["growth_tracker"], met.found_inf
+        t, found_inf = trackers["growth_tracker"], facts.found_inf
         if self._is_torchs:
             torch._amp_update_scale_(scale, t, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         else:
-            self._advance_with_options_(scale, trackers, met)
+            self._advance_with_options_(scale, trackers, facts)
         # The native op lets a scale reach 0, after which every gradient is 0/0. On a CPU, a check is cheaper.
         if not scale.is_cpu or not self.min_scale <= scale.item() <= self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
 
-    def _advance_with_options_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+    def _advance_with_options_(
+        self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts
+    ) -> None:
         t, h, c = trackers["growth_tracker"], trackers["hysteresis_left"], trackers["cooldown_left"]
-        nonfinite, finite = met.found_inf.reshape(()) != 0, met.found_inf.reshape(()) == 0
-        if self.needs_loss and met.loss_is_nonfinite is not None:
-            nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
+        nonfinite, finite = facts.found_inf.reshape(()) != 0, facts.found_inf.reshape(()) == 0
+        if self.needs_loss and facts.loss_is_nonfinite is not None:
+            nonfinite = nonfinite & (facts.loss_is_nonfinite.reshape(()) == 0)
         counts = nonfinite & (c == 0)
         h.sub_((counts & (h > 0)).to(h.dtype))
         backs_off = counts & (h == 0)
@@ -224,7 +226,7 @@ class Static(Schedule):
         """Return `init_scale`, whatever the scale of the other schedule."""
         return self.init_scale
 
-    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts) -> None:
         """Do nothing, because the scale is constant."""
 
 
@@ -319,15 +321,15 @@ class Headroom(Schedule):
         """Return the scale to begin with after another schedule ended at `scale`."""
         return min(max(scale, self.min_scale), self.max_scale)
 
-    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], met: Met) -> None:
+    def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts) -> None:
         """Move the scale after the steps of an iteration, in place and without a sync; arguments as in `Schedule`."""
-        assert met.largest is not None
+        assert facts.largest is not None
         t, peak, margin = trackers["growth_tracker"], trackers["peak"], trackers["margin"]
-        nonfinite, finite = met.found_inf.reshape(()) != 0, met.found_inf.reshape(()) == 0
-        if met.loss_is_nonfinite is not None:
-            nonfinite = nonfinite & (met.loss_is_nonfinite.reshape(()) == 0)
+        nonfinite, finite = facts.found_inf.reshape(()) != 0, facts.found_inf.reshape(()) == 0
+        if facts.loss_is_nonfinite is not None:
+            nonfinite = nonfinite & (facts.loss_is_nonfinite.reshape(()) == 0)
         decayed = peak * 2.0 ** (-1.0 / self.half_life)
-        torch.where(finite, torch.maximum(met.largest.reshape(()).to(peak.dtype), decayed), peak, out=peak)
+        torch.where(finite, torch.maximum(facts.largest.reshape(()).to(peak.dtype), decayed), peak, out=peak)
         # Computed with exponents, which do not overflow. If all gradients are 0, any scale would do.
         exponent, seen = torch.frexp(scale).exponent - 1, peak > 0
         free = math.log2(self.largest_number) - self.headroom_bits - torch.where(seen, peak, 1.0).log2()

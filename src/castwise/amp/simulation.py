@@ -14,7 +14,7 @@ import torch
 
 from castwise import _files
 from castwise.amp.checks import at_least, check_scale, count, integer
-from castwise.amp.schedules import Met, Schedule, on_device
+from castwise.amp.schedules import IterationFacts, Schedule, on_device
 
 _EXPONENT = re.compile(r"0|-?[1-9][0-9]{0,3}")
 _FP16 = torch.finfo(torch.float16)
@@ -168,6 +168,6 @@ def simulate(
             flushed += sum(
                 count for e, count in step.exponents.items() if now * 2.0 ** min(e + 1, 1023) <= flushed_below
             )
-        met = torch.tensor([is_skipped, not step.loss_is_finite, step.largest], dtype=torch.float32, device="cpu")
-        schedule.advance_(scale, trackers, Met(*met.unbind()))
+        facts = torch.tensor([is_skipped, not step.loss_is_finite, step.largest], dtype=torch.float32, device="cpu")
+        schedule.advance_(scale, trackers, IterationFacts(*facts.unbind()))
     return Simulation(tuple(scales), tuple(skipped), wasted, flushed / seen if seen else None)

@@ -89,7 +89,7 @@ class Script:
         account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
         castwise.installation.begin(account, settings)
         WATCH.warns = False  # scripts may filter warnings
-        WATCH.begin_telling(self._print_mistake)
+        WATCH.subscribe(self._print_mistake)
         atexit.register(
             self._finish, out, os.getpid(), ending, account, settings
         )  # registered before the script's own handlers, so it runs after them
@@ -130,7 +130,7 @@ class Script:
         """Write the report and print the summary."""
         if os.getpid() != pid:
             return  # this is a forked worker
-        was_recording, seen = castwise.installation.is_recording(), castwise.installation.what_was_seen()
+        was_recording, seen = castwise.installation.is_recording(), castwise.installation.describe_seen()
         summary = castwise.installation.end()
         WATCH.stop()
         if rank_now() == 0:

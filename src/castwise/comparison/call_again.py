@@ -53,7 +53,7 @@ def call_again(
         call.random_before.restore()
     try:
         with (
-            watch.telling(answers.call),
+            watch.handling(answers.call),
             weights(call.tap.module),
             _with_attributes(call.tap.module, attributes),
             region.again(device),
@@ -102,7 +102,7 @@ class _Answers:
         left = self._left.get(tap)
         given = direct_tensors((args, kwargs))
         if not left or [self._resized(shape) for shape in left[0].shapes] != [tensor.shape for tensor in given]:
-            with self._watch.telling(None):
+            with self._watch.handling(None):
                 return tap.forward(*args, **kwargs)
         child = left.popleft()
         for site, place in self._sites.get(child, ()):

@@ -257,7 +257,7 @@ class PolicyRun:
         if any(value.requires_grad for value in values.values()):
             self._reading_weights.add(call.key)
         if backward is not None:
-            with self._watch.telling(None), weights(call.tap.module):
+            with self._watch.handling(None), weights(call.tap.module):
                 backward(values)
         return {site: value.detach() for site, value in values.items()}
 

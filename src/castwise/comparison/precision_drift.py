@@ -446,7 +446,7 @@ class _OneBatch:
                 *(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection, self._scale)
             )
             runs.append(each)
-            return self._watch.telling(each.call)
+            return self._watch.handling(each.call)
 
         graph = nullcontext() if self._run.runs_backwards else forgetting_graph()
         with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), graph:
@@ -479,7 +479,7 @@ class _OneBatch:
         run.calls.clear()
         params = [self._reference.weight(param) for param in self._params]
         if loss.requires_grad and (params or run.sources):
-            with self._reference.weights(self._objective.model), self._watch.telling(run.call):
+            with self._reference.weights(self._objective.model), self._watch.handling(run.call):
                 found = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
             self._gradients = [None if each is None else _unscaled(each, self._scale) for each in found[: len(params)]]
@@ -550,7 +550,7 @@ class _OneBatch:
             self._reference.weights(model),
             self._reference.region(),
             torch.enable_grad(),
-            self._watch.telling(run.call),
+            self._watch.handling(run.call),
         ):
             outputs, self._loss = self._objective(batch)
         run.is_over = True

@@ -98,7 +98,7 @@ class Watch:
             tap.take_off()
 
     @contextmanager
-    def telling(self, handler: Handler | None) -> Iterator[None]:
+    def handling(self, handler: Handler | None) -> Iterator[None]:
         """Use a handler for calls inside the `with` block, or none."""
         before, self.handler = self.handler, handler
         try:

@@ -79,7 +79,7 @@ class CastingState:
         self._policy = THREAD.state
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Enter these regions instead of the active ones.
 
         Raises:

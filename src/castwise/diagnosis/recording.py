@@ -89,7 +89,7 @@ class MicroBatch:
             self.random.restore()  # the replay restores the previous state
             for module, name, before in self.buffers:
                 module._buffers[name] = before.clone()
-            return self.casting.in_force()
+            return self.casting.applied()
 
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
         return diagnose_replay(

@@ -119,7 +119,7 @@ def is_recording() -> bool:
         return any(account.has_recorded for _, account in _INSTALLED)
 
 
-def what_was_seen() -> str:
+def describe_seen() -> str:
     """Return in words what castwise has observed since it was installed; empty if nothing."""
     with _LOCK:
         return ", ".join(filter(None, [account.seen for _, account in _INSTALLED]))

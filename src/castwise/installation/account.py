@@ -76,7 +76,7 @@ class Account(Observer):
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
         for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
             file.unlink()  # records of workers of an earlier run
-        WATCH.begin_telling(self._on_mistake, of_gradients=True)
+        WATCH.subscribe(self._on_mistake, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -89,7 +89,7 @@ class Account(Observer):
         for monitor in filter(None, [reference() for reference in self._monitors]):
             with self._guard:
                 monitor.detach()
-        WATCH.end_telling(self._on_mistake)
+        WATCH.unsubscribe(self._on_mistake)
         if not self.has_recorded or self._rank or self.out is None:
             return None
         from castwise.report.summary import end

@@ -28,7 +28,7 @@ from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.gradients import params_of
 from castwise.amp.schedules import Schedule
 from castwise.monitor.monitor import Monitor
-from castwise.report.summary import end_and_say
+from castwise.report.summary import end_and_summarize
 
 try:
     import accelerate.accelerator as of_accelerate  # type: ignore[import-untyped]  # has no types
@@ -180,7 +180,7 @@ def report(
         accelerator.end_training = theirs
         monitor.detach()  # on all processes, before the process group is destroyed
         if accelerator.is_main_process:
-            end_and_say([folder], Path(folder) / _PAGE)
+            end_and_summarize([folder], Path(folder) / _PAGE)
         theirs()
 
     accelerator.end_training = end_training

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations.accelerate import unwrapped
 from castwise.monitor.monitor import Monitor
-from castwise.report.summary import end_and_say
+from castwise.report.summary import end_and_summarize
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -121,4 +121,4 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:
     monitor.__exit__(None if error is None else type(error), error, None)
     if folder is not None:
-        end_and_say([folder], folder / _PAGE)
+        end_and_summarize([folder], folder / _PAGE)

@@ -40,7 +40,7 @@ class Finder(Observer):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer stepped without `scaler.step`."""
 
-    def told(self, facts: StepFacts) -> None:
+    def step_resolved(self, facts: StepFacts) -> None:
         """Called with the outcome of a scaler's step; on an accelerator two updates later."""
 
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:

@@ -50,7 +50,7 @@ class Schedulers(Finder):
         steps.append(_Step(scaler.iteration, [_now(group["lr"]) for group in optimizer.param_groups], place))
         self._look(optimizer, list(steps))
 
-    def told(self, facts: StepFacts) -> None:
+    def step_resolved(self, facts: StepFacts) -> None:
         """Record a skipped step."""
         optimizer = facts.optimizer
         if not facts.skipped or optimizer is None:

@@ -79,26 +79,26 @@ class Watch(Observer):
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
-    def begin_telling(self, told: Subscriber, *, of_gradients: bool = False) -> None:
+    def subscribe(self, subscriber: Subscriber, *, of_gradients: bool = False) -> None:
         """Add a subscriber and report all mistakes to it, including earlier ones. The first one starts the watch.
 
         Args:
-            told: A bound method; its object is not kept alive.
+            subscriber: A bound method; its object is not kept alive.
             of_gradients: Also check how scaled gradients are used, which changes their class temporarily.
         """
         if not self._subscribers:
             self._start()
-        self._subscribers.append(WeakMethod(told, self._end_without_subscribers))
+        self._subscribers.append(WeakMethod(subscriber, self._end_without_subscribers))
         if of_gradients:
             self._gradient_subscribers.append(self._subscribers[-1])
         for mistake in self.found:
-            told(mistake)
+            subscriber(mistake)
 
-    def end_telling(self, told: Subscriber) -> None:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
         """Report pending mistakes and remove a subscriber. The watch stops if it was the last."""
-        if told in [each() for each in self._subscribers]:
+        if subscriber in [each() for each in self._subscribers]:
             self._each("ending")
-            self._subscribers = [each for each in self._subscribers if each() not in (None, told)]
+            self._subscribers = [each for each in self._subscribers if each() not in (None, subscriber)]
             self._end_without_subscribers()
 
     def stop(self) -> None:
@@ -149,8 +149,8 @@ class Watch(Observer):
         mistake = Mistake(name, text, corrected, place)
         self.found.append(mistake)
         for reference in tuple(self._subscribers):
-            if (told := reference()) is not None:
-                told(mistake)
+            if (subscriber := reference()) is not None:
+                subscriber(mistake)
         if not self.warns:
             return
         file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
@@ -217,7 +217,7 @@ class Watch(Observer):
         self.is_stepping = scaler.is_enabled()
         if scaler not in self._scalers:
             self._scalers.add(scaler)
-            self._handles.append(scaler.register_step_hook(lambda facts: self._each("told", facts)))
+            self._handles.append(scaler.register_step_hook(lambda facts: self._each("step_resolved", facts)))
         self._each("stepping", scaler, optimizer)
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

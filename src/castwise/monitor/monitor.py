@@ -212,7 +212,7 @@ class Monitor:
         with self._guard:
             self._activations.watch()
             self._quantized.watch()
-        WATCH.begin_telling(self._on_mistake)
+        WATCH.subscribe(self._on_mistake)
         WATCH.model_found(self._model)
         return self
 
@@ -233,7 +233,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        WATCH.end_telling(self._on_mistake)
+        WATCH.unsubscribe(self._on_mistake)
         self._activations.stop()
         self._quantized.stop()
         self._iterations.clear()

@@ -163,7 +163,7 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
     return Summary.of(runs, report)
 
 
-def end_and_say(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
+def end_and_summarize(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
     """Call `end`, and print the summary to standard error."""
     summary = end(records, page)
     for line in [] if summary is None else summary.lines():

@@ -45,7 +45,7 @@ class OwnFlops:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
         >>> flops = OwnFlops()
-        >>> with Watch(model) as watch, flops.counting, watch.telling(flops.call):
+        >>> with Watch(model) as watch, flops.counting, watch.handling(flops.call):
         ...     _ = model(torch.ones(3, 4))
         >>> {tap.name: count for tap, count in flops.counts.items() if count}
         {'0': 192}

@@ -187,7 +187,7 @@ class Search:
         with (
             restored(self._model, found),
             Watch(self._model, self._comparison.interrupts.let_through) as watch,
-            watch.telling(noting),
+            watch.handling(noting),
         ):
             self._reference_losses = [self._loss_in(reference, batch) for batch in found]
         for number, reference_loss in enumerate(self._reference_losses):
@@ -284,7 +284,7 @@ class Search:
             watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
             if self._kind == "flops":
                 flops = costs.OwnFlops()
-                with flops.counting, watch.telling(flops.call):
+                with flops.counting, watch.handling(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
             precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
@@ -298,7 +298,7 @@ class Search:
                 of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
                 for name, counts in of_formats.items():
                     quantized = dict.fromkeys(takers.get(name, ()), costs.bytes_of_weight(name))
-                    with watch.telling(costs.OutputBytes(counts, quantized).call):
+                    with watch.handling(costs.OutputBytes(counts, quantized).call):
                         self._loss(self._uniform(name), batch)
                 found = {
                     tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
@@ -312,11 +312,11 @@ class Search:
     def _calls(self, watch: Watch, batch: Any) -> list[Call]:
         """Run the reference, and return its calls."""
         run = ReferenceRun(self._device, {})
-        with watch.telling(run.call):
+        with watch.handling(run.call):
             self._loss(Policy(compute="float32"), batch, forgets_graph=False)
         if written := run.overwritten():
             run = ReferenceRun(self._device, written)
-            with watch.telling(run.call):
+            with watch.handling(run.call):
                 self._loss(Policy(compute="float32"), batch, forgets_graph=False)
         return list(run.calls.values())
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from castwise.integrations._lightning.scaling import Scaling
 from castwise.monitor.monitor import Monitor
-from castwise.report.summary import end_and_say
+from castwise.report.summary import end_and_summarize
 
 _PAGE = "report.html"
 
@@ -54,4 +54,4 @@ class Report:
             trainer.precision_plugin.update_if_due()
         monitor.__exit__(None if error is None else type(error), error, None)
         if trainer.is_global_zero:
-            end_and_say([self.folder], self.folder / _PAGE)
+            end_and_summarize([self.folder], self.folder / _PAGE)
