@@ -35,5 +35,5 @@ class Guard:
             self._has_warned = True
             text = f"the monitor skipped a measurement that failed: {type(error).__name__}: {error}"
             with suppress(RuntimeWarning):  # raised where warnings are errors
-                warn(text, RuntimeWarning, 2)
+                warn(text, RuntimeWarning)
         return True

@@ -1,13 +1,20 @@
-"""Warnings from code that `torch.compile` traces, where `warnings.warn` would break the graph."""
+"""Warnings that name the user's line, and may be raised in code that `torch.compile` traces."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 
+_PASSED_OVER = {"castwise", "torch", "contextlib", "functools"}
 
-def warn(message: str, category: type[Warning], stacklevel: int) -> None:
-    """Warn as `warnings.warn` does, with `stacklevel` counted from the caller of this function.
 
-    Dynamo runs this function while tracing. `castwise._torch_private` sets the mark, so this file does not need torch.
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn as `warnings.warn` does, at the first line outside castwise and torch.
+
+    Dynamo runs this function while it traces, because `castwise._torch_private` marks it; this file needs no torch.
+    `warnings.warn` itself would break the graph.
     """
-    warnings.warn(message, category, stacklevel=stacklevel + 1)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -251,7 +251,7 @@ def test_what_onednn_may_use_is_asked_of_the_environment(
 
 
 @pytest.mark.parametrize("is_native", [True, False, None])
-def test_the_callers_caller_is_warned_of_what_is_emulated_once(
+def test_the_first_line_outside_castwise_is_warned_of_what_is_emulated_once(
     is_native: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emulation, "SETTLED", set())
@@ -265,4 +265,4 @@ def test_the_callers_caller_is_warned_of_what_is_emulated_once(
         for _ in range(2):
             region()
     told = [(str(each.message), linecache.getline(each.filename, each.lineno).strip()) for each in caught]
-    assert told == ([] if is_native is not False else [(emulation._message(FP16), "region()")])
+    assert told == ([] if is_native is not False else [(emulation._message(FP16), "emulation.warn_if_emulated(FP16)")])

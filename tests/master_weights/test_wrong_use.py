@@ -56,8 +56,9 @@ def test_writes_are_found_by_the_step_that_meets_them(how: str, has_grad: bool) 
     model.up.weight.grad = torch.ones_like(model.up.weight) if has_grad else None
     WRITES[how](model)
     written = model.up.weight.detach().clone()
-    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights"):
+    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights") as caught:
         optimizer.step()
+    assert [each.filename for each in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()

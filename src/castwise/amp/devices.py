@@ -67,7 +67,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
     """Return True if a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
     if device_type == "cuda":
         if amp_definitely_not_available():
-            warn("CUDA is not available and torch_xla is not installed. Disabling autocast.", UserWarning, 3)
+            warn("CUDA is not available and torch_xla is not installed. Disabling autocast.", UserWarning)
             return False
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
@@ -76,7 +76,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
     supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
     if dtype not in supported:
         names = ", ".join(map(str, supported))
-        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning, 3)
+        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning)
         return False
     return True
 

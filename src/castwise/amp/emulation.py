@@ -102,7 +102,7 @@ def warn_if_emulated(dtype: torch.dtype) -> None:
     SETTLED.add(dtype)
     if is_native_here(dtype) is False:
         with suppress(UserWarning):  # where warnings are errors, torch's region does not fail either
-            warn(_message(dtype), UserWarning, 3)
+            warn(_message(dtype), UserWarning)
 
 
 def _message(dtype: torch.dtype) -> str:

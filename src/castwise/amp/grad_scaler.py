@@ -130,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         elif enabled:
             self._adopt(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
         if enabled and self._device == "cuda" and amp_definitely_not_available():
-            warn("GradScaler: CUDA is not available. Disabling.", UserWarning, 2)
+            warn("GradScaler: CUDA is not available. Disabling.", UserWarning)
             self._enabled = False
         if process_group is not None:
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
@@ -648,7 +648,6 @@ class GradScaler(torch.amp.GradScaler):
                 "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
                 "that GradScaler sets on the optimizer instead",
                 FutureWarning,
-                3,
             )
             returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
         elif record.takes_grad_scale:
@@ -885,7 +884,7 @@ class GradScaler(torch.amp.GradScaler):
         has_to_wait = bool(self._after_steps.calls or outcomes.pending)
         if has_to_wait and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
             self._after_steps.run(outcomes.updates)
-            outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None)
+            outcomes.settle(self._rule, ranks_agree=self._agreement is not None)
 
     def _clip_without_step(self, record: OptimizerRecord) -> None:
         """Unscale and clip gradients that were left to a fused step, which may come after this iteration."""
@@ -987,7 +986,6 @@ class GradScaler(torch.amp.GradScaler):
                 f"step_scheduler() advances nothing yet: the optimizer of this {type(scheduler).__name__} was never "
                 "stepped with this scaler, but others were. If it is wrapped, pass the one that steps as optimizer=...",
                 UserWarning,
-                2,
             )
         self._after_steps.run(self._outcomes.updates)
 
@@ -1003,7 +1001,7 @@ class GradScaler(torch.amp.GradScaler):
             ScaleExhausted: Too many steps were skipped, and the schedule's `on_exhausted` is "raise".
         """
         self._after_steps.run()
-        self._outcomes.settle(self._rule, 2, ranks_agree=self._agreement is not None, all_=True)
+        self._outcomes.settle(self._rule, ranks_agree=self._agreement is not None, all_=True)
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> RemovableHandle:
         """Call a function with the facts of each step, in `update`; on an accelerator, two updates later.

@@ -218,12 +218,11 @@ class Outcomes:
             elif self._streaks or self._first_streak:
                 self._streak(step.optimizer, is_skipped=False)
 
-    def settle(self, schedule: Schedule, stacklevel: int, *, ranks_agree: bool, all_: bool = False) -> None:
+    def settle(self, schedule: Schedule, *, ranks_agree: bool, all_: bool = False) -> None:
         """Read the results that are due, call the hooks, and warn or raise if too many steps in a row are skipped.
 
         Args:
             schedule: Its `patience` and `on_exhausted` apply.
-            stacklevel: The stack level of the warning, counted from the caller.
             ranks_agree: Whether steps are also skipped because of other ranks.
             all_: Read all results, which waits for the device.
 
@@ -249,9 +248,7 @@ class Outcomes:
                 exhausted.diagnosis = self._diagnosis
             elif message and exhausted is None and not self._has_warned:
                 self._has_warned = True
-                warn(
-                    f"{message}. {_WHERE if self._diagnosis is None else self._diagnosis}", UserWarning, stacklevel + 1
-                )
+                warn(f"{message}. {_WHERE if self._diagnosis is None else self._diagnosis}", UserWarning)
         if exhausted is not None:
             raise exhausted
 

@@ -246,7 +246,6 @@ class Recording:
                     f"recording a step takes more than {self._most_bytes / 2**20:g} MiB, so skipped steps are not "
                     "diagnosed any more. castwise.Monitor(..., on_skip='diagnose') has no such limit",
                     UserWarning,
-                    2,
                 )
                 return
             self._nbytes += _nbytes(kept)

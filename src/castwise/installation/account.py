@@ -178,7 +178,7 @@ class Account(Observer):
         model = model_with(params_of(optimizer))
         if model is None:
             self._seen["optimizer without a module", "optimizers without a module"] += 1
-            warn("an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning, 2)
+            warn("an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning)
             return
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
         self._registered.update(optimizers)

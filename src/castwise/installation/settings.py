@@ -70,7 +70,7 @@ class Settings:
         if is_dynamo_compiling():
             if not self._has_warned:
                 self._has_warned = True
-                warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning, 3)
+                warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning)
             return
         if not self._is_bound:
             self._bind()
@@ -88,7 +88,6 @@ class Settings:
                 warn(
                     "the policy's output has no effect, because there are several models and none contains the others",
                     UserWarning,
-                    3,
                 )
             self._bound = self.policy.bind(self._model)
         if self._model is not None and self.weight_cache:

@@ -87,7 +87,7 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     """
     _check_preparable(accelerator)
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
-        warn("Accelerate does not autocast to fp16 on a CPU: it computes in fp32 there", UserWarning, 2)
+        warn("Accelerate does not autocast to fp16 on a CPU: it computes in fp32 there", UserWarning)
     if accelerator.scaler is not None or schedule is not None:
         accelerator.scaler = _scaler_for(accelerator, schedule)
     ours = _CastwiseMethods(accelerator)

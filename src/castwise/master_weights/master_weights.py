@@ -307,7 +307,6 @@ class MasterWeights(torch.optim.Optimizer):
                 "MasterWeights has nothing to do: the optimizer has no weights of linear or convolution layers of this "
                 'model. To make other parameters 16-bit, give narrow="all"',
                 UserWarning,
-                3,
             )
 
     @staticmethod
@@ -648,7 +647,6 @@ class MasterWeights(torch.optim.Optimizer):
             f"{', '.join(names[:3])}: training continues from their 16-bit values. To load fp32 weights, use "
             "load_fp32_state_dict. If ranks started from different weights, give them the same seed",
             UserWarning,
-            3,
         )
 
     def _set_values(self, values: Mapping[Weight, torch.Tensor]) -> None:

@@ -44,7 +44,7 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
         if strange:
             names = names_of(model)
             listed = ", ".join(sorted({f"{names.get(param, 'a parameter')} ({param.dtype})" for param in strange}))
-            warn(f"MasterWeights leaves these parameters unchanged: {listed}", UserWarning, 4)
+            warn(f"MasterWeights leaves these parameters unchanged: {listed}", UserWarning)
         return of_optimizer.difference(strange)
     if isinstance(narrow, BoundPolicy):
         wanted = str(dtype).removeprefix("torch.")

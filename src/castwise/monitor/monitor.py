@@ -136,7 +136,7 @@ class Monitor:
         self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
         if on_skip and not self._is_scaled:
             text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
-            warn(text, UserWarning, 2)
+            warn(text, UserWarning)
         self._guard = Guard()
         self._handles: list[Any] = []
         self._numbers = StepNumbers()
@@ -390,7 +390,7 @@ class Monitor:
             try:
                 self.diagnosis = batches.diagnose(facts.scale, facts.cause)
             except Exception as error:
-                warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning, 2)
+                warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning)
         return self.diagnosis
 
     def _write(self, record: Record) -> None:

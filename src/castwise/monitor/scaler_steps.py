@@ -78,7 +78,7 @@ class ScalerSteps(Observer):
             self._is_over = True
             text = f"the monitor saw no step in {_UPDATES} updates of the scale and records nothing: {self._unseen}"
             with suppress(UserWarning):  # where warnings are errors
-                warn(text, UserWarning, 3)
+                warn(text, UserWarning)
 
     def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
         model = self._model()

@@ -141,7 +141,6 @@ class Sinks:
                 warn(
                     f"the monitor's sink {sink!r} failed and was removed: {type(error).__name__}: {error}",
                     RuntimeWarning,
-                    2,
                 )
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class Sinks:
                 getattr(sink, "close", lambda: None)()
             except Exception as error:
                 text = f"the monitor's sink {sink!r} could not be closed: {type(error).__name__}: {error}"
-                warn(text, RuntimeWarning, 2)
+                warn(text, RuntimeWarning)
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:

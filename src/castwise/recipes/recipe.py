@@ -140,5 +140,4 @@ def warn_if_emulated(recipe: Recipe, device: str) -> None:
             f"{recipe.name} is emulated on this {device}: the results are those of the recipe, but not the speed. Pass "
             'backend="emulated" to silence this warning, or see `castwise doctor` for what runs natively',
             UserWarning,
-            5,
         )

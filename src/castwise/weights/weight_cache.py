@@ -359,7 +359,6 @@ class WeightCache:
                 "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache can keep "
                 "only weights quantized by 8-bit and 4-bit recipes: leave it out if the policy has no recipes",
                 UserWarning,
-                2,
             )
         self._start(weakref.ref(model), verify)
 

@@ -29,6 +29,5 @@ class autocast(amp.autocast):  # noqa: N801  # torch's name
             "castwise.cpu.amp.autocast(...), like torch.cpu.amp.autocast, is deprecated: "
             "use castwise.autocast('cpu', ...)",
             FutureWarning,
-            2,
         )
         super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

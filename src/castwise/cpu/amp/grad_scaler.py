@@ -34,6 +34,5 @@ class GradScaler(amp.GradScaler):
             "castwise.cpu.amp.GradScaler(...), like torch.cpu.amp.GradScaler, is deprecated: "
             "use castwise.GradScaler('cpu', ...)",
             FutureWarning,
-            2,
         )
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

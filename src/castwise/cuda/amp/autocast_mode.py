@@ -66,4 +66,4 @@ def custom_bwd(bwd: Any) -> Any:
 
 
 def _warn(old: str, new: str) -> None:
-    warn(f"castwise.cuda.amp.{old}, like torch.cuda.amp's, is deprecated: use {new}", FutureWarning, 3)
+    warn(f"castwise.cuda.amp.{old}, like torch.cuda.amp's, is deprecated: use {new}", FutureWarning)

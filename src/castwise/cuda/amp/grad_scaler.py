@@ -35,6 +35,5 @@ class GradScaler(amp.GradScaler):
             "castwise.cuda.amp.GradScaler(...), like torch.cuda.amp.GradScaler, is deprecated: "
             "use castwise.GradScaler('cuda', ...)",
             FutureWarning,
-            2,
         )
         super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
