@@ -1,12 +1,12 @@
-"""Compare schedules of the scale on recorded runs: how many steps each would have wasted, and what it flushes.
+"""Compare scale schedules on recorded runs: how many steps each would have skipped, and what it flushes to zero.
 
     python examples/compare_schedules.py [TRACE ...]
-    python examples/compare_schedules.py --record    # train the demo's model and write the traces anew
+    python examples/compare_schedules.py --record    # train the demo's model and rewrite the traces
     python examples/compare_schedules.py --write     # write benchmarks/results/schedules.json and the manual's table
 
-The traces are of 600 steps of `castwise demo`'s smallest GPT: as it is, with a learning rate at which gradients spike,
-and with a batch now and then whose loss is not finite. They were recorded in fp32, so that no gradient was lost before
-it was looked at. Only gradients of weights are in them; those of activations may overflow earlier.
+The traces are 600 steps of the smallest GPT of `castwise demo`: as it is, with a learning rate at which gradients spike,
+and with occasional batches whose loss is not finite. They were recorded in fp32, so no gradient was lost before it was
+measured. They contain gradients of weights only; those of activations may overflow earlier.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from castwise.monitor.run import Run
 
 TRACES = Path(__file__).parent / "traces"
 STEPS = 600
-# By name: the learning rate, and every how-manieth batch is bad.
+# By name: the learning rate, and the interval between bad batches (0: none).
 TRAININGS = {"steady": (5e-4, 0), "spiking": (2e-2, 0), "bad_batches": (5e-4, 97)}
 
 SCHEDULES = {
@@ -53,7 +53,7 @@ PAGE = ROOT / "docs" / "reference" / "schedules.md"
 
 
 def record(name: str) -> None:
-    """Train, look at all gradients of every step, and write their ranges to a file."""
+    """Train, measure all gradients of every step, and write their ranges to a file."""
     learning_rate, bad_every = TRAININGS[name]
     torch.manual_seed(0)
     corpus = Corpus(read_text(None), gpt.EMULATED.context)
@@ -74,7 +74,7 @@ def record(name: str) -> None:
 
 
 def compare(path: Path) -> dict[str, Any]:
-    """Return of each schedule: steps skipped, wasted, wasted after 100 steps, share flushed, and the last scale."""
+    """Return for each schedule: steps skipped, wasted, wasted after 100 steps, share flushed, and the last scale."""
     trace = schedules.read_trace(path)
     found = {}
     for name, schedule in SCHEDULES.items():
@@ -97,7 +97,7 @@ def show(name: str, compared: dict[str, Any]) -> None:
 
 
 def result(compared: dict[str, Any]) -> dict[str, Any]:
-    """Return what the result file holds."""
+    """Return the content of the result file."""
     about = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -109,7 +109,7 @@ def result(compared: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(written: dict[str, Any]) -> str:
-    """Return the manual's table of a result."""
+    """Return the table of a result for the manual."""
     of = {name: compared["schedules"] for name, compared in written["traces"].items()}
     lines = [
         f"| {STEPS} steps of the demo's smallest GPT | wasted: steady | spiking | bad batches "
@@ -124,7 +124,7 @@ def table(written: dict[str, Any]) -> str:
 
 
 def write(written: dict[str, Any]) -> None:
-    """Write the result, and its table between the marks on the page."""
+    """Write the result, and its table between the marks of the page."""
     RESULT.write_text(json.dumps(written, indent=2) + "\n")
     before, begin, rest = PAGE.read_text().partition("<!-- schedules begins -->\n")
     _, end, after = rest.partition("<!-- schedules ends -->\n")

@@ -1,10 +1,10 @@
-"""Save and load model, optimizer and scaler by `torch.distributed.checkpoint`, and go on bit for bit.
+"""Save and load model, optimizer and scaler with `torch.distributed.checkpoint`, and resume bit for bit.
 
     torchrun --nproc-per-node 2 examples/dcp.py FOLDER            # 20 steps, a checkpoint after 10
     torchrun --nproc-per-node 2 examples/dcp.py FOLDER --resume   # the last 10 of them, from the checkpoint
 
-A scaler has `state_dict` and `load_state_dict`, which is all that DCP asks of what it saves: it goes into the same
-dictionary as the model and the optimizer. Ranks hold the same state, so one of them writes it.
+DCP needs only `state_dict` and `load_state_dict`, which a scaler has: it goes into the same dictionary as the model and
+the optimizer. All ranks hold the same state, so one of them writes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, SAVED_AFTER = 20, 10
 
 
 def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make a model that is split over the ranks, and its optimizer."""
+    """Return a model sharded over the ranks, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
     fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
@@ -37,7 +37,7 @@ def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def main() -> None:
-    """Train, or go on."""
+    """Train, or resume training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -79,7 +79,7 @@ def main() -> None:
         print(f"scale {scaler.get_scale():g} skipped {scaler.state_dict()['steps_skipped']}")
         print(f"weights {digest.hexdigest()}")
     else:
-        scaler.state_dict()  # every rank asks: it settles what became of the last steps, in which ranks may talk
+        scaler.state_dict()  # on every rank: it reads pending step results, which may need communication
     dist.destroy_process_group()
 
 

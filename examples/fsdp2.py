@@ -1,9 +1,9 @@
-"""FSDP2 with a policy: which modules compute in which dtype is said once, for autocast and for the sharding.
+"""FSDP2 with a policy: one place sets the dtype of each module, for autocast and for sharding.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
 `Policy.fsdp` yields each unit with the `MixedPrecisionPolicy` that gathers its weights in the dtype it computes in, so
-nothing is cast after it was gathered. The norm is one over all ranks, and all of them take or skip the same steps.
+gathered weights need no cast. The gradient norm is that of all ranks, and all ranks take or skip the same steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some blocks and a head, of which the head is to stay in fp32."""
+    """Some blocks and a head that stays in fp32."""
 
     def __init__(self, width: int = 32, layers: int = 3) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number for each row of x, shape (n, 1)."""
+        """Return one number for each row of x, shape (n, 1)."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -58,7 +58,7 @@ def main() -> None:
     for unit, mp_policy in policy.fsdp(model, units=[nn.LayerNorm, Block, "head"]):
         fully_shard(unit, mesh=mesh, mp_policy=mp_policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # bf16 needs no scaling; Guard skips steps that are not finite, on all ranks, and says why.
+    # bf16 needs no scaling; Guard skips non-finite steps on all ranks and reports the cause.
     scaler = castwise.ShardedGradScaler(device, schedule=castwise.schedules.Guard())
     bound = policy.bind(model)
     for step in range(20):

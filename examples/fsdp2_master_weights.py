@@ -1,9 +1,9 @@
-"""FSDP2 with bf16 weights that learn as fp32 ones: each rank keeps and gathers half the bytes.
+"""FSDP2 with bf16 weights that train as if they were fp32: each rank stores and gathers half the bytes.
 
     torchrun --nproc-per-node 2 examples/fsdp2_master_weights.py FOLDER
 
 FSDP2 gathers the weights of a unit in one dtype. Norms stay in fp32, so they get their own units. `MasterWeights`
-comes after `fully_shard`, which replaces the parameters. What is saved is the checkpoint of an fp32 model.
+comes after `fully_shard`, which replaces the parameters. The saved file is the checkpoint of an fp32 model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(folder: str) -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(Block(32), Block(32), nn.Linear(32, 1)).to(device)
-    averaged = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are averaged in fp32, and then rounded
+    averaged = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are averaged in fp32, then rounded
     for block in model[:2]:
         fully_shard(block.norm, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=averaged)

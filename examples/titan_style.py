@@ -1,10 +1,10 @@
-"""A loop in the manner of torchtitan: settings in a dataclass, a 2-D mesh, compiled blocks, accumulation, a monitor.
+"""A training loop in the style of torchtitan: settings in a dataclass, a 2-D mesh, compiled blocks, accumulation, a monitor.
 
     torchrun --nproc-per-node 4 examples/titan_style.py [FOLDER]
 
-The mesh has a dimension that repeats the model and one that shards it (HSDP); blocks are compiled one by one before
-they are sharded; micro-batches are accumulated without reducing their gradients until the last. The scaler gets the
-whole mesh, so all ranks decide together. What the monitor records is in FOLDER: `castwise report FOLDER`.
+One dimension of the mesh replicates the model, the other shards it (HSDP). Blocks are compiled one by one before they are
+sharded. Gradients are accumulated over micro-batches and reduced after the last one. The scaler gets the whole mesh, so
+all ranks decide together. The monitor records to FOLDER: `castwise report FOLDER`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import castwise
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
-    """What the training is.
+    """Settings of the run.
 
     Args:
-        replicate: How often the model is repeated; the other ranks shard it.
-        steps: Of the optimizer.
-        micro_batches: In each step.
+        replicate: Number of replicas of the model; the other ranks shard it.
+        steps: Number of optimizer steps.
+        micro_batches: Number of micro-batches per step.
         batch: Rows in each micro-batch of a rank.
-        max_norm: Of the gradients.
-        compile_backend: Of the blocks.
+        max_norm: Largest gradient norm.
+        compile_backend: Backend of `torch.compile` for the blocks.
     """
 
     replicate: int = 2
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def parallelize(model: nn.Sequential, mesh: DeviceMesh, settings: Settings) -> None:
-    """Compile the blocks, and split all over the mesh: weights are gathered in bf16, gradients reduced in fp32."""
+    """Compile the blocks and shard the model: weights are gathered in bf16, gradients reduced in fp32."""
     mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
         block.compile(backend=settings.compile_backend, fullgraph=True)
@@ -81,7 +81,7 @@ def main(settings: Settings, folder: str | None) -> None:
     parallelize(model, mesh, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=settings.steps)
-    # Nothing is scaled for bf16: the guard is there for bad batches, and for the norm, the cause and the records.
+    # bf16 needs no scaling: Guard skips bad batches and provides the norm, causes and records.
     scaler = castwise.ShardedGradScaler(device, schedule=castwise.schedules.Guard(), process_group=mesh)
     with contextlib.ExitStack() as stack:
         if folder is not None:

@@ -194,7 +194,7 @@ class BoundPolicy:
     def unbind(self) -> None:
         """Remove the rules from the model and restore the `forward` of its modules.
 
-        After this, entering a region with the bound policy raises, also for other callers to whom `bind` returned the
+        After this, entering a region with the bound policy raises, also for other callers of `bind` that got the
         same object.
         """
         self.is_bound = False
