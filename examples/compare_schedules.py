@@ -5,8 +5,8 @@
     python examples/compare_schedules.py --write     # write benchmarks/results/schedules.json and the manual's table
 
 The traces are 600 steps of the smallest GPT of `castwise demo`: unmodified, with a learning rate at which gradients
-spike, and with occasional batches whose loss is not finite. They were recorded in fp32, so no gradient was lost before it
-was measured. They contain gradients of weights only; those of activations may overflow earlier.
+spike, and with occasional batches whose loss is not finite. They were recorded in fp32, so no gradient was lost before
+it was measured. They contain gradients of weights only; those of activations may overflow earlier.
 """
 
 from __future__ import annotations

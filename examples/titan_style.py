@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/titan_style.py [FOLDER]
 
 One dimension of the mesh replicates the model, the other shards it (HSDP). Blocks are compiled one by one before they
-are sharded. Gradients are accumulated over micro-batches and reduced after the last one. The scaler gets the whole mesh,
-so all ranks decide together. The monitor records to FOLDER: `castwise report FOLDER`.
+are sharded. Gradients are accumulated over micro-batches and reduced after the last one. The scaler gets the whole
+mesh, so all ranks decide together. The monitor records to FOLDER: `castwise report FOLDER`.
 """
 
 from __future__ import annotations
