@@ -89,6 +89,23 @@ def test_the_op_and_its_module_are_named(function: Any, op: str, value: str) -> 
     assert f"forward: inner: {op} gives {value}" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (lambda x: x.masked_fill(torch.eye(2, 4).bool() | (x[:, :1] > -9), -INF).softmax(-1), "rows that are -inf"),
+        (lambda x: x / (x - x[:, :1]), "divisors that are 0, and add an epsilon"),
+        (lambda x: (x - x).log(), "inputs that are 0 or negative"),
+        (lambda x: (x - x).rsqrt(), "inputs that are 0 or negative"),
+        (lambda x: torch.linalg.vector_norm(x * 0).reciprocal() * x, "the ranges of its inputs"),
+        (lambda x: (x * 1e30).exp() / 2, "the ranges of its inputs"),
+    ],
+)
+def test_a_remedy_names_what_usually_makes_the_value(function: Any, advice: str) -> None:
+    found = of(function)
+    assert found.remedy == "code"
+    assert f"this op is not finite in fp32 either: check {'for ' * (advice[:3] != 'the')}{advice}" in str(found)
+
+
 def test_ranges_of_inputs_and_results_are_those_of_the_op() -> None:
     x = torch.tensor([[-3.0, 1.0, 0.0, 2.0]])
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
@@ -532,7 +549,8 @@ def test_a_model_without_gradients_is_replayed_forward() -> None:
         (
             lambda m: diagnose(m, F.mse_loss, ONES, ONES),
             TypeError,
-            r"got Tensor\. loss_fn receives only the model's output: lambda out: loss_fn\(out, targets\)$",
+            r"got Tensor\. Pass several inputs of the model as a tuple, diagnose\(model, loss_fn, \(x, mask\), scaler\), "
+            r"and targets in the loss function: lambda outputs: loss_fn\(outputs, targets\)$",
         ),
     ],
 )

@@ -86,13 +86,16 @@ def test_a_model_that_is_split_has_a_scaler_whose_ranks_agree(ranks: Ranks) -> N
 @pytest.mark.parametrize("name", ["fsdp2", "fabric"])
 def test_ranks_that_could_disagree_are_refused(name: str, ranks: Ranks) -> None:
     for rank in ranks:
-        assert "give the plugin scaler=castwise.ShardedGradScaler('cpu')" in rank[f"{name}, refused"]
+        assert "pass scaler=castwise.ShardedGradScaler('cpu') to the plugin" in rank[f"{name}, refused"]
 
 
 def test_with_fsdp_around_parts_a_scaler_clips_to_the_norm_of_all(ranks: Ranks) -> None:
     assert math.hypot(*(rank["fsdp, norm of parts"] for rank in ranks)) == pytest.approx(0.1, rel=1e-4)
     for rank in ranks:
-        assert "schedule=castwise.schedules.Guard()), which clips what is wrapped in parts" in rank["fsdp, parts"]
+        assert (
+            "schedule=castwise.schedules.Guard()) to the plugin, which clips partly wrapped models too"
+            in rank["fsdp, parts"]
+        )
 
 
 def test_a_resumed_training_with_fsdp_continues_bit_for_bit(ranks: Ranks) -> None:

@@ -38,7 +38,7 @@ def test_writes_are_found_also_where_torch_counts_none(how: str, steps: int) -> 
     train(model, optimizer, steps)
     WRITES[how](model)
     written = model.up.weight.detach().clone().float()
-    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights"):
+    with pytest.warns(UserWarning, match="(weight was|weights were) written since the last step of MasterWeights"):
         weights = optimizer.fp32_state_dict(model)
     assert torch.equal(weights["up.weight"], written)
     train(model, optimizer, 1)
@@ -56,7 +56,9 @@ def test_writes_are_found_by_the_step_that_meets_them(how: str, has_grad: bool) 
     model.up.weight.grad = torch.ones_like(model.up.weight) if has_grad else None
     WRITES[how](model)
     written = model.up.weight.detach().clone()
-    with pytest.warns(UserWarning, match="weights were written since the last step of MasterWeights") as caught:
+    with pytest.warns(
+        UserWarning, match="(weight was|weights were) written since the last step of MasterWeights"
+    ) as caught:
         optimizer.step()
     assert [each.filename for each in caught] == [__file__]
     with warnings.catch_warnings():
@@ -74,7 +76,7 @@ def test_a_write_makes_no_other_bucket_forget() -> None:
     model.up.weight.data.zero_()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    with pytest.warns(UserWarning, match="^2 weights were written .*, including 'up.weight', 'up.bias'"):
+    with pytest.warns(UserWarning, match=r"^some of 2 weights were written .* \('up.weight', 'up.bias'\)"):
         optimizer.step()  # the two share a bucket
     after = optimizer.fp32_state_dict(model)
     exact["up.weight"].zero_()
@@ -89,7 +91,7 @@ def test_weights_that_are_written_after_a_checkpoint_was_loaded_are_not_those_it
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as Accelerate's prepare() does
     with torch.no_grad():
         model.up.weight.zero_()
-    with pytest.warns(UserWarning, match="weights were written"):
+    with pytest.warns(UserWarning, match="weight was written"):
         assert not optimizer.fp32_state_dict(model)["up.weight"].any()
 
 
@@ -314,7 +316,8 @@ def test_checkpoints_of_another_choice_of_weights_are_refused() -> None:
     plain = adamw((low := net().bfloat16()).parameters())
     plain.load_state_dict(saved)  # which casts residues to bfloat16
     with pytest.raises(
-        ValueError, match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer cast it"
+        ValueError,
+        match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer loaded and cast it.* remove the entries that begin with 'master_weights.'",
     ):
         wrapped(adamw, narrow="all")[1].load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match=r"^the optimizer has state of a MasterWeights for 'token.weight': load"):

@@ -50,7 +50,20 @@ def remedy_of(fault: Fault, scale: float) -> Help:
         return _keep_in_float32(birth, low, fault.tensors[0].device.type)
     if birth.module is None and birth.phase in {"loss", "backward"}:
         return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
-    return Help("code", "this op is not finite in fp32 either: check the ranges of its inputs")
+    return Help("code", f"this op is not finite in fp32 either: {_advice_on_inputs(birth)}")
+
+
+def _advice_on_inputs(birth: Birth) -> str:
+    """Return what to check in the inputs of an op that is not finite in any precision."""
+    op = birth.op.rpartition(".")[2].rstrip("_")
+    ends = [(found.lowest, found.highest) for found in birth.inputs]
+    if any(name in op for name in ("softmax", "attention")) and any(found.inf for found in birth.inputs):
+        return "check for rows that are -inf throughout, as when attention masks a whole row, and leave out such rows"
+    if op == "div" and any(low is not None and high is not None and low <= 0.0 <= high for low, high in ends[1:]):
+        return "check for divisors that are 0, and add an epsilon"
+    if op in {"log", "log2", "log10", "rsqrt"} and any(low is not None and low <= 0.0 for low, _ in ends):
+        return "check for inputs that are 0 or negative, and add an epsilon or clamp them"
+    return "check the ranges of its inputs"
 
 
 def low_precision(birth: Birth) -> str:

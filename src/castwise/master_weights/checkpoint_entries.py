@@ -69,7 +69,8 @@ def check_entries(weight: Weight, entries: Mapping[str, torch.Tensor], settings:
         if entries[name].dtype is not dtype:
             raise ValueError(
                 f"{name!r} of {weight.name!r} is {entries[name].dtype} in the checkpoint, not {dtype}: another "
-                "optimizer cast it"
+                "optimizer loaded and cast it. To keep the rest of its state, remove the entries that begin with "
+                f"{PREFIX!r}"
             )
         if entries[name].shape != weight.layout.shape:
             raise ValueError(

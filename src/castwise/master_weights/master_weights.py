@@ -470,7 +470,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise
         note_stepped(self._inner)
         self._chance.count(found_inf)
-        self._warn_of(written)
+        self._warn_of(written, is_counted=False)
         return returned if closure is None else loss
 
     def _rounds(self) -> list[_Round]:
@@ -588,7 +588,7 @@ class MasterWeights(torch.optim.Optimizer):
         written: list[Weight] = []
         with torch.no_grad(), self._lent(self._whole(), set(), written, all_=True):
             method()
-        self._warn_of(written)
+        self._warn_of(written, is_counted=False)
 
     def _checked_rounds(self) -> list[_Round]:
         """Return the calls for one step; raise if the layout of a weight has changed.
@@ -601,12 +601,13 @@ class MasterWeights(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{weight.name!r} was {was.dtype} of shape {tuple(was.shape)}, strides {was.stride}, on "
                     f"{was.device}, and is {now.dtype} of shape {tuple(now.shape)}, strides {now.stride}, "
-                    f"on {now.device} now: create a new MasterWeights after changing a model"
+                    f"on {now.device} now. Undo the change; or save fp32_state_dict(model), delete this MasterWeights and "
+                    "its schedulers, create new ones, and call load_fp32_state_dict"
                 )
             grad = weight.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise TypeError(f"{weight.name!r} has a gradient of layout {grad.layout}: keep its weight in fp32")
-        self._warn_of(self._take_over_counted())
+        self._warn_of(self._take_over_counted(), is_counted=True)
         return rounds
 
     def _take_over_counted(self) -> list[Weight]:
@@ -629,22 +630,34 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _take_over_written(self) -> None:
         """Adopt all weights that were written from outside as the new fp32 weights."""
-        written = self._take_over_counted()
+        self._warn_of(self._take_over_counted(), is_counted=True)
+        written: list[Weight] = []
         with torch.no_grad():
             for bucket in (each for each in self._buckets if each.sum is not None):
                 views = self._workspace.views_of(bucket)
                 if changed := bucket.decode(views):
                     bucket.encode(views, changed)
                     written += [stretch.weight for stretch in changed]
-        self._warn_of(written)
+        self._warn_of(written, is_counted=False)
 
-    def _warn_of(self, written: list[Weight]) -> None:
+    def _warn_of(self, written: list[Weight], *, is_counted: bool) -> None:
+        """Warn about weights that were written.
+
+        Args:
+            written: The weights. If torch has not counted the write, all that are stepped with the written one.
+            is_counted: Whether their version counters have changed.
+        """
         if not written:
             return
         names = [repr(weight.name) for weight in dict.fromkeys(written)]
+        count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
+        listed_names = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+        unsure = not is_counted and len(names) > 1
         warn(
-            f"{len(names)} weights were written since the last step of MasterWeights, including "
-            f"{', '.join(names[:3])}: training continues from their 16-bit values. To load fp32 weights, use "
+            f"{'some of ' if unsure else ''}{count} written since the last step of MasterWeights ({listed_names}): "
+            "training continues from their 16-bit values. "
+            + ("torch does not count writes as through `.data`: use torch.no_grad() to change single ones. " * unsure)
+            + "To resume, load the model and this optimizer from the same checkpoint. To load fp32 weights, use "
             "load_fp32_state_dict. If ranks started from different weights, give them the same seed",
             UserWarning,
         )

@@ -194,7 +194,8 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
     broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
     for ranges in broken[:1]:
         yield Advice(
-            f"Outputs of {shown(ranges.module)} were inf or NaN. It is the first such module in model order.",
+            f"Outputs of {shown(ranges.module)} were inf or NaN. It is the first such module in model "
+            "order; if weights were inf or NaN by then, the fault is in an earlier step.",
             {
                 "nonfinite_samples": ranges.nonfinite_samples,
                 "finite_samples": ranges.samples,
