@@ -33,14 +33,14 @@ def pairs() -> list[Pair]:
     faults = result("fault_finding-cpu")
     named = [of for of in faults["results"].values() if of["castwise.diagnose"]["named"] is not None]
     planted = faults["rounds"] * len(named)
-    by_torch, by_castwise = (
-        sum(of[tool]["named"] for of in named) for tool in ("set_detect_anomaly", "castwise.diagnose")
+    by_transformers, by_castwise = (
+        sum(of[tool]["named"] for of in named) for tool in ("DebugUnderflowOverflow", "castwise.diagnose")
     )
     sizes = result("master_weights-cpu")["bytes per parameter"]
     return [
         Pair("Time to unscale, clip and step", "torch.amp", 1.0, step["median"], 2),
         Pair("Time of bf16 inference, fp32 weights", "torch.autocast", 1.0, 1.0 / inference["median"], 2),
-        Pair(f"Module not found, of {planted} faults", "anomaly mode", planted - by_torch, planted - by_castwise, 0),
+        Pair(f"Modules not identified, of {planted}", "transformers", planted - by_transformers, planted - by_castwise, 0),
         Pair("Bytes per parameter, AdamW", "fp32 weights", sizes["fp32 weights"]["sum"], sizes["split"]["sum"], 0),
     ]
 
