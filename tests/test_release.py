@@ -88,7 +88,7 @@ def test_twine_finds_nothing_to_complain_of(built: Built) -> None:
 
 
 def test_metadata_version_and_changelog_agree(about: metadata.PathDistribution, built: Built) -> None:
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## \[(\S+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert about.version == castwise.__version__ == newest[1]
     assert built.wheel.name == f"castwise-{castwise.__version__}-py3-none-any.whl"
