@@ -31,16 +31,17 @@ def figures() -> str:
     planted = faults["rounds"] * len(by_castwise)
     fp32, split = (result("master_weights")["bytes per parameter"][name] for name in ("fp32 weights", "split"))
     lines = [
-        f"Unscaling, clipping and a step of fused AdamW (124M parameters) take {1 - step['median']:.0%} less time with "
+        f"To unscale, clip and step fused AdamW (124M parameters) takes {1 - step['median']:.0%} less time with "
         "`scaler.clip_grad_norm_` than with `torch.amp`.",
         f"bf16 inference with fp32 weights (an MLP, batch size 1) is {inference['median']:.1f} times as fast with a "
         "`WeightCache` as with `torch.autocast`.",
         f"castwise identified the module behind {sum(by_castwise)} of {planted} planted infs and NaNs; the next best "
-        f"tool, transformers' DebugUnderflowOverflow, {sum(by_transformers)}.",
-        f"With `MasterWeights` and AdamW a parameter takes {split['sum']:.0f} bytes instead of {fp32['sum']:.0f}: "
-        f"{split['weights'] + split['kept']:.0f} for the weight (instead of {fp32['weights']:.0f} and "
-        f"{fp32['casts']:.0f} for autocast's copy), {split['gradients']:.0f} for the gradient (instead of "
-        f"{fp32['gradients']:.0f}), {split['state']:.0f} for the state. The losses are the same, bit for bit.",
+        f"tool, transformers' DebugUnderflowOverflow, found {sum(by_transformers)}.",
+        f"`MasterWeights` trains with AdamW in {split['sum']:.0f} bytes per parameter instead of {fp32['sum']:.0f}: "
+        f"{split['weights'] + split['kept']:.0f} for the weight ({fp32['weights']:.0f} and {fp32['casts']:.0f} for "
+        f"autocast's copy before), {split['gradients']:.0f} for the gradient ({fp32['gradients']:.0f} before), "
+        f"{split['state']:.0f} for the state. Losses are the same, bit for bit, unless gradients are summed in bf16 "
+        "(over micro-batches or ranks).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 
