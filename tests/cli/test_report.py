@@ -56,8 +56,8 @@ def test_the_essentials_are_printed(runs: Path) -> None:
     assert "blocks.0.attn.qkv.weight" in text
     assert "warning: The loss was inf or NaN at 1 step, first at step 1,777" in text
     assert "[red]weird[/red]" in text
-    assert "note: bf16 weights would lose 12% of updates: keep fp32 master weights, or use bf16" in text
-    assert "optimizer = castwise.MasterWeights(optimizer, model). lost updates 12%;" in text
+    assert "note: Keep the weights in fp32: bf16 weights would lose 12% of updates." in text
+    assert "optimizer = castwise.MasterWeights(optimizer, model). lost updates: 12%;" in text
     assert not (runs / "bad" / "report.html").exists()
 
 

@@ -101,7 +101,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Mixed-precision training for PyTorch that says what happened to the numbers."""
+    """A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps."""
     if context.invoked_subcommand == "run":  # the streams are the script's
         return
     for stream in (sys.stdout, sys.stderr):

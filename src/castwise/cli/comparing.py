@@ -58,7 +58,7 @@ def compare(
     ] = "float32",
     gradients: Annotated[
         bool,
-        typer.Option("--gradients/--no-gradients", help="Also compare the gradients of weights, or only the forward."),
+        typer.Option("--gradients/--no-gradients", help="Compare weight gradients too, or only the forward."),
     ] = True,
     vary: Annotated[
         str | None,

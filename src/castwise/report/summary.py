@@ -153,13 +153,13 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
     try:
         runs = merge_ranks([Run.read(record) for record in records])
     except (OSError, ValueError) as error:
-        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning)
+        warn(f"could not write the report in {page.parent}, because a record cannot be read: {error}", RuntimeWarning)
         return None
     report: Path | None = None
     try:
         report = write_report(runs, page)
     except (ImportError, OSError, ValueError) as error:
-        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning)
+        warn(f"could not write the report in {page.parent} (the record is complete): {error}", RuntimeWarning)
     return Summary.of(runs, report)
 
 
