@@ -549,8 +549,8 @@ def test_a_model_without_gradients_is_replayed_forward() -> None:
         (
             lambda m: diagnose(m, F.mse_loss, ONES, ONES),
             TypeError,
-            r"got Tensor\. Pass several inputs of the model as a tuple, diagnose\(model, loss_fn, \(x, mask\), scaler\), "
-            r"and targets in the loss function: lambda outputs: loss_fn\(outputs, targets\)$",
+            r"got Tensor\. Pass several inputs of the model as a tuple, diagnose\(model, loss_fn, \(x, mask\), "
+            r"scaler\), and targets in the loss function: lambda outputs: loss_fn\(outputs, targets\)$",
         ),
     ],
 )

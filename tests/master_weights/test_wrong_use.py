@@ -317,7 +317,8 @@ def test_checkpoints_of_another_choice_of_weights_are_refused() -> None:
     plain.load_state_dict(saved)  # which casts residues to bfloat16
     with pytest.raises(
         ValueError,
-        match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer loaded and cast it.* remove the entries that begin with 'master_weights.'",
+        match=r"is torch.bfloat16 in the checkpoint, not torch.\w+: another optimizer loaded and cast it"
+        r".* remove the entries that begin with 'master_weights.'",
     ):
         wrapped(adamw, narrow="all")[1].load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match=r"^the optimizer has state of a MasterWeights for 'token.weight': load"):

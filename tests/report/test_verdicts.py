@@ -157,7 +157,9 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
 
 
 def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
-    losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "Keep the weights in fp32: bf16 weights")
+    losing = told(
+        write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "Keep the weights in fp32: bf16 weights"
+    )
     assert "would lose 12% of updates" in losing.text
     assert "optimizer = castwise.MasterWeights(optimizer, model)" in losing.text
     assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)

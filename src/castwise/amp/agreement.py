@@ -1,4 +1,4 @@
-"""Make all ranks take the same decision: one small collective reduces the results of each rank to a result that all ranks have.
+"""Make all ranks take the same decision: one small collective reduces the ranks' results to one that all of them have.
 
 A collective is a vector of eight fp64 numbers. Two of them are a digest of what the rank has done and is doing now (its
 settings, calls and updates) and the digest's square. So the next collective also detects, at no extra cost and before

@@ -318,8 +318,8 @@ def _scale_of(scaler: Any) -> float:
         return 1.0
     if not hasattr(scaler, "get_scale"):
         hint = (
-            ". Pass several inputs of the model as a tuple, diagnose(model, loss_fn, (x, mask), scaler), and targets in "
-            "the loss function: lambda outputs: loss_fn(outputs, targets)"
+            ". Pass several inputs of the model as a tuple, diagnose(model, loss_fn, (x, mask), scaler), and targets "
+            "in the loss function: lambda outputs: loss_fn(outputs, targets)"
         )
         is_targets = isinstance(scaler, torch.Tensor)
         raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}{hint if is_targets else ''}")

@@ -601,8 +601,8 @@ class MasterWeights(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{weight.name!r} was {was.dtype} of shape {tuple(was.shape)}, strides {was.stride}, on "
                     f"{was.device}, and is {now.dtype} of shape {tuple(now.shape)}, strides {now.stride}, "
-                    f"on {now.device} now. Undo the change; or save fp32_state_dict(model), delete this MasterWeights and "
-                    "its schedulers, create new ones, and call load_fp32_state_dict"
+                    f"on {now.device} now. Undo the change; or save fp32_state_dict(model), delete this MasterWeights "
+                    "and its schedulers, create new ones, and call load_fp32_state_dict"
                 )
             grad = weight.param.grad
             if grad is not None and grad.layout is not torch.strided:

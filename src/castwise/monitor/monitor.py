@@ -430,7 +430,9 @@ def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
         raise ValueError("optimizer must be the model's optimizer or several, got an empty sequence")
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(each).__name__}")
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(each).__name__}"
+            )
     return optimizers
 
 

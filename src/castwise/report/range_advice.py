@@ -226,8 +226,8 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
     matters = mean >= LOST_UPDATES_MATTER
     yield Advice(
         (
-            f"Keep the weights in fp32: bf16 weights would lose {percent(mean)} of updates. To save memory without that "
-            "loss, use optimizer = castwise.MasterWeights(optimizer, model)."
+            f"Keep the weights in fp32: bf16 weights would lose {percent(mean)} of updates. To save memory without "
+            "such losses, use optimizer = castwise.MasterWeights(optimizer, model)."
             if matters
             else f"bf16 weights would lose {percent(mean)} of updates: pure bf16 weights are fine here."
         ),

@@ -61,6 +61,11 @@ class Summary:
         return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
 
     @property
+    def has_nonfinite(self) -> bool:
+        """Whether a loss, output or gradient of a run was recorded as inf or NaN."""
+        return any(RunFacts(run).has_nonfinite for run in self.runs)
+
+    @property
     def _names(self) -> list[str]:
         return labels([run.path for run in self.runs]) if self.runs else []
 
