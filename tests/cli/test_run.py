@@ -97,7 +97,7 @@ def causes_in(folder: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("idiom", IDIOMS)
-def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
+def test_a_script_prints_what_it_prints_without_castwise_and_no_mistakes(
     idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = IDIOMS[idiom]

@@ -2,8 +2,8 @@
 
 A collective is a vector of eight fp64 numbers. Two of them are a digest of what the rank has done and is doing now (its
 settings, calls and updates) and the digest's square. So the next collective also detects, at no extra cost and before
-any rank steps, that ranks have diverged: one of them loaded another checkpoint, say, or left out a step. Whether there
-is a collective must not depend on what only one rank knows, such as its gradients.
+any rank steps, that ranks have diverged, for example because one of them loaded another checkpoint or left out a step.
+Whether there is a collective must not depend on what only one rank knows, such as its gradients.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class WeightCache:
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
                 "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache can keep "
-                "only weights quantized by 8-bit and 4-bit recipes: leave it out if the policy has no recipes",
+                "only weights quantized by 8-bit and 4-bit recipes: omit it if the policy has no recipes",
                 UserWarning,
             )
         self._start(weakref.ref(model), verify)
