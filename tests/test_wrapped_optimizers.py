@@ -109,7 +109,9 @@ def test_an_optimizer_that_is_made_of_another_one_stays_as_it_is() -> None:
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"optimizer must be one or several torch.optim.Optimizer, got Linear"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer or a sequence of them, got Linear"):
         castwise.Monitor(nn.Linear(2, 1), nn.Linear(2, 1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer must be one or several torch.optim.Optimizer, got OfDeepSpeed"):
+    with pytest.raises(
+        TypeError, match=r"optimizer must be a torch.optim.Optimizer or a sequence of them, got OfDeepSpeed"
+    ):
         castwise.Monitor(nn.Linear(2, 1), OfDeepSpeed(None))  # type: ignore[arg-type]

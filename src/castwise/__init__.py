@@ -1,4 +1,4 @@
-"""castwise: mixed-precision training for PyTorch that says what happened to the numbers.
+"""castwise: a drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
 Names and submodules are imported on first use, so that `castwise --help` answers without loading torch, and
 `castwise.monitor.sinks` works after `import castwise` alone.

@@ -7,7 +7,7 @@ import sys
 HELP = """\
 Usage: castwise [--version] [--help] COMMAND
 
-  Mixed-precision training for PyTorch that says what happened to the numbers.
+  A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
   The commands bench, compare, demo, doctor, report, run, trace and tune need the `cli` extra. Once it is installed,
   `castwise --help` describes them:

@@ -191,7 +191,7 @@ def test_all_ranks_are_told_who_does_what(world: Callable[[int], World], name: s
     first, second = (f"step{' for 3' if norm_type is None else ''}, {each} updates" for each in (usual, other))
     start = (
         "the ranks no longer use their scalers in the same way, so none of them has stepped: create, load, step and "
-        f"update scalers alike on all ranks. ranks [0, 2] report: {first} (history "
+        f"update scalers in the same way on all ranks. ranks [0, 2] report: {first} (history "
     )
     assert what.startswith(start)
     assert len(what) == len(start) + 8 + 1

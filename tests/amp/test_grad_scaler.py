@@ -833,7 +833,9 @@ def test_a_copy_of_a_scaler_that_is_off_has_its_scale_and_none_has_tensors() -> 
 
 
 def test_numbers_beside_a_schedule_are_all_named() -> None:
-    text = "a schedule has its own numbers: pass init_scale=8.0, growth_interval=3 to Static, or leave it out"
+    text = (
+        "init_scale=8.0, growth_interval=3 cannot be combined with schedule=: use the arguments of Static(...) instead"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         GradScaler("cpu", init_scale=8.0, growth_interval=3, schedule=Static(4.0))
 

@@ -759,7 +759,9 @@ def test_a_schedule_and_a_number_beside_it_are_refused(scaler: Callable[..., Any
     (name, value), *_ = number.items()
     # A number that equals the default, but was given.
     given = {name: type(value)(str(value))}
-    with pytest.raises(ValueError, match=f"a schedule has its own numbers: pass {name}={value!r} to Static"):
+    with pytest.raises(
+        ValueError, match=f"{name}={value!r} cannot be combined with schedule=: use the arguments of Static"
+    ):
         scaler("cpu", schedule=Static(), **given)
     assert scaler("cpu", schedule=Static(), enabled=False, **given).get_scale() == 1.0  # nobody looks at it
 

@@ -191,6 +191,16 @@ def test_a_pipe_gets_no_colours(arguments: str, tmp_path: Path) -> None:
     assert "\x1b" not in run_python("-m", "castwise", *words)
 
 
+def test_a_pipe_gets_colours_only_if_they_are_forced() -> None:
+    assert "\x1b" not in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1")
+    assert "\x1b" in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1", FORCE_COLOR="1")
+
+
+@pytest.mark.parametrize("arguments", ["--help", "bench --help", "report --help", "compare --help"])
+def test_flags_are_shown_without_a_value(arguments: str) -> None:
+    assert "bool" not in run_python("-m", "castwise", *arguments.split())
+
+
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
 def test_a_terminal_gets_colours() -> None:
     import pty

@@ -136,16 +136,25 @@ def test_ctrl_c_is_exit_code_130(command: str) -> None:
         (["compare", "--model", "nothing"], "--model must be MODULE:FACTORY or FILE:FACTORY"),
         (["compare", *TASK, "--policy", "bf61"], "did you mean 'bf16'"),
         (["compare", *TASK, "--reference", "fp32"], "--reference must be one of 'float32', 'float64', 'bf16'"),
-        (["compare", "--model", "task_of_test.py:norms", "--vary", "batch_size"], "vary needs batches of samples"),
+        (["compare", "--model", "task_of_test.py:norms", "--vary", "batch_size"], ": --vary needs batches of samples"),
         (["tune", "--model", "task_of_test.py:norms"], "no module that was called has any flops to save"),
         (["tune", *TASK, "-o", "no/policy.toml"], "cannot write no/policy.toml"),
         (["tune", *TASK, "--report", "no/page.html"], "cannot write no/page.html"),
-        (["compare", *TASK, "--vary", "batch"], "vary must be one of 'batch_size', 'batch_order'"),
+        (
+            ["compare", *TASK, "--vary", "batch"],
+            ": --vary must be one of 'batch_size', 'batch_order', got 'batch'; did you mean 'batch_size'",
+        ),
         (["compare", *TASK, "--report", "no/page.html"], "cannot write no/page.html"),
         (["tune", "--model", "task_of_test.py:single"], "two batches because every second one is held out, got one"),
-        (["tune", *TASK, "--format", "float8"], "formats must be some of"),
-        (["tune", *TASK, "--cost", "flop"], "did you mean 'flops'"),
-        (["tune", *TASK, "--tolerance", "-1"], "tolerance must be a finite number > 0, got -1.0"),
+        (["tune", *TASK, "--format", "float8"], ": --format must be one of 'float16', 'bfloat16', 'float32', "),
+        (
+            ["tune", *TASK, "--cost", "flop"],
+            ": --cost must be one of 'flops', 'bytes', 'measured', got 'flop'; did you mean",
+        ),
+        (["tune", *TASK, "--tolerance", "-1"], ": --tolerance must be a finite number > 0, got -1.0"),
+        (["tune", *TASK, "--format", "float32"], ": --format must include one other than 'float32'"),
+        (["compare", "--model", "nope:task"], "there is no module 'nope': check its name, or give FILE:FACTORY"),
+        (["compare", "--model", "castwise.demo.gpt:nope"], "; its functions are 'example', 'task'"),
         (["tune", *TASK, "-o", "policy.yaml"], "--output must end in .toml or .json, got 'policy.yaml'"),
     ],
 )
@@ -180,14 +189,28 @@ def test_where_nothing_can_be_written_is_found_before_the_run(command: str, monk
     monkeypatch.setattr(precision_drift.Comparison, "drift", drift)
     code, _, told = run(command, *TASK, "--report", "no/page.html")
     assert code == 2
-    assert "cannot write no/page.html: there is no folder no" in told
+    assert "cannot write no/page.html: there is no folder no; create it first" in told
 
 
 @pytest.mark.parametrize("command", ["compare", "tune"])
-def test_what_the_model_itself_raises_stays_a_traceback(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--model", "task_of_test.py:refusing"])
-    assert isinstance(result.exception, ValueError)
-    assert "the model's own" in str(result.exception)
+def test_an_error_of_the_model_has_a_traceback_that_begins_in_the_model(command: str) -> None:
+    code, printed, told = run(command, "--model", "task_of_test.py:refusing")
+    assert (code, printed) == (1, "")
+    lines = told.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith('  File "task_of_test.py", line ')
+    assert lines[1].endswith(", in loss")
+    assert lines[-1] == "ValueError: the model's own"
+
+
+def test_an_error_of_castwise_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drift(*args: object) -> None:
+        raise KeyError("castwise")
+
+    monkeypatch.setattr(precision_drift.Comparison, "drift", drift)
+    monkeypatch.setattr("castwise.cli.model_errors.is_ours", lambda frame: True)
+    result = CliRunner().invoke(app, ["compare", *TASK])
+    assert isinstance(result.exception, KeyError)
 
 
 def test_files_of_one_stem_keep_their_results_apart(here: Path) -> None:

@@ -56,8 +56,8 @@ def test_the_essentials_are_printed(runs: Path) -> None:
     assert "blocks.0.attn.qkv.weight" in text
     assert "warning: The loss was inf or NaN at 1 step, first at step 1,777" in text
     assert "[red]weird[/red]" in text
-    assert "note: bf16 weights would lose 12% of updates: keep fp32 master weights, or use bf16" in text
-    assert "optimizer = castwise.MasterWeights(optimizer, model). lost updates 12%;" in text
+    assert "note: Keep the weights in fp32: bf16 weights would lose 12% of updates." in text
+    assert "optimizer = castwise.MasterWeights(optimizer, model). lost updates: 12%;" in text
     assert not (runs / "bad" / "report.html").exists()
 
 
@@ -109,9 +109,9 @@ def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["missing"], "castwise report: there is no {}/missing\n"),
+        (["missing"], "castwise report: there is no {}/missing: give the folder of a run, which has a monitor.jsonl\n"),
         (["."], "castwise report: there is no monitor.jsonl in {}: castwise.Monitor(..., sinks=['{}']) writes one\n"),
-        (["n" * 300], f"castwise report: cannot read {{}}/{'n' * 300}: File name too long\n"),
+        (["n" * 300], f"castwise report: cannot read {{}}/{'n' * 300}: File name too long; check the path\n"),
         (["broken.jsonl"], "castwise report: {}/broken.jsonl, line 1 is not a record of a monitor: "),
         (["good", "-o", "missing/page.html"], "castwise report: cannot write {}/missing/page.html: No such file"),
     ],

@@ -97,7 +97,7 @@ def causes_in(folder: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("idiom", IDIOMS)
-def test_a_script_prints_what_it_prints_without_and_is_left_in_peace(
+def test_a_script_prints_what_it_prints_without_castwise_and_no_mistakes(
     idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = IDIOMS[idiom]
@@ -395,7 +395,7 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "cannot read missing.py: No such file or directory"),
+        (["missing.py"], "cannot read missing.py: No such file or directory; give the path of a script, or -m"),
         (
             ["--lr", "3", "broken.py"],
             "there is no option --lr; put options of the script after it, as in `castwise run ",
@@ -404,7 +404,9 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["--polcy", "fp16", "broken.py"], "there is no option --polcy; did you mean 'policy'?; put options of the"),
         (["n" * 300], "n: File name too long"),
         (["--out", "n" * 300, "broken.py"], "n: File name too long"),
-        (["-m", "missing.module"], "there is no module 'missing'"),
+        (["-m", "missing.module"], "there is no module 'missing': check its name"),
+        (["--on-skip", "z", "broken.py"], ": --on-skip must be one of 'first', 'diagnose', 'nothing', got 'z'"),
+        (["--fail-on", "z", "broken.py"], ": --fail-on must be one of 'mistake', 'warning', 'critical', got 'z'"),
         (["broken.py"], "broken.py is not a Python script: "),
         (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
         (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
@@ -416,7 +418,10 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["--schedule", "Static(2.0**abs(3))", "broken.py"], "malformed node or string"),
         (["--out", "broken.py", "broken.py"], "--out must be a folder, but broken.py is a file"),
         (["--policy", "castwise.Policy()", "broken.py"], "Policy(...).to_file('policy.toml') writes such a file"),
-        (["--policy", "missing.toml", "broken.py"], "cannot read missing.toml: No such file or directory"),
+        (
+            ["--policy", "missing.toml", "broken.py"],
+            "cannot read missing.toml: No such file or directory; check the path, or use one of 'bf16', ",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_one_line_and_exit_code_2(
@@ -534,11 +539,12 @@ optimizer.step()
 
 
 def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(UNSCALED.replace("3, 4)", "3, 4).log()"))
+    told = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
+    assert "castwise: numbers were inf or NaN, but no step was diagnosed, because that needs an enabled" in told
+    assert "castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs)" in told
     (tmp_path / "train.py").write_text(UNSCALED)
-    why = "no step was diagnosed, because only steps skipped by a GradScaler are and no enabled one was used. "
-    run = forked("--out", tmp_path / "out", tmp_path / "train.py")
-    assert f"castwise: {why}" in run.stderr
-    assert "castwise.diagnose(model, loss_fn, batch)" in run.stderr
+    assert "diagnose" not in forked("--out", tmp_path / "out", tmp_path / "train.py").stderr
     options = ["--on-skip", "nothing", "--schedule", "Guard", "--json"]
     *_, last = forked("--out", tmp_path / "out", *options, tmp_path / "train.py").stderr.splitlines()
     (note,) = json.loads(last)["notes"]

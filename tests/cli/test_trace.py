@@ -19,6 +19,13 @@ def both():
     return model(), torch.ones(3, 4)
 def wrong():
     return 3
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(3, 3)
+def broken():
+    return Broken(), torch.ones(2, 4)
+def mismatched():
+    return model(), torch.ones(2, 5)
 """
 
 
@@ -46,6 +53,18 @@ def test_the_gpt_of_the_demo_is_traced_with_and_without_a_cache(monkeypatch: pyt
     code, cached = run("--weight-cache")
     assert "0 of weights, 0 bytes" in cached
     assert "blocks.1.mlp.0.weight" not in cached
+
+
+@pytest.mark.parametrize(("factory", "begins_in"), [("broken", "traced_by_test.py"), ("mismatched", "module.py")])
+def test_an_error_of_the_model_has_a_traceback_that_begins_in_the_model(
+    factory: str, begins_in: str, here: Path
+) -> None:
+    code, printed = run("--model", f"traced_by_test.py:{factory}")
+    assert code == 1
+    lines = printed.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert f'{begins_in}", line ' in lines[1]
+    assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
 def test_models_and_policies_of_ones_own(here: Path) -> None:
@@ -92,15 +111,25 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
             ["--model", "torch"],
             "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:",
         ),
-        (["--model", "nowhere.py:f"], "cannot read nowhere.py: No such file or directory"),
+        (
+            ["--model", "nowhere.py:f"],
+            "cannot read nowhere.py: No such file or directory; check the path given to --model",
+        ),
         (["--model", "n" * 300 + ".py:f"], "n.py: File name too long"),
         (["--model", "broken.py:f"], "broken.py is not a Python file: "),
         (["--model", "traced_by_test.py:bot"], "'traced_by_test.py' has no function 'bot'; did you mean 'both'?"),
         (["--model", "..:f"], "--model must begin with the name of a module, not with a dot, got '..'"),
         (["--model", "torch.nn:Linear"], "torch.nn:Linear must be callable without arguments: missing a required"),
         (["--model", "traced_by_test:model", "--input", "99999999x99999999"], "--input '99999999x99999999': "),
-        (["--model", "nowhere:f"], "there is no module 'nowhere'"),
+        (
+            ["--model", "nowhere:f"],
+            "there is no module 'nowhere': check its name, or give FILE:FACTORY, such as models/gpt.py:make",
+        ),
         (["--model", "traced_by_test:bot"], "'traced_by_test' has no function 'bot'; did you mean 'both'?"),
+        (
+            ["--model", "traced_by_test:nothing_like_it"],
+            "'; its functions are 'model', 'both', 'wrong', 'broken', 'mismatched'",
+        ),
         (["--model", "traced_by_test:wrong"], "traced_by_test:wrong returned int, not a torch.nn.Module"),
         (["--model", "traced_by_test:model"], "returned a model without inputs: add --input"),
         (["--model", "traced_by_test:model", "--input", "3x"], "--input must be a shape such as 8x128"),
@@ -109,7 +138,10 @@ def test_ready_policies_are_known_by_name(name: str, here: Path) -> None:
             ["--policy", "bf15"],
             "or one of 'bf16', 'bf16_stable', 'fp16', 'fp16_stable', got 'bf15'; did you mean 'bf16'",
         ),
-        (["--policy", "none.toml"], "cannot read none.toml: No such file or directory"),
+        (
+            ["--policy", "none.toml"],
+            "cannot read none.toml: No such file or directory; check the path, or use one of 'bf16', ",
+        ),
         (["--policy", "bad.json"], "bad.json: modules['nothing'] matches no module"),
         (["--policy", "worse.json"], "worse.json: Expecting value"),
     ],

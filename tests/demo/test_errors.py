@@ -81,11 +81,17 @@ def test_a_device_the_demo_does_not_know(refusal: Refusal, device: str) -> None:
 
 def test_a_gpu_that_is_not_there(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert refusal("--device", "cuda:1") == "--device cuda:1: torch finds 1 CUDA devices"
+    assert (
+        refusal("--device", "cuda:1")
+        == "--device cuda:1: torch finds 1 CUDA device; use --device cpu, or a number below 1"
+    )
 
 
 def test_resuming_a_folder_that_is_no_run(refusal: Refusal, tmp_path: Path) -> None:
-    message = f"{tmp_path} is not the folder of a run: no readable settings.json in it"
+    message = (
+        f"{tmp_path} is not the folder of a run, because it has no readable settings.json: give --resume a folder that "
+        "castwise demo has created"
+    )
     assert refusal("--resume", tmp_path) == message
     (tmp_path / "settings.json").write_text("[" * 100_000)
     assert refusal("--resume", tmp_path) == message
@@ -94,7 +100,7 @@ def test_resuming_a_folder_that_is_no_run(refusal: Refusal, tmp_path: Path) -> N
 def test_resuming_a_run_of_another_version(refusal: Refusal, demo: Demo) -> None:
     settings = demo.prepare(1, 1) / "settings.json"
     settings.write_text('{"steps": 1, "colour": "red"}')
-    message = f"{settings} was not written by this version of castwise demo"
+    message = f"{settings} was not written by this version of castwise demo: start a new run without --resume"
     assert refusal("--resume", settings.parent) == message
 
 
@@ -203,7 +209,7 @@ def test_resuming_a_run_whose_settings_were_changed_by_hand(
 ) -> None:
     settings = demo.prepare(1, 1) / "settings.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {name: value}))
-    message = f"{settings} was not written by this version of castwise demo"
+    message = f"{settings} was not written by this version of castwise demo: start a new run without --resume"
     assert refusal("--resume", settings.parent) == message
 
 

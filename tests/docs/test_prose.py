@@ -37,12 +37,22 @@ BANNED = {
     r"(?<!there )\bis no (column|finite|list|number|power|record|script|step|string|tensor)\b": "is not a",
     r"\bSay so (if|of)\b": "Report it if",
     r"\bwhich is said\b": "and a warning says so",
+    r"\bis silently wrong\b": "silently goes wrong",
+    r"\bcounts? no (versions?|writes)\b": "does not bump the version counter",
+    r"\b[Ww]hat (is|was) known (about|of)\b": "name the facts: step results, notes on versions",
+    r"\b[Ww]ho wants to\b": "to do this, call ...",
+    r"\bplaces in (these|the) (frameworks|libraries)\b": "framework integrations",
+    r"\b(a|another|each|its|other|the|this) room\b|\brooms\b|\b(made|makes?) room\b": "package, module, memory",
+    r"\banew\b": "again, over",
+    r"\b(act|agree|behave|decide|step)s? alike\b|\balike on\b": "in the same way",
+    r"\bSee there\b": "As in `name`.",
 }
 
 
 def _pages() -> list[Path]:
-    folders = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").rglob("*.md")]
-    return sorted(path for path in [*folders, *ROOT.glob("*.md")] if "_build" not in path.parts)
+    kinds = {"src": ("py", "j2", "js"), "examples": ("py",), "docs": ("md",), "benchmarks": ("md",)}
+    found = [path for folder, ends in kinds.items() for end in ends for path in (ROOT / folder).rglob(f"*.{end}")]
+    return sorted(path for path in [*found, *ROOT.glob("*.md")] if "_build" not in path.parts)
 
 
 @pytest.mark.parametrize("pattern", BANNED)
@@ -50,9 +60,16 @@ def test_no_page_has_a_phrase_that_stops_its_reader(pattern: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}: {match[0]!r}"
         for path in _pages()
-        for match in re.finditer(pattern, re.sub(r"\s+#?\s*", " ", path.read_text()))
+        for match in re.finditer(pattern, re.sub(r"\s+(#|//)?\s*", " ", path.read_text()))
     ]
     assert found == [], f"write {BANNED[pattern]!r}"
+
+
+def test_pages_of_all_kinds_are_read() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in _pages()}
+    assert names >= {"README.md", "benchmarks/README.md", "benchmarks/results/README.md", "docs/index.md"}
+    templates = "src/castwise/report/templates"
+    assert names >= {"src/castwise/__init__.py", f"{templates}/report.html.j2", f"{templates}/report.js"}
 
 
 def test_the_patterns_find_what_they_are_for() -> None:

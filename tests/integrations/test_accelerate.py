@@ -505,7 +505,10 @@ def test_a_schedule_takes_the_place_of_the_numbers() -> None:
     accelerator = prepare(fp16(), schedule=Static(2.0**4))
     assert Training(accelerator).run(batches(2)).seen[-1][-1] == 2.0**4
     reset()
-    with pytest.raises(ValueError, match=r"a schedule has its own numbers: pass init_scale=8.0 to Static"):
+    with pytest.raises(
+        ValueError,
+        match=r"init_scale=8.0 cannot be combined with schedule=: use the arguments of Static\(\.\.\.\) instead",
+    ):
         prepare(fp16(GradScalerKwargs(init_scale=8.0)), schedule=Static(2.0**4))
 
 

@@ -130,7 +130,7 @@ def test_without_the_extra_the_training_goes_on_and_says_what_to_install(
     for module in [each for each in sys.modules if each.split(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.warns(RuntimeWarning, match=r"only the record: .*castwise\[report\]"):
+    with pytest.warns(RuntimeWarning, match=r"the record is complete\): .*castwise\[report\]"):
         fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path)])
     assert len(Run.read(tmp_path).steps) == STEPS
     assert not (tmp_path / "report.html").exists()
@@ -138,7 +138,7 @@ def test_without_the_extra_the_training_goes_on_and_says_what_to_install(
 
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    with pytest.warns(RuntimeWarning, match=r"only the record: .*report\.html"):
+    with pytest.warns(RuntimeWarning, match=r"the record is complete\): .*report\.html"):
         fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path)])
 
 

@@ -320,7 +320,9 @@ def test_without_what_the_report_needs_there_is_a_warning_and_the_record(
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     run = trainer(tmp_path, callbacks=[ReportCallback(tmp_path / "run")], max_steps=1)
-    with pytest.warns(RuntimeWarning, match=r"there is no report in .*, only the record: .*castwise\[report\]"):
+    with pytest.warns(
+        RuntimeWarning, match=r"could not write the report in .* \(the record is complete\): .*castwise\[report\]"
+    ):
         run.train()
     assert Run.read(tmp_path / "run").ended
 

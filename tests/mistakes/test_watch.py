@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.mistakes.test_left_in_peace import Training, training
+from tests.mistakes.test_no_false_positives import Training, training
 
 import castwise
 from castwise.mistakes.backwards import Backwards

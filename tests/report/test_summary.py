@@ -134,5 +134,5 @@ def test_runs_fail_by_what_is_asked_for(
 
 def test_a_record_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text("no record\n\n")
-    with pytest.warns(RuntimeWarning, match="there is no report in .*, only the record"):
+    with pytest.warns(RuntimeWarning, match="could not write the report in .*, because a record cannot be read: "):
         assert end([tmp_path], tmp_path / "report.html") is None

@@ -157,8 +157,10 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
 
 
 def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
-    losing = told(write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "bf16 weights would lose 12%")
-    assert "keep fp32 master weights" in losing.text
+    losing = told(
+        write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "Keep the weights in fp32: bf16 weights"
+    )
+    assert "would lose 12% of updates" in losing.text
     assert "optimizer = castwise.MasterWeights(optimizer, model)" in losing.text
     assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)
     assert "are fine here" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
@@ -527,7 +529,7 @@ def test_the_most_severe_advice_comes_first_and_all_of_it_has_numbers(tmp_path: 
 def test_a_verdict_prints_its_evidence_with_units() -> None:
     evidence = {"lost_share": 0.312, "headroom_bits": 2.345, "last_scale": 2.0**16, "bad_steps": 1200, "in": "a.b"}
     printed = str(Verdict((Advice("Do this.", evidence, "warning"),)))
-    assert printed == "warning: Do this. (lost 31%; headroom bits 2.3; last scale 2^16; bad steps 1,200; in a.b)"
+    assert printed == "warning: Do this. (lost: 31%; headroom bits: 2.3; last scale: 2^16; bad steps: 1,200; in: a.b)"
 
 
 def test_thresholds_are_those_of_fp16() -> None:

@@ -57,9 +57,10 @@ class AfterSteps:
         self.calls.append(_Call(step.iteration, step.is_skipped(), call))
 
     def run(self, updates: int | None = None) -> None:
-        """Make the calls whose step is known to the host, or at least `DELAY` updates old after `updates` updates.
+        """Run the calls whose step result has reached the host or is at least `DELAY` updates old.
 
-        If `updates` is None, make all calls, which waits for the device.
+        Args:
+            updates: Number of updates so far. None runs all calls, which waits for the device.
         """
         while self.calls:
             first = self.calls[0]

@@ -1,9 +1,9 @@
-"""Make ranks decide alike: one small collective reduces the results of each rank to a result that all ranks have.
+"""Make all ranks take the same decision: one small collective reduces the ranks' results to one that all of them have.
 
 A collective is a vector of eight fp64 numbers. Two of them are a digest of what the rank has done and is doing now (its
 settings, calls and updates) and the digest's square. So the next collective also detects, at no extra cost and before
-any rank steps, that ranks have diverged: one of them loaded another checkpoint, say, or left out a step. Whether there
-is a collective must not depend on what only one rank knows, such as its gradients.
+any rank steps, that ranks have diverged, for example because one of them loaded another checkpoint or left out a step.
+Whether there is a collective must not depend on what only one rank knows, such as its gradients.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Agreement:
         self._watched.watch(optimizer)
 
     def note_loss(self) -> None:
-        """Note a loss; if the iteration before was left out, add that to the history."""
+        """Note a loss; if the previous iteration was left out, record that in the history."""
         if self._watched.is_reset():
             self._left_out += 1
             self.note_call("left out")
@@ -287,7 +287,7 @@ class Agreement:
         views = "; ".join(f"ranks {ranks} report: {what}" for what, ranks in alike.items())
         raise RuntimeError(
             "the ranks no longer use their scalers in the same way, so none of them has stepped: create, load, step "
-            f"and update scalers alike on all ranks. {views}"
+            f"and update scalers in the same way on all ranks. {views}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:

@@ -1,9 +1,9 @@
 """`GradScaler`: scale losses, unscale gradients, skip steps that are not finite, move the scale.
 
 The class is only the state machine. `gradients` collects the gradients, `measure` does the arithmetic on them,
-`shared_params` tracks which are already unscaled, `schedules` moves the scale, `agreement` makes ranks decide alike,
-`closures` runs steps with closures, `outcomes` reports each step and the cause of a skip to the host, `after_step`
-makes the calls that wait for such a report, and `checkpoint` checks loaded states.
+`shared_params` tracks which are already unscaled, `schedules` moves the scale, `agreement` makes all ranks
+take the same decision, `closures` runs steps with closures, `outcomes` reports each step and the cause of a skip to the
+host, `after_step` makes the calls that wait for such a report, and `checkpoint` checks loaded states.
 
 The state of one iteration is an `Iteration`, which `update` replaces as a whole. Clipping before a fused step sets a
 `divisor` on the optimizer's record, by which the step divides, and `clipped`, the gradients that it is for.
@@ -1301,5 +1301,7 @@ def _refuse_numbers_with(schedule: Schedule, *numbers: float) -> None:
         if given is not default
     ]
     if conflicting:
-        name = type(schedule).__name__
-        raise ValueError(f"a schedule has its own numbers: pass {', '.join(conflicting)} to {name}, or leave it out")
+        raise ValueError(
+            f"{', '.join(conflicting)} cannot be combined with schedule=: use the arguments of "
+            f"{type(schedule).__name__}(...) instead"
+        )

@@ -150,7 +150,7 @@ class Outcomes:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The number of steps, of known skipped steps, and the most in a row of one optimizer that were skipped."""
+        """The number of steps, the number of known skips, and the longest current run of skips of one optimizer."""
         return self.steps, self.skips, max(self._streaks.values(), default=self._first_streak)
 
     @counts.setter

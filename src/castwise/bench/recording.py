@@ -15,7 +15,7 @@ from castwise.demo.run_folder import write_atomically, write_json
 
 PAGE = "README.md"
 HEAD = """\
-# castwise beside torch.amp
+# Benchmarks: castwise and torch.amp
 
 `castwise bench` writes this page from the JSON files in this folder. Both libraries run in the same processes, in a new
 random order in each round (imports: always torch first). Each ratio is the median over the ratios of all rounds, with

@@ -2,20 +2,22 @@
 
 Help and completion must not wait for torch, so command files import torch, directly or indirectly, only when the
 command runs. `import castwise` does not import this package, so typer and rich may be imported at the top. typer's
-tracebacks are off: a user's mistake prints one line and exits with code 2 (`castwise._user_error`), and any other error
-shows Python's full traceback.
+tracebacks are off: a user's mistake prints one line and exits with code 2 (`castwise._user_error`), an error in the
+user's model shows a traceback without castwise's frames above it, and any other error shows Python's full traceback.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer import rich_utils
+from typer.core import TyperCommand, TyperGroup
 
 import castwise
 from castwise.cli.bench import bench as bench_command
@@ -44,8 +46,29 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
 
 
+# typer would also force colours into a pipe if GITHUB_ACTIONS is set.
+if rich_utils.FORCE_TERMINAL and not (os.environ.get("FORCE_COLOR") or os.environ.get("PY_COLORS")):
+    rich_utils.FORCE_TERMINAL = None
+
+
+def _without_values(params: list[Any]) -> list[Any]:
+    """Return parameters whose flags have no value in the help, where new versions of typer show `<bool>`."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
 class _Commands(TyperGroup):
     """The group of commands; reports usage errors in one line, like other user errors."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _usage_errors_in_one_line():
@@ -57,7 +80,7 @@ class _Commands(TyperGroup):
 
 
 _EXIT_CODES = """\
-Exit codes (`castwise run` uses the script's):
+Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on` matches):
 
 * 0: success
 * 1: negative result (weights differ, no policy found), failed benchmark, or error in the model
@@ -72,20 +95,25 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=_EXIT_CODES,
 )
-app.command(epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
-app.command(epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`")(
-    compare_command
-)
-app.command(epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo_command)
-app.command(epilog="Example: `castwise doctor --json > machine.json`")(doctor_command)
-app.command(epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report_command)
+app.command(cls=_Command, epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
 app.command(
+    cls=_Command, epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`"
+)(compare_command)
+app.command(cls=_Command, epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo_command)
+app.command(cls=_Command, epilog="Example: `castwise doctor --json > machine.json`")(doctor_command)
+app.command(cls=_Command, epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report_command)
+app.command(
+    cls=_Command,
     # `run` itself rejects unknown options, so that its message can say where they belong.
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
 )(run_command)
-app.command(epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(trace_command)
-app.command(epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`")(tune_command)
+app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(
+    trace_command
+)
+app.command(
+    cls=_Command, epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`"
+)(tune_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -101,7 +129,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Mixed-precision training for PyTorch that says what happened to the numbers."""
+    """A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps."""
     if context.invoked_subcommand == "run":  # the streams are the script's
         return
     for stream in (sys.stdout, sys.stderr):

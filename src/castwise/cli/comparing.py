@@ -16,6 +16,7 @@ from rich.table import Table
 from castwise._suggestions import listed, nearest
 from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
+from castwise.cli.model_errors import MODEL_ERROR, print_from_model
 from castwise.cli.names import COSTS, FORMATS, POLICIES, RECIPES, REFERENCES, VARIATIONS, complete_policy, completing
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 WIDTH = 160
 UNREACHED, USER_ERROR, INTERRUPTED = 1, 2, 130
+# Options by the argument that error messages of the library begin with.
+_OPTIONS = {"formats": "--format", "tolerance": "--tolerance", "vary": "--vary"}
 _TASK = (
     "Function in a module or .py file that takes no arguments and returns a model, a list of (inputs, targets), and a "
     "loss function of outputs and targets. The default is a small GPT."
@@ -58,7 +61,7 @@ def compare(
     ] = "float32",
     gradients: Annotated[
         bool,
-        typer.Option("--gradients/--no-gradients", help="Also compare the gradients of weights, or only the forward."),
+        typer.Option("--gradients/--no-gradients", help="Compare weight gradients too, or only the forward."),
     ] = True,
     vary: Annotated[
         str | None,
@@ -78,6 +81,7 @@ def compare(
 
     with _one_line_errors("compare"):
         _check_folder(page)
+        _check_name("--vary", vary, VARIATIONS)
         net, batches, loss = find_task(model)
         names = _names(policy or ["bf16"])
         policies = {name: read_policy(spelled) for name, spelled in names.items()}
@@ -141,6 +145,9 @@ def tune(
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
         _check_folder(output)
         _check_folder(page)
+        _check_name("--cost", cost, COSTS)
+        for each in formats or ():
+            _check_name("--format", each, (*FORMATS, *RECIPES))
         net, batches, loss = find_task(model)
         search = _checked(lambda: Search(net, loss, None, formats or list(FORMATS), tolerance, cost), net, batches, 2)
         with progress_bar() as progress:
@@ -155,7 +162,7 @@ def tune(
 
 @contextmanager
 def _one_line_errors(command: str) -> Iterator[None]:
-    """Report user errors in one line."""
+    """Report user errors in one line, and errors of the model with a traceback."""
     from castwise.comparison.precision_drift import NonfiniteReferenceError
 
     try:
@@ -166,11 +173,12 @@ def _one_line_errors(command: str) -> Iterator[None]:
     except NonfiniteReferenceError as error:
         typer.echo(f"castwise {command}: {error}", err=True)
         raise typer.Exit(UNREACHED) from None
-    except (TypeError, ValueError) as error:
-        if not _is_ours(error):
-            raise
-        typer.echo(f"castwise {command}: {error}", err=True)
-        raise typer.Exit(USER_ERROR) from None
+    except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) and _is_ours(error):
+            typer.echo(f"castwise {command}: {_as_typed(error)}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+        print_from_model(error)
+        raise typer.Exit(MODEL_ERROR) from None
     except KeyboardInterrupt:
         typer.echo(f"castwise {command}: stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -184,10 +192,21 @@ def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) ->
         made = make()
         found = Objective(net, lambda outputs, targets: outputs, None).check(batches)
     except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
+        raise UserError(_as_typed(error)) from None
     if len(found) < least:
         raise UserError("the factory must return at least two batches because every second one is held out, got one")
     return made
+
+
+def _as_typed(error: Exception) -> str:
+    """Return a message that names the option instead of the Python argument."""
+    argument, _, rest = str(error).partition(" ")
+    return f"{_OPTIONS.get(argument, argument)} {rest}"
+
+
+def _check_name(option: str, given: str | None, known: tuple[str, ...]) -> None:
+    if given is not None and given not in known:
+        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
 
 
 def _is_ours(error: Exception) -> bool:
@@ -222,9 +241,9 @@ def _read_reference(spelled: str) -> Any:
 def _check_folder(path: Path | None) -> None:
     """Raise UserError before a long run if its results could not be written."""
     if path is not None and not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}; create it first")
     if path is not None and path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder")
+        raise UserError(f"cannot write {path}: it is a folder; give the path of a file")
 
 
 def _save(policy: Policy, output: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 BENCHMARKS = (
     "training",
@@ -35,6 +36,7 @@ RECIPES = (
     "mxfp8",
     "nvfp4",
 )
+LEVELS: tuple[Literal["mistake"], Literal["warning"], Literal["critical"]] = ("mistake", "warning", "critical")
 POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
 PRESETS = ("tiny", "small")
 RECORDS = "monitor.jsonl"

@@ -32,7 +32,9 @@ def read_policy(spelled: str) -> Policy:
     try:
         return Policy.from_file(path)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; check the path, or use one of {listed(policies.__all__)}"
+        ) from None
     except ValueError as error:
         raise UserError(naming(path, error)) from None
 

@@ -56,13 +56,13 @@ def _records_in(path: Path) -> list[Path]:
 
     try:
         if not path.exists():
-            raise UserError(f"there is no {path}")
+            raise UserError(f"there is no {path}: give the folder of a run, which has a {FILE_NAME}")
         if not path.is_dir():
             return [path]
         own = path / FILE_NAME
         found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
     except OSError as error:  # such as a name that is too long
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
     if not found:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
     return found
@@ -80,7 +80,7 @@ def _read(file: Path) -> Run:
     try:
         return Run.read(file)
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+        raise UserError(f"cannot read {file}: {error.strerror}; check the file and its permissions") from None
     except (ValueError, KeyError) as error:
         raise UserError(str(error)) from None
 

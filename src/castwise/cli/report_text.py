@@ -37,7 +37,7 @@ def print_runs(runs: list[Run], console: Console) -> None:
         for advice in judge(facts):
             line = Text(f"{advice.severity}: ", style=STYLES[advice.severity])
             console.print(line.append(advice.text, style="default"))
-            numbers = "; ".join(f"{name} {value}" for name, value in advice.shown_evidence())
+            numbers = "; ".join(f"{label}: {value}" for label, value in advice.shown_evidence())
             console.print(Text(f"  {numbers}", style="dim"))
             for found in advice.diagnosed:
                 for detail in found.details.splitlines():

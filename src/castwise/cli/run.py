@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from castwise._suggestions import nearest
+from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
-from castwise.cli.names import POLICIES, SCHEDULES, complete_policy, completing
+from castwise.cli.names import LEVELS, POLICIES, SCHEDULES, complete_policy, completing
 
 OUT = Path("castwise-run")
 
 
-class OnSkip(str, Enum):
-    """Values of `--on-skip`."""
-
-    FIRST = "first"
-    DIAGNOSE = "diagnose"
-    NOTHING = "nothing"
-
-
-class FailOn(str, Enum):
-    """Values of `--fail-on`."""
-
-    MISTAKE = "mistake"
-    WARNING = "warning"
-    CRITICAL = "critical"
-
-
-DIAGNOSES = {OnSkip.FIRST: 3, OnSkip.DIAGNOSE: math.inf, OnSkip.NOTHING: 0}
+# Largest number of diagnosed steps per model and cause, by `--on-skip`.
+DIAGNOSES = {"first": 3, "diagnose": math.inf, "nothing": 0}
 
 chosen: list[Callable[[], None]] = []
 """Calls for `castwise.__main__` to make after the command line is parsed, outside typer, which would catch the script's
@@ -72,17 +56,19 @@ def run(
         bool, typer.Option("--weight-cache", help="Keep casts of weights until a weight changes.")
     ] = False,
     on_skip: Annotated[
-        OnSkip,
+        str,
         typer.Option(
-            metavar="[first|diagnose|nothing]",
+            metavar=f"[{'|'.join(DIAGNOSES)}]",
             help="Diagnose the first three skipped steps of each cause (first), all (diagnose), or none (nothing).",
+            autocompletion=completing(*DIAGNOSES),
         ),
-    ] = OnSkip.FIRST,
+    ] = "first",
     fail_on: Annotated[
-        list[FailOn] | None,
+        list[str] | None,
         typer.Option(
-            metavar="[mistake|warning|critical]",
+            metavar=f"[{'|'.join(LEVELS)}]",
             help="Exit with 1 on a mistake, or on a finding of at least this severity; repeatable. [default: never]",
+            autocompletion=completing(*LEVELS),
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final summary as one line of JSON.")] = False,
@@ -99,6 +85,9 @@ def run(
         _check_script(script, context)
         if every < 1:
             raise UserError(f"--every must be at least 1, got {every}")
+        _check_name("--on-skip", on_skip, DIAGNOSES)
+        for level in fail_on or ():
+            _check_name("--fail-on", level, LEVELS)
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
         _check_folder(out)
@@ -106,7 +95,7 @@ def run(
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
-    ending = Ending(tuple(level.value for level in fail_on or ()), as_json)
+    ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
     chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
 
 
@@ -116,6 +105,11 @@ def _check_folder(out: Path) -> None:
             raise UserError(f"--out must be a folder, but {out} is a file")
     except OSError as error:  # such as a name that is too long
         raise UserError(f"--out {out}: {error.strerror}") from None
+
+
+def _check_name(option: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
 
 
 def _check_script(script: str, context: typer.Context) -> None:

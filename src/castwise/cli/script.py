@@ -20,6 +20,7 @@ import castwise
 import castwise.installation
 from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
+from castwise.cli.model_errors import is_ours
 from castwise.installation.account import Account
 from castwise.installation.settings import Settings
 from castwise.mistakes.mistake import Mistake
@@ -28,8 +29,6 @@ from castwise.monitor.ranks import rank_now
 from castwise.monitor.sinks import FILE_NAME
 from castwise.policy.policy import Policy
 from castwise.report.summary import Level, Summary
-
-_OURS = os.path.abspath(castwise.__path__[0]) + os.sep
 
 
 class Ending(NamedTuple):
@@ -70,7 +69,9 @@ class Script:
             self._path = path.absolute()  # as tracebacks show it without castwise
             self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise UserError(
+                f"cannot read {path}: {error.strerror}; give the path of a script, or -m and the name of a module"
+            ) from None
         except (SyntaxError, ValueError) as error:
             raise UserError(f"{path} is not a Python script: {error}") from None
 
@@ -175,7 +176,9 @@ def _check_module(name: str) -> None:
     except (ImportError, ValueError, OSError):
         found = None
     if found is None:
-        raise UserError(f"there is no module {package!r}")
+        raise UserError(
+            f"there is no module {package!r}: check its name; it must be installed or in the current folder"
+        )
 
 
 def _hide_own_frames() -> None:
@@ -192,8 +195,7 @@ def _hide_own_frames() -> None:
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     own = traceback
     while own is not None:
-        file = own.tb_frame.f_code.co_filename
-        if not (os.path.abspath(file).startswith(_OURS) or file.startswith("<frozen") or _starts_us(own)):
+        if not (is_ours(own) or _starts_us(own)):
             return own
         own = own.tb_next
     return traceback

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._suggestions import nearest
+from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
 from castwise.cli.policies import naming, read_policy
 from castwise.policy.bound_policy import BoundPolicy
 from castwise.tracing.batches import Batch
 
+_NAMES_SHOWN = 8
 _OF_FILE = "__traced__"  # not the name of a real module
 
 
@@ -68,16 +69,26 @@ def _made_by(spelled: str) -> Any:
     module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
     factory = getattr(module, name, None)
     if not callable(factory):
-        near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
-        raise UserError(f"{place!r} has no function {name!r}{near}")
+        raise UserError(f"{place!r} has no function {name!r}{_instead_of(name, module)}")
     return _call(factory, spelled)
+
+
+def _instead_of(name: str, module: ModuleType) -> str:
+    """Return the end of an error about a missing function: the names nearest to it, or else the module's functions."""
+    near = nearest(name, [other for other in dir(module) if callable(getattr(module, other))])
+    own = [other for other, value in vars(module).items() if inspect.isfunction(value) and other[0] != "_"]
+    own = [other for other in own if vars(module)[other].__module__ == module.__name__]
+    if near or not own:
+        return near or "; name a function that takes no arguments and returns the model"
+    more = f" and {len(own) - _NAMES_SHOWN} more" if len(own) > _NAMES_SHOWN else ""
+    return f"; its functions are {listed(own[:_NAMES_SHOWN])}{more}"
 
 
 def _run_file(path: Path) -> ModuleType:
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path given to --model") from None
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is not a Python file: {error}") from None
     module = sys.modules[_OF_FILE] = ModuleType(_OF_FILE)  # dataclasses look up their module
@@ -95,7 +106,9 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise  # the module exists, but one of its imports does not
-        raise UserError(f"there is no module {name!r}") from None
+        raise UserError(
+            f"there is no module {name!r}: check its name, or give FILE:FACTORY, such as models/gpt.py:make"
+        ) from None
     except TypeError:
         if not name.startswith("."):
             raise

@@ -12,6 +12,7 @@ from rich.table import Table
 import castwise
 from castwise._terminal import new_console
 from castwise._user_error import UserError
+from castwise.cli.model_errors import MODEL_ERROR, print_from_model
 from castwise.cli.names import POLICIES, complete_policy
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def trace(
     except UserError as error:
         typer.echo(f"castwise trace: {error}", err=True)
         raise typer.Exit(2) from None
+    except Exception as error:
+        print_from_model(error)
+        raise typer.Exit(MODEL_ERROR) from None
     if as_json:
         typer.echo(json.dumps(seen.as_dict(), indent=2))
     else:

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from castwise._number_text import several
 from castwise._user_error import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,8 +29,10 @@ def choose_device(name: str | None) -> torch.device:
         raise UserError(f"--device must be cpu, cuda or cuda:<number>, got {name!r}") from error
     if device.type not in {"cpu", "cuda"}:
         raise UserError(f"--device must be cpu, cuda or cuda:<number>, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices")
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        others = f", or a number below {count}" if count else ""
+        raise UserError(f"--device {name}: torch finds {several(count, 'CUDA device')}; use --device cpu{others}")
     return device
 
 

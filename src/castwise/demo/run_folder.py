@@ -109,9 +109,12 @@ def read_settings(folder: Path) -> dict[str, object]:
     try:
         settings = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not the folder of a run: no readable {SETTINGS} in it") from error
+        raise UserError(
+            f"{folder} is not the folder of a run, because it has no readable {SETTINGS}: give --resume a folder that "
+            "castwise demo has created"
+        ) from error
     if not isinstance(settings, dict):
-        raise UserError(f"{folder / SETTINGS} was not written by castwise demo")
+        raise UserError(f"{folder / SETTINGS} was not written by castwise demo: start a new run without --resume")
     return settings
 
 

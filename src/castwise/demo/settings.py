@@ -79,7 +79,9 @@ class Settings:
             UserError: `content`, read from `source`, was not written by this version.
         """
         if not _are_fields(content):
-            raise UserError(f"{source} was not written by this version of castwise demo")
+            raise UserError(
+                f"{source} was not written by this version of castwise demo: start a new run without --resume"
+            )
         return cls(**content)
 
     def to_json(self) -> dict[str, object]:

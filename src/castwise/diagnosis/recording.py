@@ -204,7 +204,7 @@ class Recording:
         self.take()
 
     def take(self) -> MicroBatches:
-        """Return the batches recorded since the last call, and start anew. The step's result may arrive later."""
+        """Return the batches recorded since the last call, and start over. The step's result may arrive later."""
         if self._hooks is not None:
             self._hooks.put_back()
         taken = self._batches

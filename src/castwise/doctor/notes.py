@@ -52,7 +52,7 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         "2.13",
         "2.14",
         Note(
-            "The bugs of torch.amp that castwise's README lists are present in this version.",
+            "This version of torch still has the torch.amp bugs listed in castwise's README.",
             "tests/amp/test_torch_is_wrong.py and the tests beside it",
         ),
     ),

@@ -70,7 +70,7 @@ class Account(Observer):
         self._rank: int | None = None
         self._pid = os.getpid()
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._has_scaler = False
+        self._has_scaler = self._has_nonfinite = False
 
     def begin(self) -> None:
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
@@ -94,16 +94,19 @@ class Account(Observer):
             return None
         from castwise.report.summary import end
 
-        return end(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
+        summary = end(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
+        self._has_nonfinite = summary is not None and summary.has_nonfinite
+        return summary
 
     @property
     def notes(self) -> list[str]:
-        """Messages about options that had no effect."""
-        if not self._diagnoses or not self.has_recorded or self._has_scaler:
+        """A message after `end`, if numbers were inf or NaN and nothing was diagnosed because there was no scaler."""
+        if not self._diagnoses or not self._has_nonfinite or self._has_scaler:
             return []
         return [
-            "no step was diagnosed, because only steps skipped by a GradScaler are and no enabled one was used. For a "
-            "batch that gives inf or NaN, call castwise.diagnose(model, loss_fn, batch) inside the autocast region"
+            "numbers were inf or NaN, but no step was diagnosed, because that needs an enabled GradScaler. To find the "
+            "origin, call castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs) on such a batch, "
+            "inside the autocast region"
         ]
 
     @property

@@ -35,7 +35,7 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
     checkpoints.
 
     The scaler clips gradients as part of its single read, including those of fused optimizers. Hooks and an overridden
-    `configure_gradient_clipping` see unscaled gradients, which costs another pass if there are any.
+    `configure_gradient_clipping` see unscaled gradients; using either costs another pass over them.
     `torch.optim.LBFGS` works. A batch without a loss (`training_step` returned None) calls no step hooks.
 
     With manual optimization, the scale is updated after each step if no other parameters have gradients, and otherwise

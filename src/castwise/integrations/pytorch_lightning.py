@@ -25,11 +25,11 @@ class MixedPrecision(TrainerPrecision, of_trainer.MixedPrecision, of_trainer.FSD
     """`castwise.integrations.lightning.MixedPrecision` for `pytorch_lightning.Trainer`.
 
     Args:
-        precision: See there.
-        device: See there.
-        scaler: See there.
-        policy: See there.
-        weight_cache: See there.
+        precision: As in `castwise.integrations.lightning.MixedPrecision`.
+        device: As in `castwise.integrations.lightning.MixedPrecision`.
+        scaler: As in `castwise.integrations.lightning.MixedPrecision`.
+        policy: As in `castwise.integrations.lightning.MixedPrecision`.
+        weight_cache: As in `castwise.integrations.lightning.MixedPrecision`.
     """
 
     _plain = of_trainer.Precision
@@ -42,9 +42,9 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
     """`castwise.integrations.lightning.FabricMixedPrecision` for `lightning_fabric.Fabric`.
 
     Args:
-        precision: See there.
-        device: See there.
-        scaler: See there.
+        precision: As in `castwise.integrations.lightning.FabricMixedPrecision`.
+        device: As in `castwise.integrations.lightning.FabricMixedPrecision`.
+        scaler: As in `castwise.integrations.lightning.FabricMixedPrecision`.
     """
 
     _plain = of_fabric.Precision
@@ -55,7 +55,7 @@ class ReportCallback(Report, pl.Callback):
     """`castwise.integrations.lightning.ReportCallback` for `pytorch_lightning.Trainer`.
 
     Args:
-        folder: See there.
-        every: See there.
-        on_skip: See there.
+        folder: As in `castwise.integrations.lightning.ReportCallback`.
+        every: As in `castwise.integrations.lightning.ReportCallback`.
+        on_skip: As in `castwise.integrations.lightning.ReportCallback`.
     """

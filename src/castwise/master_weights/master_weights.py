@@ -90,7 +90,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Use this optimizer instead of the inner one: pass it to schedulers, scalers and frameworks. `param_groups` and
     `state` are those of the inner optimizer. Create it after moving the model to its device and before DDP or a
-    scheduler. Run the model under autocast, in evaluation, too. After `model.to(dtype)` the next step raises.
+    scheduler. Run the model under autocast, including in evaluation. After `model.to(dtype)` the next step raises.
 
     Args:
         optimizer: The inner optimizer. Its own `step` raises a RuntimeError from then on.

@@ -58,8 +58,8 @@ class Monitor:
     their fit into fp16, bf16, e4m3 and e5m2, for each parameter's gradient, each module's gradients together and each
     module's output; and the size of each parameter's update. The manual's page on formats defines each number.
 
-    The monitor samples steps 1, 2, 4, 8, ... up to `every`, then every `every`-th. It also samples the gradients of
-    each skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip independently.
+    The monitor samples steps 1, 2, 4, 8, ... up to `every`, then every `every` steps. It also samples the gradients
+    of each skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip independently.
 
     Format statistics refer to scaled gradients, magnitudes to unscaled ones. Outputs come from one forward. Gradients
     are read before they are unscaled or clipped.
@@ -157,7 +157,7 @@ class Monitor:
     def step(self) -> int:
         """The number of the next step, an integer >= 0. Set it to use your own step numbers in the records.
 
-        Set it to the loop's counter, once or before each step; the monitor counts on from there. If a trainer counts
+        Set it to the loop's counter, once or before each step; the monitor continues from there. If a trainer counts
         completed steps, set it to that count plus one. Skipped steps count, and so does every step of each of several
         optimizers. If it is set to a number that was recorded before, as after returning to a checkpoint, `Run.read`
         drops the earlier records from that number on.
@@ -430,7 +430,9 @@ def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
         raise ValueError("optimizer must be the model's optimizer or several, got an empty sequence")
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be one or several torch.optim.Optimizer, got {type(each).__name__}")
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(each).__name__}"
+            )
     return optimizers
 
 

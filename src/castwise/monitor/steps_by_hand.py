@@ -13,7 +13,7 @@ from castwise.amp.readback import Readback
 
 
 class StepsByHand:
-    """Facts of such steps, none of which is skipped. They reach the host as late as those of a scaler's steps.
+    """Facts about steps that the script takes itself; none is skipped. They reach the host as late as a scaler's.
 
     Args:
         optimizers: Number of optimizers.

@@ -14,6 +14,27 @@ Severity = Literal["critical", "warning", "note", "good"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "good")
 Measured = float | str | tuple[str, ...]
 Evidence = Mapping[str, Measured]
+# Labels of evidence whose name alone would not be clear to a reader.
+_LABELS = {
+    "first_module_not_finite": "first non-finite module",
+    "flushed_there_share": "flushed at highest safe scale",
+    "growth_steps": "steps of growth",
+    "largest_gradient_in": "module with largest gradient",
+    "largest_gradient_step": "step of largest gradient",
+    "largest_output_step": "step of largest output",
+    "longest_row_of_skipped_steps": "longest run of skipped steps",
+    "lost_there_share": "lost in worst parameter",
+    "lowest_scale_step": "step of lowest scale",
+    "modules_like_it": "more such modules",
+    "most_flushed_in": "module with most flushed",
+    "nonfinite_samples": "non-finite samples",
+    "parameters": "measured parameters",
+    "parameters_named_most": "non-finite most often",
+    "row_begins_at_step": "first step of the run of skips",
+    "taken_samples": "samples",
+    "vanished_samples": "samples with only zeros",
+    "worst_step": "step with most flushed",
+}
 
 
 @dataclass(frozen=True)
@@ -41,14 +62,14 @@ class Advice:
         return " ".join([self.finding, *more])
 
     def shown_evidence(self) -> list[tuple[str, str]]:
-        """Return evidence names and values formatted for display."""
+        """Return labels and values of the evidence, formatted for display."""
         return [
-            (name.removesuffix("_share").replace("_", " "), _written(name, value))
+            (_LABELS.get(name, name.removesuffix("_share").replace("_", " ")), _written(name, value))
             for name, value in self.evidence.items()
         ]
 
     def __str__(self) -> str:
-        numbers = "; ".join(f"{name} {value}" for name, value in self.shown_evidence())
+        numbers = "; ".join(f"{label}: {value}" for label, value in self.shown_evidence())
         return f"{self.severity}: {self.text} ({numbers})"
 
 

@@ -225,12 +225,11 @@ def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
     worst = max(lost, key=lambda name: lost[name])
     matters = mean >= LOST_UPDATES_MATTER
     yield Advice(
-        f"bf16 weights would lose {percent(mean)} of updates: "
-        + (
-            "keep fp32 master weights, or use bf16 weights that lose none: "
-            "optimizer = castwise.MasterWeights(optimizer, model)."
+        (
+            f"Keep the weights in fp32: bf16 weights would lose {percent(mean)} of updates. To save memory without "
+            "such losses, use optimizer = castwise.MasterWeights(optimizer, model)."
             if matters
-            else "pure bf16 weights are fine here."
+            else f"bf16 weights would lose {percent(mean)} of updates: pure bf16 weights are fine here."
         ),
         {
             "lost_updates_share": mean,

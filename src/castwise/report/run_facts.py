@@ -243,6 +243,12 @@ class RunFacts:
         losses = ((record["step"], record.get("loss")) for record in self.run.steps)
         return [step for step, loss in losses if loss is not None and not math.isfinite(number(loss))]
 
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether a loss, output or gradient was recorded as inf or NaN."""
+        has_bad_outputs = any(ranges.nonfinite_steps for ranges in self.activations.values())
+        return bool(self.nonfinite_losses) or has_bad_outputs or any(map(_has_nonfinite_gradients, self.run.samples))
+
     @cached_property
     def finite_samples(self) -> int:
         """Number of samples in which all gradients were finite."""

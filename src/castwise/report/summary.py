@@ -61,6 +61,11 @@ class Summary:
         return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
 
     @property
+    def has_nonfinite(self) -> bool:
+        """Whether a loss, output or gradient of a run was recorded as inf or NaN."""
+        return any(RunFacts(run).has_nonfinite for run in self.runs)
+
+    @property
     def _names(self) -> list[str]:
         return labels([run.path for run in self.runs]) if self.runs else []
 
@@ -153,13 +158,13 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
     try:
         runs = merge_ranks([Run.read(record) for record in records])
     except (OSError, ValueError) as error:
-        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning)
+        warn(f"could not write the report in {page.parent}, because a record cannot be read: {error}", RuntimeWarning)
         return None
     report: Path | None = None
     try:
         report = write_report(runs, page)
     except (ImportError, OSError, ValueError) as error:
-        warn(f"there is no report in {page.parent}, only the record: {error}", RuntimeWarning)
+        warn(f"could not write the report in {page.parent} (the record is complete): {error}", RuntimeWarning)
     return Summary.of(runs, report)
 
 

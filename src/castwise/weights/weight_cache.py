@@ -304,8 +304,8 @@ def _is_special(param: torch.Tensor) -> bool:
 class WeightCache:
     """Keep copies of a model's fp32 weights in bf16 or fp16, for `castwise.autocast(..., weight_cache=cache)`.
 
-    For a layer with an 8-bit or 4-bit recipe in the policy, it keeps the quantized weight and its scales instead, also
-    of a 16-bit weight: two copies in bf16, one of them transposed.
+    For a layer with an 8-bit or 4-bit recipe in the policy, it keeps the quantized weight and its scales instead, even
+    for a 16-bit weight. It stores two copies in bf16, one of them transposed.
 
     Outputs and gradients are bit for bit the same as without the cache, unless a weight changes inside a region: the
     cache casts it again, while autocast keeps using the old value. A weight is copied at its first use and after each
@@ -357,7 +357,7 @@ class WeightCache:
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
                 "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache can keep "
-                "only weights quantized by 8-bit and 4-bit recipes: leave it out if the policy has no recipes",
+                "only weights quantized by 8-bit and 4-bit recipes: omit it if the policy has no recipes",
                 UserWarning,
             )
         self._start(weakref.ref(model), verify)
