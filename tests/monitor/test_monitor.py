@@ -771,7 +771,7 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
 def test_no_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer must be the model's optimizer or several, got an empty sequence"):
         Monitor(mlp(), [])
-    with pytest.raises(TypeError, match=r"must be one or several torch\.optim\.Optimizer, got Linear"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer or a sequence of them, got Linear"):
         Monitor(mlp(), [nn.Linear(1, 1)])  # type: ignore[list-item]
 
 

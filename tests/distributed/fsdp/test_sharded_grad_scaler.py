@@ -124,10 +124,10 @@ def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tm
     assert not told["stepped"]
 
 
-def test_two_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
+def test_one_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
     for rank in run(WORKER, 2, tmp_path / "store", "lockstep"):
         assert {case: result["difference"] for case, result in rank.items()} == dict.fromkeys(rank)
-        assert all(result["skipped"] > 30 for result in rank.values())
+        assert all(result["skipped"] > 15 for result in rank.values())
 
 
 def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path: Path) -> None:

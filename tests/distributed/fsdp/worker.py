@@ -295,12 +295,12 @@ class Side:
 
 
 def lockstep(split: str, kind: str, rank: int, world_size: int) -> dict[str, Any]:
-    """The same 200 random steps with both libraries: where they first differ in a bit, and how many were skipped."""
+    """The same 100 random steps with both libraries: where they first differ in a bit, and how many were skipped."""
     settings = {"init_scale": 2.0**10, "growth_interval": 3, "process_group": dist.group.WORLD}
     sides = [Side(make("cpu", **settings), split, kind, world_size) for make in (Torchs, castwise.ShardedGradScaler)]
     draw, inputs = random.Random(0), torch.Generator().manual_seed(1)
     skipped = 0
-    for step in range(200):
+    for step in range(100):
         calls: list[tuple[str, Any]] = [("zero_grad", None)]
         calls += [("backward", torch.randn(5, 6, generator=inputs)) for _ in range(draw.choice([1, 1, 2]))]
         bad = draw.choice([None, None, None, *range(world_size)])
