@@ -169,6 +169,14 @@ class Outcomes:
         except TypeError:  # it is dead, or cannot be hashed or referenced weakly
             return 0
 
+    def _end_streak(self, optimizer: Any) -> None:
+        """Record that a step was finite: after the pending steps before it, if there are any."""
+        for pending in reversed(self.pending):
+            if pending.optimizer() is optimizer:
+                pending.ends_streak = True
+                return
+        self._streak(optimizer, is_skipped=False)
+
     def wants(self, step: OptimizerRecord) -> bool:
         """Return True if a step has to be reported: it was or may have been skipped, or there are hooks."""
         if step.is_finite and not self.hooks:
@@ -213,10 +221,8 @@ class Outcomes:
                     )
                 )
                 self._scale = scale
-            elif last := next((each for each in reversed(self.pending) if each.optimizer() is step.optimizer), None):
-                last.ends_streak = True
-            elif self._streaks or self._first_streak:
-                self._streak(step.optimizer, is_skipped=False)
+            elif self.pending or self._streaks or self._first_streak:
+                self._end_streak(step.optimizer)
 
     def settle(self, schedule: Schedule, *, ranks_agree: bool, all_: bool = False) -> None:
         """Read the results that are due, call the hooks, and warn or raise if too many steps in a row are skipped.
