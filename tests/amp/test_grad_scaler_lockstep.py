@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +18,20 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import castwise
+from castwise.amp import measure
 from castwise.amp.checkpoint import KEYS
 
 FAULTS = {"inf": math.inf, "nan": math.nan, "huge": 1e38, "big": 3e19, "tiny": 1e-42, "none": None}
 
 
+EVERY = 3  # instead of one parameter: all of an optimizer's have the fault
+
+
 class World:
-    """A scaler with five optimizers: for-loop in two groups, foreach over mixed dtypes, fused, sparse, fp16 weights."""
+    """A scaler with six optimizers: for-loop in two groups, foreach and fused over mixed dtypes, sparse, fp16, fused.
+
+    The first parameters have 6 elements, the others 4 and 2, so that thresholds on sizes lie between them.
+    """
 
     half = torch.bfloat16
 
@@ -31,15 +41,20 @@ class World:
         draw = torch.Generator().manual_seed(0)
 
         def parameters(*dtypes: torch.dtype) -> list[torch.nn.Parameter]:
-            return [torch.nn.Parameter(torch.randn(3, 2, generator=draw).to(dtype)) for dtype in dtypes]
+            shapes = [(3, 2), (2, 2), (2, 1)]
+            return [
+                torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+                for shape, dtype in zip(shapes, dtypes, strict=False)
+            ]
 
         single, double = torch.float32, torch.float64
         self.params = [
             parameters(single, single, single),
             parameters(single, self.half, double),
-            parameters(single, double),
+            parameters(single, self.half, double),
             parameters(single),
             parameters(torch.float16),
+            parameters(single, single),
         ]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.SGD(
@@ -52,17 +67,18 @@ class World:
             torch.optim.AdamW(self.params[2], lr=0.1, fused=True),
             torch.optim.SparseAdam(self.params[3], lr=0.1),
             torch.optim.SGD(self.params[4], lr=0.1),
+            torch.optim.Adam(self.params[5], lr=0.1, fused=True),
         ]
 
     def new_scaler(self, init_scale: float, interval: int) -> Any:
         return self.scaler_class("cpu", init_scale=init_scale, growth_interval=interval)
 
-    def backward(self, which: int, fault: str, seed: int, how: str = "sum") -> None:
+    def backward(self, which: int, fault: str, seed: int, faulty: int = EVERY, how: str = "sum") -> None:
         draw = torch.Generator().manual_seed(seed)
         losses = []
-        for param in self.params[which]:
-            factor = torch.randn(3, 2, generator=draw)
-            if FAULTS[fault] is not None:
+        for index, param in enumerate(self.params[which]):
+            factor = torch.randn(param.shape, generator=draw)
+            if FAULTS[fault] is not None and faulty in (index, EVERY):
                 factor[1, 0] = FAULTS[fault]
             if which == 3:
                 rows = torch.nn.functional.embedding(torch.tensor([0, 2, 2]), param, sparse=True)
@@ -167,7 +183,8 @@ def bits(value: Any) -> Any:
     return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-WHICH = st.integers(0, 4)
+WHICH = st.integers(0, 5)
+FAULTY = st.sampled_from([EVERY, 0, 1, 2])
 FINITE_SCALE = st.sampled_from([2.0**-3, 1.0, 3.0, 1024.0, 2.0**24])
 ACTIONS = st.one_of(
     st.tuples(
@@ -175,6 +192,7 @@ ACTIONS = st.one_of(
         WHICH,
         st.sampled_from([*FAULTS, "none", "none", "none"]),
         st.integers(0, 99),
+        FAULTY,
         st.sampled_from(["sum", "list", "retained"]),
     ),
     st.tuples(st.just("zero_grad"), WHICH, st.booleans()),
@@ -194,11 +212,13 @@ ACTIONS = st.one_of(
         st.just("settings"), st.sampled_from([1.5, 2.0]), st.sampled_from([0.5, 0.3]), st.sampled_from([1, 2, 5])
     ),
 )
-ITERATION = st.tuples(WHICH, st.sampled_from(sorted(FAULTS)), st.integers(0, 99), st.booleans(), st.booleans()).map(
+ITERATION = st.tuples(
+    WHICH, st.sampled_from(sorted(FAULTS)), st.integers(0, 99), FAULTY, st.booleans(), st.booleans()
+).map(
     lambda drawn: [
-        ("zero_grad", drawn[0], drawn[3]),
-        ("backward", drawn[0], drawn[1], drawn[2]),
-        *([("unscale", drawn[0]), ("clip", drawn[0])] if drawn[4] else []),
+        ("zero_grad", drawn[0], drawn[4]),
+        ("backward", *drawn[:4]),
+        *([("unscale", drawn[0]), ("clip", drawn[0])] if drawn[5] else []),
         ("step", drawn[0]),
         ("update", None),
     ]
@@ -236,8 +256,25 @@ def deliberately_different(theirs: World, refusal: str) -> str | None:
     return None
 
 
-@given(PROGRAMS, st.sampled_from([2.0**-2, 1.0, 1024.0, 2.0**16, 2.0**30]), st.sampled_from([1, 2, 3]))
-def test_random_programs_give_the_same_bits_as_torch(program: list[Any], init_scale: float, interval: int) -> None:
+# Numbers of elements from which gradients on a CPU are checked in another way; parameters are on both sides.
+THRESHOLDS = st.tuples(st.sampled_from([0, 5, 7, measure._SMALL]), st.sampled_from([0, 5, measure._LARGE]))
+
+
+@contextlib.contextmanager
+def thresholds(small: int, large: int) -> Iterator[None]:
+    with mock.patch.object(measure, "_SMALL", small), mock.patch.object(measure, "_LARGE", large):
+        yield
+
+
+@given(PROGRAMS, st.sampled_from([2.0**-2, 1.0, 1024.0, 2.0**16, 2.0**30]), st.sampled_from([1, 2, 3]), THRESHOLDS)
+def test_random_programs_give_the_same_bits_as_torch(
+    program: list[Any], init_scale: float, interval: int, sizes: tuple[int, int]
+) -> None:
+    with thresholds(*sizes):
+        run_in_lockstep(program, init_scale, interval)
+
+
+def run_in_lockstep(program: list[Any], init_scale: float, interval: int) -> None:
     theirs = World(torch.amp.GradScaler, init_scale, interval)
     ours = World(castwise.GradScaler, init_scale, interval)
     for name, *arguments in program:
@@ -318,6 +355,7 @@ CLIPPED_ITERATION = st.tuples(
     WHICH,
     st.sampled_from(["none", "none", "inf", "nan"]),
     st.integers(0, 99),
+    FAULTY,
     st.sampled_from([0.0, 0.5, 2.0, math.inf]),
     st.sampled_from([1.0, 2.0, 3.0, math.inf]),
     st.permutations(["clip_grad_norm_", "unscale", "clip_grad_norm_"]),
@@ -325,14 +363,14 @@ CLIPPED_ITERATION = st.tuples(
 ).map(
     lambda drawn: [
         ("zero_grad", drawn[0], True),
-        ("backward", *drawn[:3]),
-        *[(name, drawn[0], *(drawn[3:5] if name != "unscale" else ())) for name in drawn[5][: drawn[6]]],
+        ("backward", *drawn[:4]),
+        *[(name, drawn[0], *(drawn[4:6] if name != "unscale" else ())) for name in drawn[6][: drawn[7]]],
         ("step", drawn[0]),
         ("update", None),
     ]
 )
 CLIPPED_ACTIONS = st.one_of(
-    st.tuples(st.just("backward"), WHICH, st.sampled_from(["inf", "none", "none"]), st.integers(0, 99)),
+    st.tuples(st.just("backward"), WHICH, st.sampled_from(["inf", "none", "none"]), st.integers(0, 99), FAULTY),
     st.tuples(st.just("clip_grad_norm_"), WHICH, st.sampled_from([0.5, 2.0]), st.sampled_from([2.0, math.inf])),
     st.tuples(st.just("unscale"), WHICH),
     st.tuples(st.just("step"), WHICH),
@@ -345,10 +383,15 @@ CLIPPED_PROGRAMS = st.lists(
 ).map(lambda parts: list(itertools.chain.from_iterable(parts)))
 
 
-@given(CLIPPED_PROGRAMS, st.sampled_from([1.0, 1024.0, 2.0**16]), st.sampled_from([1, 3]))
+@given(CLIPPED_PROGRAMS, st.sampled_from([2.0**-2, 1.0, 1024.0, 2.0**16]), st.sampled_from([1, 3]), THRESHOLDS)
 def test_random_clipped_programs_take_and_skip_the_same_steps_as_torch(
-    program: list[Any], init_scale: float, interval: int
+    program: list[Any], init_scale: float, interval: int, sizes: tuple[int, int]
 ) -> None:
+    with thresholds(*sizes):
+        run_clipped_in_lockstep(program, init_scale, interval)
+
+
+def run_clipped_in_lockstep(program: list[Any], init_scale: float, interval: int) -> None:
     theirs = ClippingWorld(torch.amp.GradScaler, init_scale, interval)
     ours = ClippingWorld(castwise.GradScaler, init_scale, interval)
     clipped_since_the_update: set[int] = set()

@@ -78,6 +78,19 @@ def test_sums_that_overflow_and_opposite_infinities_are_told_apart(on_accelerato
         assert is_found(found) is expected
 
 
+@pytest.mark.parametrize("divisor", [0.5, 1.0, 2.0**16])
+@pytest.mark.parametrize("small", [0, 3, measure._SMALL])
+@pytest.mark.parametrize("bad", range(3))
+def test_an_inf_in_one_dtype_is_kept_if_the_next_is_finite(
+    monkeypatch: pytest.MonkeyPatch, bad: int, small: int, divisor: float
+) -> None:
+    monkeypatch.setattr(measure, "_SMALL", small)
+    tensors = [torch.ones(size, dtype=dtype) for size, dtype in zip((4, 2, 5), DTYPES[1:], strict=True)]
+    tensors[bad][0] = math.inf
+    found, _ = measure.check(groups_of(*tensors), torch.tensor(divisor))
+    assert is_found(found)
+
+
 def test_norms_of_an_accelerators_check_tell_which_parameters_are_bad() -> None:
     groups = groups_of(
         torch.ones(2), torch.tensor([math.inf]), torch.tensor([1e30]), torch.empty(0), on_accelerator=True

@@ -126,10 +126,8 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
             if not may_grow and sum(map(torch.Tensor.numel, group.tensors)) < _SMALL:
                 native_check_(group.tensors, found_inf, torch.ones_like(here))
                 continue
-            if not may_grow:
-                native_check_(_proofs(group), found_inf, here)
-            if may_grow or found_inf.item():
-                found_inf.fill_(float(not are_finite(group.tensors, here).all()))
+            if (may_grow or not _proves_finite(group)) and not are_finite(group.tensors, here).all():
+                found_inf.fill_(1.0)  # never 0.0: another dtype of the same device may have set it
         else:
             found_norms = _norms(group, math.inf)
             torch._foreach_div_(found_norms, here)
@@ -138,15 +136,19 @@ def check(groups: Iterable[Group], divisor: torch.Tensor) -> tuple[FoundInfs, No
     return found, norms
 
 
-def _proofs(group: Group) -> list[torch.Tensor]:
-    """Return norms or sums of squares of gradients on a CPU; if they are finite, so are the gradients."""
-    if group.dtype is not torch.float32:
-        return list(torch._foreach_norm(group.tensors))
-    # A CPU's dot product takes half the time of a norm.
-    large = [tensor for tensor in group.tensors if tensor.numel() >= _LARGE and tensor.is_contiguous()]
-    rest = [tensor for tensor in group.tensors if tensor.numel() < _LARGE or not tensor.is_contiguous()]
-    squares = [torch.dot(flat, flat) for flat in (tensor.view(-1) for tensor in large)]
-    return [*squares, *(torch._foreach_norm(rest) if rest else ())]
+def _proves_finite(group: Group) -> bool:
+    """Return True if norms or sums of squares prove that gradients on a CPU are finite; False proves nothing."""
+    if group.dtype is torch.float32:
+        # A CPU's dot product takes half the time of a norm.
+        large = [tensor for tensor in group.tensors if tensor.numel() >= _LARGE and tensor.is_contiguous()]
+        rest = [tensor for tensor in group.tensors if tensor.numel() < _LARGE or not tensor.is_contiguous()]
+        squares = [torch.dot(flat, flat) for flat in (tensor.view(-1) for tensor in large)]
+        proofs = [*squares, *(torch._foreach_norm(rest) if rest else ())]
+    else:
+        proofs = list(torch._foreach_norm(group.tensors))
+    overflowed = torch.zeros(1, device="cpu")
+    native_check_(proofs, overflowed, torch.ones_like(overflowed))
+    return not overflowed.item()
 
 
 def are_finite(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | None = None) -> torch.Tensor:
