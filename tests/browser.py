@@ -17,8 +17,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--no-default-browser-check",
 ]
-PATIENCE_S = 30
+PATIENCE_S, COMMAND_S = 120, 300  # drawing takes long if other processes keep all cores busy
 DRAWN = "document.documentElement.dataset.drawn !== undefined"  # what a report sets when its plots are there
 
 
@@ -31,15 +32,21 @@ class Browser:
         options.binary_location = shutil.which("chromium") or "chromium is not installed"
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
+        # Otherwise it begins with Chromium's new-tab page, which sends requests of its own.
+        options.add_experimental_option(
+            "prefs", {"session.restore_on_startup": 4, "session.startup_urls": ["about:blank"]}
+        )
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(driver))
+        self.driver.command_executor.client_config.timeout = COMMAND_S
 
     def open(self, page: Path, width: int = 1400, height: int = 900, theme: str = "light", ready: str = DRAWN) -> None:
         self.logs("browser")
         self.logs("performance")
         self.resize(width, height)
         self.theme(theme)
-        self.driver.get(page.as_uri())
+        self._url = page.as_uri()
+        self.driver.get(self._url)
         self.wait_for(ready)
 
     def resize(self, width: int, height: int) -> None:
@@ -61,8 +68,19 @@ class Browser:
         return logs
 
     def requests(self) -> list[str]:
+        """Return the URLs that were requested since the page was opened, and its own first."""
         messages = [json.loads(entry["message"])["message"] for entry in self.logs("performance")]
-        return [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        urls = [params["request"]["url"] for params in sent]
+        return urls[urls.index(self._url) :]
+
+    def enter(self, selector: str, text: str) -> None:
+        """Give a text field a value at once: typed letter by letter, each letter would draw the page again."""
+        self.driver.execute_script(
+            "const field = document.querySelector(arguments[0]); field.value = arguments[1];"
+            "for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind, {bubbles: true}));",
+            *(selector, text),
+        )
 
     def press(self, *keys: str) -> None:
         """Press keys one after the other, wherever the focus goes."""

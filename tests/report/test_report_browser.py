@@ -226,10 +226,9 @@ def test_302_modules_fit_the_page_and_labels_stand_apart(browser: Browser, large
 
 def test_every_module_is_found_by_a_part_of_its_name(browser: Browser, large: Path) -> None:
     browser.open(large)
-    maps = browser.driver.find_element(By.CSS_SELECTOR, "[data-controls*=flush] [name=search]")
     assert browser.run("document.getElementById('flush-1').names.length") == 24
     assert browser.run("document.querySelector('[data-rows]').textContent").startswith("24 of 302 modules")
-    maps.send_keys("Layers.49.")
+    browser.enter("[data-controls*=flush] [name=search]", "Layers.49.")
     browser.wait_for("document.getElementById('flush-1').names.length === 6")
     labels = browser.run("[...document.querySelectorAll('#flush-1 .ytick text')].map(label => label.textContent)")
     assert labels[0] == "model.d….49.attention.q_proj"
@@ -240,7 +239,7 @@ def test_every_module_is_found_by_a_part_of_its_name(browser: Browser, large: Pa
     hovered = browser.run("document.querySelector('#flush-1 .hoverlayer').textContent")
     assert hovered.startswith("model.decoder.layers.49.attention.k_proj")
 
-    browser.driver.find_element(By.CSS_SELECTOR, "[data-modules] [name=search]").send_keys("layers.31.attention.gate")
+    browser.enter("[data-modules] [name=search]", "layers.31.attention.gate")
     shown = "[...document.querySelectorAll('.modules tbody tr')].filter(row => !row.hidden).map(row => row.innerText)"
     found = browser.run(shown)
     assert [row.split()[0] for row in found] == ["model.decoder.layers.31.attention.gate"]
