@@ -30,6 +30,10 @@ class Group(torch.distributed.ProcessGroup):
         self.ranks, self.name, self.device_types = ranks, name, ["cpu"]
         self.meets = threading.Barrier(len(ranks), timeout=10.0)
         self.given: dict[int, Any] = {}
+        self.store = torch.distributed.HashStore()
+
+    def get_group_store(self) -> Any:
+        return self.store
 
     @property
     def group_name(self) -> str:  # type: ignore[override]

@@ -221,6 +221,9 @@ def test_a_step_that_a_rank_leaves_out_is_found_out(ranks: Any, kind: str) -> No
 def test_a_rank_that_does_not_come_is_reported_within_the_timeout(kind: str, tmp_path: Path) -> None:
     told, _ = (rank[f"hang|{kind}"] for rank in run(WORKER, 2, tmp_path / "store", f"hang|{kind}"))
     assert "rank 0 could not agree with the other ranks of process group" in told["error"]
+    assert "on whether to take step 1, so it has not stepped" in told["error"]
+    assert "ranks [0] report: step() with " in told["error"]
+    assert "; no answer from ranks [1]. " in told["error"]
     assert "imed out" in told["error"]
     assert told["weights"] == [1.0]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.amp.ranks_in_threads import Collective, Group, Mesh, World
 
-from castwise.amp import agreement
+from castwise.amp import agreement, disagreement
 from castwise.amp.agreement import Agreement
 
 SUM, MAX = ("sum", torch.float64, 8, "cpu"), ("max", torch.float64, 8, "cpu")
@@ -355,11 +355,89 @@ def test_a_group_that_cannot_be_reached_is_named(world: Callable[[int], World]) 
     errors = of.run(lambda rank: None if rank == 1 else agreed(group).any_(flags(of=1), "step"))
     for rank, error in ((0, errors[0]), (2, errors[2])):
         assert str(error) == (
-            f"rank {rank} could not agree with the other ranks of process group 'pair' (ranks [0, 2]) on whether to "
-            "take this step, so it has not stepped: check whether a rank has ended, left out a call or disabled its "
-            "scaler. Connection closed by peer"
+            f"rank {rank} could not agree with the other ranks of process group 'pair' on whether to take step 1, so "
+            "it has not stepped: check whether a rank has ended, left out a call or disabled its scaler. "
+            "ranks [0, 2] report: step for 1, call 0 after 0 updates. Connection closed by peer"
         )
         assert error.__cause__ is of.fault
+
+
+def fail(of: World, size: int, monkeypatch: pytest.MonkeyPatch, *, at: tuple[int, ...]) -> list[str]:
+    """The errors of some ranks of a large group, whose collective fails."""
+    of.fault = RuntimeError("Connection closed by peer. " + "x" * 5000)
+    monkeypatch.setattr(disagreement, "ANSWER_S", 0.3)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(size)))
+
+    def meet(rank: int) -> Any:
+        ranks = agreed()
+        for _ in range(16):
+            ranks.note_update(None)
+        return ranks.any_(flags(of=1), "step" * (1000 if rank == 1 else 1)) if rank in at else None
+
+    return [str(error) for error in of.run(meet) if error is not None]
+
+
+@pytest.mark.parametrize("size", [4, 1000])
+def test_ranks_that_do_not_answer_are_named_with_the_step(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    missing = "ranks [2, 3]" if size == 4 else "ranks [2, 3, 4, 5, 6, 7, 8, 9, 10, 11] and 988 more"
+    for error in fail(world(4), size, monkeypatch, at=(0, 1)):
+        assert "whether to take step 17, so it has not stepped" in error
+        assert "ranks [0] report: step for 1, call 0 after 16 updates; ranks [1] report: stepstep" in error
+        assert f"; no answer from {missing}. Connection closed by peer" in error
+        assert len(error) < 2048
+
+
+def test_of_many_ranks_only_the_first_to_fail_read_all_reports(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disagreement, "_READERS", 1)
+    errors = fail(world(3), 100_000, monkeypatch, at=(0, 1, 2))
+    assert sorted("see the errors of the first 1" in error for error in errors) == [False, True, True]
+    assert sum("2 of 100000 ranks failed" in error or "3 of 100000 ranks failed" in error for error in errors) == 2
+    (first,) = [error for error in errors if "no answer from" in error]
+    assert "no answer from ranks [3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and 99987 more" in first
+
+
+def test_a_store_that_is_gone_hides_no_failure(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "get_group_store", lambda _: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
+    (error,) = fail(world(2), 2, monkeypatch, at=(0,))
+    assert "ranks [0] report: step for 1, call 0 after 16 updates; reports of other ranks cannot be reached" in error
+
+
+def test_a_mismatch_of_a_hundred_thousand_ranks_takes_two_kilobytes(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, of = 100_000, world(1)
+    what = {rank: f"step with {'x' * 900}, call {rank % 9}" for rank in range(40, 77)}
+
+    def gather(gathered: list[Any], given: Any, group: Any) -> None:
+        gathered[:] = [[(rank, what.get(rank, given[0][1]))] for rank in range(size)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: size)
+    (error,) = of.run(lambda _: agreed()._raise("step, call 0 after 16 updates"))
+    assert "ranks [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] and 99953 more report: step, call 0 after 16 updates" in str(error)
+    assert "ranks [40, 49, 58, 67, 76] report: step with xxx" in str(error)
+    assert len(str(error)) < 2048
+
+
+def test_a_rank_that_ends_during_the_exchange_does_not_hide_the_mismatch(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    of = world(2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    errors = of.run(lambda rank: agreed().any_(flags(of=1), ("step", "unscale_")[rank]))
+    for rank, error in enumerate(errors):
+        assert str(error).startswith(
+            "the ranks no longer use their scalers in the same way, so none of them has stepped"
+        )
+        assert f"ranks [{rank}] report: {('step', 'unscale_')[rank]} for 1, call 0 after 0 updates" in str(error)
+        assert str(error).endswith("; the others could not be asked: Connection closed by peer")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -18,6 +17,7 @@ import torch
 
 from castwise.amp.checks import integer
 from castwise.amp.devices import is_capturing
+from castwise.amp.disagreement import failures_of, shortened, views_of
 from castwise.amp.left_out import LeftOut
 from castwise.amp.readback import Readback
 
@@ -191,7 +191,7 @@ class Agreement:
         head = _fp64([digest, -digest]).to(numbers[0].device, non_blocking=True)  # same maxima: all digests are equal
         facts = torch.cat([number.reshape(1).double() for number in numbers]).nan_to_num(nan=math.inf, posinf=math.inf)
         vector = torch.cat([head, facts, facts.new_zeros(_FACTS - len(numbers))])  # a maximum might lose a NaN
-        reduced = self._reduce(vector, torch.distributed.ReduceOp.MAX)
+        reduced = self._reduce(vector, torch.distributed.ReduceOp.MAX, text)
         return self._checked(reduced, head, text)[: len(numbers)]
 
     def _sum(self, facts: Sequence[torch.Tensor], call: str, power: float = 1.0, share: float = 1.0) -> list[Any]:
@@ -211,7 +211,7 @@ class Agreement:
         mine, padding = [float(digest), float(digest**2)], [0.0] * (_FACTS - len(facts))
         if facts[0].device.type == "cpu":  # the host is faster for a few numbers, and needs them anyway
             known = [_power(fact.item(), power) * share for fact in facts]
-            reduced = self._reduce(_fp64([*mine, *known, *padding]), torch.distributed.ReduceOp.SUM).tolist()
+            reduced = self._reduce(_fp64([*mine, *known, *padding]), torch.distributed.ReduceOp.SUM, text).tolist()
             if reduced[:2] != [size * number for number in mine]:
                 self._raise(text)
             return reduced[2 : 2 + len(facts)]
@@ -221,7 +221,7 @@ class Agreement:
             torch.cat([fact.reshape(1) for fact in facts]).double(),
         )
         vector = torch.cat([head, powers**power * share, powers.new_zeros(len(padding))])
-        sums = self._checked(self._reduce(vector, torch.distributed.ReduceOp.SUM), head * size, text)
+        sums = self._checked(self._reduce(vector, torch.distributed.ReduceOp.SUM, text), head * size, text)
         return sums[: len(facts)]
 
     def _checked(self, reduced: torch.Tensor, expected: torch.Tensor, text: str) -> list[torch.Tensor]:
@@ -252,7 +252,7 @@ class Agreement:
             self._device_types[group] = known
         return known
 
-    def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    def _reduce(self, tensor: torch.Tensor, op: Any, text: str) -> torch.Tensor:
         # The dimensions of a mesh are reduced one by one. On an accelerator the stream waits, but the host does not.
         for group in self._groups():
             device_type = self._device_type_of(group)
@@ -262,9 +262,9 @@ class Agreement:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"rank {torch.distributed.get_rank()} could not agree with the other ranks of process group "
-                    f"{group.group_name!r} (ranks {torch.distributed.get_process_group_ranks(group)}) on whether to "
-                    f"take this step, so it has not stepped: check whether a rank has ended, left out a call or "
-                    f"disabled its scaler. {error}"
+                    f"{group.group_name!r} on whether to take step {self._updates + 1}, so it has not stepped: check "
+                    f"whether a rank has ended, left out a call or disabled its scaler. {failures_of(group, text)}. "
+                    f"{shortened(str(error))}"
                 ) from error
             tensor = there.to(tensor.device)
         return tensor
@@ -276,18 +276,19 @@ class Agreement:
             self._raise(pending[1])
 
     def _raise(self, text: str) -> NoReturn:
-        of_ranks: list[Any] = [(torch.distributed.get_rank(), text, self._history)]
-        for group in self._groups():
-            gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(gathered, of_ranks, group)
-            of_ranks = [of_rank for of_group in gathered for of_rank in of_group]
-        alike: defaultdict[str, list[int]] = defaultdict(list)
-        for rank, what, history in sorted(of_ranks):
-            alike[f"{what} (history {history:08x})"].append(rank)
-        views = "; ".join(f"ranks {ranks} report: {what}" for what, ranks in alike.items())
+        """Exchange what each rank did, and raise; if a rank ends meanwhile, raise with what is known."""
+        reports = [(torch.distributed.get_rank(), f"{text} (history {self._history:08x})")]
+        unheard = ""
+        try:
+            for group in self._groups():
+                gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+                torch.distributed.all_gather_object(gathered, reports, group)
+                reports = [report for of_group in gathered for report in of_group]
+        except RuntimeError as error:
+            unheard = f"; the others could not be asked: {shortened(str(error))}"
         raise RuntimeError(
             "the ranks no longer use their scalers in the same way, so none of them has stepped: create, load, step "
-            f"and update scalers in the same way on all ranks. {views}"
+            f"and update scalers in the same way on all ranks. {views_of(reports)}{unheard}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
