@@ -1,4 +1,4 @@
-"""17 architectures, built small from their configurations, trained for three steps and evaluated in bf16.
+"""22 architectures, built small from their configurations, trained for three steps and evaluated in bf16.
 
     python side.py torch|run|install FACTS.json models.py NAME torch|autocast|monitor|weight_cache|policy
 
@@ -155,6 +155,65 @@ def _unet() -> Any:
     built = UNet2DConditionModel(sample_size=8, norm_num_groups=8, cross_attention_dim=16, **blocks)
     noisy, when, words = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 5, 16)
     return built, lambda model: model(noisy, when, words).sample
+
+
+@model("CLIP (open_clip)")
+def _open_clip() -> Any:
+    from open_clip.loss import ClipLoss
+    from open_clip.model import CLIP
+
+    text = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 4, "layers": 2}
+    built = CLIP(16, {"layers": 2, "width": 32, "head_width": 8, "patch_size": 8, "image_size": 32}, text)
+    ids, seen, loss = tokens(), images(), ClipLoss()
+    return built, lambda model: loss(*model(seen, ids)).reshape(1)
+
+
+@model("SwinUNETR (monai)")
+def _swin() -> Any:
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import SwinUNETR
+
+    built = SwinUNETR(in_channels=1, out_channels=2, feature_size=12, spatial_dims=2, depths=(1, 1, 1, 1))
+    x, labels, loss = torch.randn(2, 1, 64, 64), torch.randint(2, (2, 1, 64, 64)), DiceCELoss(to_onehot_y=True)
+    return built, lambda model: loss(model(x), labels).reshape(1)
+
+
+@model("graph attention (torch_geometric)")
+def _graph() -> Any:
+    from torch_geometric.nn import GATv2Conv, GCNConv, Sequential, global_mean_pool
+
+    arguments = "x, edges, batch"
+    layers = [(GATv2Conv(8, 8, heads=4, edge_dim=None), "x, edges -> x"), nn.ReLU(), (GCNConv(32, 16), "x, edges -> x")]
+    built = Sequential(arguments, [*layers, (global_mean_pool, "x, batch -> x"), nn.Linear(16, 5)])
+    x, edges, batch = torch.randn(20, 8), torch.randint(20, (2, 60)), torch.arange(20) // 10
+    return built, lambda model: model(x, edges, batch)
+
+
+@model("decoder with rotary embeddings (x-transformers)")
+def _x_transformers() -> Any:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, rotary_pos_emb=True, ff_glu=True, attn_qk_norm=True)
+    built = AutoregressiveWrapper(TransformerWrapper(num_tokens=64, max_seq_len=16, attn_layers=layers))
+    ids = tokens()
+    return built, lambda model: model(ids).reshape(1)
+
+
+@model("embeddings with a learnt loss (pytorch-metric-learning)")
+def _metric_learning() -> Any:
+    from pytorch_metric_learning.losses import ArcFaceLoss, TripletMarginLoss
+    from pytorch_metric_learning.miners import MultiSimilarityMiner
+
+    trunk, arc = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), ArcFaceLoss(4, 8)
+    triplets, miner = TripletMarginLoss(), MultiSimilarityMiner()
+    x, labels = torch.randn(16, 16), torch.arange(16) % 4
+
+    def forward(model: nn.Module) -> Tensor:
+        embeddings = model[0](x)
+        loss = model[1](embeddings, labels) + triplets(embeddings, labels, miner(embeddings, labels))
+        return loss.reshape(1)
+
+    return nn.Sequential(trunk, arc), forward
 
 
 @model("nn.TransformerEncoder")
