@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from tests.amp.scalers import Fused, scaled, weight
+from torch.amp.grad_scaler import OptState
 
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerInfo, OptimizerRecord, OptState, Snapshot
+from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerInfo, OptimizerRecord, Snapshot
 
 CPU = torch.device("cpu")
 

@@ -274,6 +274,7 @@ def test_checkpointing_computes_again_what_it_has_computed(use_reentrant: bool) 
         assert torch.equal(gradient(), expected)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_policy_is_in_force_in_all_regions_under_names_that_begin_with_the_models_class() -> None:
     class Policied(nn.Sequential):
         pass

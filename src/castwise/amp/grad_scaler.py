@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
@@ -35,7 +36,7 @@ from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptState, Snapshot
+from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, Snapshot
 from castwise.amp.observers import OBSERVERS, registered, step_of
 from castwise.amp.outcomes import Outcomes, StepFacts
 from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device

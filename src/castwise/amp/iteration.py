@@ -5,24 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 
 from castwise.amp.after_step import LastStep
 from castwise.amp.gradients import params_and_grads, params_of, versions_of
 from castwise.amp.shared_params import SharedParams
-
-
-class OptState(Enum):
-    """The stage that an optimizer has reached since the last `update()`."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
 
 
 class OptimizerInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,10 @@ def _region(base: type[autocast], settings: Settings) -> type[autocast]:
         settings.apply(self)
         return base.__enter__(self)
 
-    return type(base.__name__, (base,), {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__})
+    namespace = {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated classes warn when a subclass is defined
+        return type(base.__name__, (base,), namespace)
 
 
 def _scaler(base: type[GradScaler], schedule: Schedule, note_scheduled: Callable[[], None]) -> type[GradScaler]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+from torch.cpu.amp import autocast_mode as torchs
 
 from castwise import amp
 from castwise._torch_private import only_inlined
@@ -11,23 +14,30 @@ from castwise._warnings import warn
 __all__ = ["autocast"]
 
 
-class autocast(amp.autocast):  # noqa: N801  # torch's name
-    """Deprecated: `castwise.autocast("cpu", ...)`.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
-    Args:
-        enabled: As for `castwise.autocast`.
-        dtype: As for `castwise.autocast`.
-        cache_enabled: As for `castwise.autocast`.
+    class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
+        """Deprecated: `castwise.autocast("cpu", ...)`.
 
-    Warns:
-        FutureWarning: Always.
-    """
+        Args:
+            enabled: As for `castwise.autocast`.
+            dtype: As for `castwise.autocast`.
+            cache_enabled: As for `castwise.autocast`.
 
-    @only_inlined
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
-        warn(
-            "castwise.cpu.amp.autocast(...), like torch.cpu.amp.autocast, is deprecated: "
-            "use castwise.autocast('cpu', ...)",
-            FutureWarning,
-        )
-        super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+        Warns:
+            FutureWarning: Always.
+        """
+
+        __new__ = object.__new__  # type: ignore[assignment]  # torch has one that breaks compiled graphs
+
+        @only_inlined
+        def __init__(
+            self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+        ) -> None:
+            warn(
+                "castwise.cpu.amp.autocast(...), like torch.cpu.amp.autocast, is deprecated: "
+                "use castwise.autocast('cpu', ...)",
+                FutureWarning,
+            )
+            super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

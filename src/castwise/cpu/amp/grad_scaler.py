@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from torch.cpu.amp import grad_scaler as torchs
+
 from castwise import amp
 from castwise._warnings import warn
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(amp.GradScaler):
+class GradScaler(amp.GradScaler, torchs.GradScaler):
     """Deprecated: `castwise.GradScaler("cpu", ...)`, with the same arguments after the device.
 
     Args:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+from torch.cuda.amp import autocast_mode as torchs
 
 from castwise import amp
 from castwise._torch_private import only_inlined
@@ -14,22 +16,29 @@ from castwise.amp import autocast_mode
 __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 
 
-class autocast(amp.autocast):  # noqa: N801  # torch's name
-    """Deprecated: `castwise.autocast("cuda", ...)`.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
-    Args:
-        enabled: As for `castwise.autocast`.
-        dtype: As for `castwise.autocast`.
-        cache_enabled: As for `castwise.autocast`.
+    class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
+        """Deprecated: `castwise.autocast("cuda", ...)`.
 
-    Warns:
-        FutureWarning: Always.
-    """
+        Args:
+            enabled: As for `castwise.autocast`.
+            dtype: As for `castwise.autocast`.
+            cache_enabled: As for `castwise.autocast`.
 
-    @only_inlined
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
-        _warn("autocast(...)", "castwise.autocast('cuda', ...)")
-        super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+        Warns:
+            FutureWarning: Always.
+        """
+
+        __new__ = object.__new__  # type: ignore[assignment]  # torch has one that breaks compiled graphs
+
+        @only_inlined
+        def __init__(
+            self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+        ) -> None:
+            _warn("autocast(...)", "castwise.autocast('cuda', ...)")
+            super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.cuda.amp import grad_scaler as torchs
+
 from castwise import amp
 from castwise._warnings import warn
 from castwise.amp.grad_scaler import OptState
@@ -9,7 +11,7 @@ from castwise.amp.grad_scaler import OptState
 __all__ = ["GradScaler", "OptState"]
 
 
-class GradScaler(amp.GradScaler):
+class GradScaler(amp.GradScaler, torchs.GradScaler):
     """Deprecated: `castwise.GradScaler("cuda", ...)`, with the same arguments after the device.
 
     Args:
