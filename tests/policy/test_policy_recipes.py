@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -419,6 +421,16 @@ def test_a_forward_that_others_have_put_on_a_layer_is_not_passed_over() -> None:
     layer.forward = lambda x: nn.Linear.forward(layer, x) + 1  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"has a forward of tests\.policy.test_policy_recipes as an attribute"):
         Policy(compute="bfloat16", modules={"": ROWWISE}).bind(layer)
+
+
+def test_a_class_that_was_patched_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", functools.wraps(forward)(lambda self, x: forward(self, x) + 1))
+    layer = nn.Linear(16, 16)
+    text = f"nn.Linear.forward was replaced by {__name__}, which the recipe would bypass"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Policy(compute="bfloat16", modules={"": ROWWISE}).bind(layer)
+    assert Policy(compute="bfloat16", modules={"": f"{ROWWISE}?"}).bind(layer).recipes == []
 
 
 def test_wrong_recipes_and_backends_are_refused() -> None:
