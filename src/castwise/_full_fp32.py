@@ -20,14 +20,14 @@ _MKLDNN: Any = backends.mkldnn
 _FULL = ("ieee", "none")  # "none" is torch's default, and computes as "ieee" does
 _LOCK = threading.RLock()
 _ACTIVE: list[list[bool]] = []  # in the order of entering: [True] for full fp32, [False] for the program's settings
-_before: list[_Settings] = []  # the program's settings, while others are in force
+_before: list[_Settings] = []  # the program's settings, while others apply
 
 
 class _Settings:
     """Sets full fp32, and remembers what was set before.
 
     Torch has an older and a newer interface to the same settings. Once they contradict each other, reading the older
-    one raises, so it is set first, where that is possible.
+    one raises. Therefore the older one is set first, unless the program itself has mixed them.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def full_fp32() -> AbstractContextManager[None]:
 
 
 def programs_fp32() -> AbstractContextManager[None]:
-    """Return a context, for use inside `full_fp32`, in which the program's settings are in force."""
+    """Return a context, for use inside `full_fp32`, in which the program's settings apply."""
     return _entered(False) if _ACTIVE else nullcontext()
 
 
