@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import castwise
 from castwise import Policy
@@ -348,6 +349,54 @@ def test_a_function_that_was_compiled_before_its_model_was_bound_follows_the_pol
         assert compiled(x()).dtype is torch.float32
     with castwise.autocast("cpu", dtype=BF16):
         assert torch.equal(compiled(x()), plain)
+
+
+ROOTS: dict[str, Callable[[], nn.Module]] = {
+    "nn.Sequential": lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)),
+    "a subclass without a forward": lambda: type("Layers", (nn.Sequential,), {})(nn.Linear(16, 16), nn.Tanh()),
+    "nn.Linear": lambda: nn.Linear(16, 16),
+    "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True),
+    "a class of the user's": Block,
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("fields", [{"output": "float32"}, {"modules": {"": "float32"}}], ids=["output", "modules"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_root_with_a_rule_is_compiled(name: str, fields: dict[str, Any], in_place: bool) -> None:
+    torch.manual_seed(0)
+    model, counter = ROOTS[name](), CompileCounterWithBackend("aot_eager")
+    bound = Policy(compute="bfloat16", **fields).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        expected = model(x())
+    expected.float().square().sum().backward()
+    gradients = [param.grad for param in model.parameters()]
+    if in_place:
+        model.compile(backend=counter, fullgraph=True)
+    compiled = model if in_place else torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        model.zero_grad()
+        with castwise.autocast("cpu", policy=bound):
+            output = compiled(x())
+        output.float().square().sum().backward()
+        assert torch.equal(output, expected)
+        assert output.dtype is torch.float32
+        for param, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(param.grad, gradient)  # type: ignore[arg-type]
+    assert counter.frame_count == 1
+
+
+def test_roots_of_one_shape_share_a_graph_and_other_regions_get_theirs() -> None:
+    counter = CompileCounterWithBackend("eager")
+    models = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    for model in models:
+        bound = Policy(compute="bfloat16", output="float32").bind(model)
+        with castwise.autocast("cpu", policy=bound):
+            torch.compile(model, backend=counter, fullgraph=True)(x())
+    assert counter.frame_count == 1
+    plain = torch.compile(models[0], backend=counter, fullgraph=True)(x())
+    assert torch.equal(plain, models[0](x()))
+    assert counter.frame_count == 2
 
 
 def test_a_compiled_function_refuses_a_region_with_a_policy_made_outside() -> None:

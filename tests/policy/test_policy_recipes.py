@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -414,11 +416,34 @@ def test_what_cannot_take_a_recipe_is_refused(make: Callable[[], nn.Module], rul
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
+def test_a_layer_with_a_recipe_takes_the_arguments_of_a_linear_layer() -> None:
+    layer = nn.Linear(32, 32)
+    bound = Policy(compute="bfloat16", modules={"": "mxfp8"}).bind(layer)
+    with castwise.autocast("cpu", policy=bound):
+        assert torch.equal(layer(input=X), layer(X))
+        for args, kwargs in [((), {"nonsense": X}), ((X,), {"nonsense": X}), ((X, X), {}), ((), {}), ((None,), {})]:
+            with pytest.raises(TypeError) as ours:
+                layer(*args, **kwargs)
+            with pytest.raises(TypeError) as theirs:
+                nn.Linear.forward(layer, *args, **kwargs)
+            assert str(ours.value) == str(theirs.value)
+
+
 def test_a_forward_that_others_have_put_on_a_layer_is_not_passed_over() -> None:
     layer = nn.Linear(16, 16)
     layer.forward = lambda x: nn.Linear.forward(layer, x) + 1  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"has a forward of tests\.policy.test_policy_recipes as an attribute"):
         Policy(compute="bfloat16", modules={"": ROWWISE}).bind(layer)
+
+
+def test_a_class_that_was_patched_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", functools.wraps(forward)(lambda self, x: forward(self, x) + 1))
+    layer = nn.Linear(16, 16)
+    text = f"nn.Linear.forward was replaced by {__name__}, which the recipe would bypass"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Policy(compute="bfloat16", modules={"": ROWWISE}).bind(layer)
+    assert Policy(compute="bfloat16", modules={"": f"{ROWWISE}?"}).bind(layer).recipes == []
 
 
 def test_wrong_recipes_and_backends_are_refused() -> None:

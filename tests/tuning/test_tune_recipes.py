@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -97,6 +98,9 @@ def test_compare_says_what_a_recipe_does_to_each_layer() -> None:
         assert errors["recipes"][layer] > at_least * errors["bf16"][layer]
     assert errors["recipes"]["4"] == pytest.approx(errors["bf16"]["4"], rel=0.5)
     assert "recipes: nvfp4 is emulated" in drift.notes
+    computes_in = {module.name: module.computes_in for module in drift["recipes"].modules}
+    assert (computes_in["0"], computes_in["3"], computes_in["4"]) == ("nvfp4", "float8_rowwise", "bfloat16")
+    assert re.search(r"^0 +Linear +nvfp4 ", str(drift), re.MULTILINE)
 
 
 class Branching(nn.Module):

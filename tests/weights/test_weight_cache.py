@@ -399,12 +399,17 @@ def test_transformed_functions_are_left_alone() -> None:
         same(ours, torch.func.grad(loss)(params))
 
 
-def test_mapped_functions_are_left_alone() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_mapped_functions_are_left_alone(mode: Any) -> None:
     model = mlp()
-    with region(WeightCache(model)):
-        ours = torch.func.vmap(model)(X)
-    with region(None):
-        same(ours, torch.func.vmap(model)(X))
+    cache = WeightCache(model)
+    with mode():
+        for _ in range(2):
+            with region(cache):
+                ours, plain = torch.func.vmap(model)(X), model(X)
+            with region(None):
+                same(ours, torch.func.vmap(model)(X))
+                same(plain, model(X))
 
 
 def test_a_weight_of_another_shape_or_layout() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -350,14 +353,146 @@ def test_a_layer_that_stops_being_plain_is_autocasts(change: Callable[[nn.Sequen
         same(model(X), other(X))
 
 
-def test_a_patched_linear_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
+# -- patched classes ---------------------------------------------------------------------------------------------------
+
+
+def cubed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch that reads the weight, so that it shows in which precision it got it."""
+
+    @functools.wraps(forward)
+    def patched(module: nn.Module, input: torch.Tensor, *args: Any) -> Any:
+        weight = module.weight if not args else args[0]
+        return forward(module, input, *args) * (1 + weight.square().mean().float())
+
+    return patched
+
+
+class Convolved(nn.Module):
+    """A layer of each kind that a cache serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.conv = nn.Linear(6, 6), nn.Conv1d(3, 3, 3)
+        self.back = nn.ConvTranspose1d(3, 3, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.back(self.conv(self.line(input)))  # type: ignore[no-any-return]
+
+
+IMAGES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(2))
+
+PATCHES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "forward of nn.Linear": (nn.Linear, "forward", cubed),
+    "forward of nn.ConvTranspose1d": (nn.ConvTranspose1d, "forward", cubed),
+    "forward of nn.Conv1d, a partial function": (
+        nn.Conv1d,
+        "forward",
+        lambda forward: functools.partialmethod(cubed(forward)),
+    ),
+    "a method that forward calls": (nn.Conv1d, "_conv_forward", cubed),
+    "the op that forward calls": (
+        functional,
+        "linear",
+        lambda linear: lambda input, weight, bias: linear(input, weight, bias) + weight.sum().float(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+def test_a_patch_is_noticed_in_the_next_region_and_so_is_its_end(
+    name: str, grad: Any, monkeypatch: pytest.MonkeyPatch, trained_weights_of_any_size_are_cached: None
+) -> None:
+    model, (owner, attribute, patch) = Convolved(), PATCHES[name]
     cache = WeightCache(model)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: functional.linear(input, self.weight) * 3)
+
+    def check() -> int:
+        before = cache.report().hits
+        for _ in range(2):
+            with grad(), region(cache):
+                ours = model(IMAGES)
+            with grad(), native():
+                same(ours, model(IMAGES))
+        return cache.report().hits - before
+
+    check()
+    of_all = check()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, attribute, patch(getattr(owner, attribute)))
+        of_the_others = check()
+        assert 0 < of_the_others < of_all
+    assert check() == of_all
+
+
+def test_a_class_that_was_patched_before_the_import_is_the_users() -> None:
+    """With a decorator that copies the names of torch's forward."""
+    code = """
+import functools
+import torch
+from torch import nn
+
+forward = nn.Linear.forward
+
+@functools.wraps(forward)
+def tripled(self, input):
+    return forward(self, input) * 3
+
+nn.Linear.forward = tripled
+import castwise
+
+model, x = nn.Linear(4, 4), torch.randn(3, 4)
+cache = castwise.WeightCache(model)
+with torch.no_grad():
+    with castwise.autocast("cpu", dtype=torch.bfloat16, weight_cache=cache):
+        ours = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ours, model(x))
+print(cache.report().refused["weight"])
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert printed.stdout == "of a Linear, but nn.Linear.forward was replaced by __main__\n", printed.stderr
+
+
+def test_a_patch_counts_while_a_region_is_open_from_the_next_region_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Convolved()
+    cache = WeightCache(model)
     with torch.no_grad(), region(cache):
-        ours = model(X)
+        model(IMAGES)
+        monkeypatch.setattr(nn.Linear, "forward", cubed(nn.Linear.forward))
+        with region(cache):
+            ours = model(IMAGES)
+        after = model(IMAGES)
     with torch.no_grad(), native():
-        same(ours, model(X))
+        same(ours, model(IMAGES))
+        same(after, ours)
+    assert not set(vars(model.line)) & {"forward", "__getstate__"}
+
+
+def test_a_method_of_one_layer_is_the_users() -> None:
+    """As programs do that make images which can be tiled."""
+    model = Convolved()
+    cache = WeightCache(model)
+    model.conv._conv_forward = cubed(nn.Conv1d._conv_forward).__get__(model.conv)  # type: ignore[method-assign]
+    for _ in range(2):
+        with torch.no_grad(), region(cache):
+            ours = model(IMAGES)
+        with torch.no_grad(), native():
+            same(ours, model(IMAGES))
+
+
+def test_a_report_names_what_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = WeightCache(Convolved())
+    assert cache.report().refused == {}
+    model = Convolved()
+    cache = WeightCache(model)
+    monkeypatch.setattr(nn.Conv1d, "_conv_forward", cubed(nn.Conv1d._conv_forward))
+    monkeypatch.setattr(functional, "linear", functools.partial(functional.linear))
+    text = {
+        "line": "of a Linear, but nn.functional.linear was replaced by partial",
+        "conv": f"of a Conv1d, but nn.Conv1d._conv_forward was replaced by {__name__}",
+    }
+    assert cache.report().refused == {f"{layer}.{of}": text[layer] for layer in text for of in ("weight", "bias")}
 
 
 # -- inside a region nobody else sees it ---------------------------------------------------------------------------

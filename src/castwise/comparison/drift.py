@@ -31,7 +31,7 @@ class ModuleDrift:
         type: Type of the module.
         place: Position in the order of registration, from 0.
         calls: Number of calls over all batches.
-        computes_in: The dtype that the policy gives the module.
+        computes_in: The dtype or the recipe that the policy gives the module.
         effect: Root mean square, over the elements of the outputs, of the loss's gradient times the error that the
             module introduces; inf if one of these errors is not finite, None if unknown, for example if the module
             cannot be run in isolation or runs without gradients.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from castwise._full_fp32 import is_reduced
 from castwise._torch_private import is_backward_running
 from castwise.comparison.call_again import call_again
 from castwise.comparison.errors import EffectSums, ErrorSums, is_rounded, real
@@ -98,6 +99,8 @@ class PolicyRun:
         # During the backward of the reference, the model has the weights of the reference.
         same = self._precision is self._expected
         self._weights = self._precision.weights if same else self._expected.own_weights
+        # With TF32, modules in fp32 differ from those of the reference, which runs without it.
+        self._is_reduced = self._expected.bound is None and not same and is_reduced(device)
         self._introduced_gradients, self._selection = introduced_gradients, selection
         self._loss_scale = reference_scale if reference_scale > 1.0 else self._precision.loss_scale
         self._notes: dict[Key, Note] = {}
@@ -268,6 +271,7 @@ class PolicyRun:
             (both_plain or note.region[:2] == call.region[:2])
             and self._selection is None
             and self._expected.dtype is self._precision.dtype is None
+            and not self._is_reduced
             and not self._rounds(call, note)
         )
 

@@ -94,7 +94,10 @@ def compare(
             region.
         forward: Instead of `loss`, for other batches: computes the loss from the model and a batch.
         reference: "float32", with autocast off; "float64", which also casts weights, buffers and inputs; or a policy.
-            Regions in the model's own code apply in the reference, too.
+            Regions in the model's own code apply in the reference, too. The first two compute in full fp32, without
+            TF32 or bf16 products, whatever the program has set (`torch.set_float32_matmul_precision`,
+            `torch.backends.*.fp32_precision`, `allow_tf32`). Policies compute with the program's settings. These belong
+            to the process, so other threads compute in full fp32 while a reference runs.
         gradients: False skips the backwards of the policies and of isolated modules.
         vary: Also compare the reference with itself, with the samples of a batch one by one ("batch_size") or in
             another order ("batch_order"). Errors below this noise are not caused by a policy. Raises if the forward
@@ -309,7 +312,8 @@ class Comparison:
         if variant.problem:
             summary = Summary(math.nan, mean(reference_losses), math.nan, None, None, None, 1.0, None)
             return PolicyDrift(variant.name, policy, summary, (), variant.problem)
-        computes = {} if policy is None else {each.name: each.compute for each in decide(policy, self.model)}
+        decisions = [] if policy is None else decide(policy, self.model)
+        computes = {decision.name: decision.recipe or decision.compute for decision in decisions}
         modules = [
             ModuleDrift(
                 name=tap.name,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from castwise._full_fp32 import full_fp32, programs_fp32
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.devices import has_autocast
 from castwise.amp.thread_state import THREAD
@@ -55,15 +56,25 @@ class Precision:
     def weights(self, module: nn.Module) -> Iterator[None]:
         """Give a module and its submodules weights and buffers in this precision inside the `with` block.
 
-        These are copies that are created once. The original objects are restored afterwards.
+        These are copies that are created once. The original objects are restored afterwards. Without a policy, torch
+        computes in full fp32 inside the block, without TF32.
         """
-        with nullcontext() if self.dtype is None else _exchanged(module, self._is_other, self._twin):
+        with (
+            full_fp32() if self.bound is None else nullcontext(),
+            nullcontext() if self.dtype is None else _exchanged(module, self._is_other, self._twin),
+        ):
             yield
 
     @contextmanager
     def own_weights(self, module: nn.Module) -> Iterator[None]:
-        """Give a module and its submodules their original weights and buffers again, inside `weights`."""
-        with nullcontext() if self.dtype is None else _exchanged(module, self._originals.__contains__, self._original):
+        """Give a module and its submodules their original weights and buffers again, inside `weights`.
+
+        Torch computes with the program's settings again, which may allow TF32.
+        """
+        with (
+            programs_fp32(),
+            nullcontext() if self.dtype is None else _exchanged(module, self._originals.__contains__, self._original),
+        ):
             yield
 
     @property

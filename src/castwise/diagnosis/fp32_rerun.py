@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from castwise._full_fp32 import full_fp32
 from castwise._torch_private import tree_map
 from castwise.diagnosis.op_facts import is_random, tensors_of, written_and_read
 from castwise.diagnosis.ranges import Range, range_of
@@ -24,7 +25,7 @@ def ranges_in_float32(func: Any, args: Any, kwargs: Any) -> tuple[Range, ...] | 
     if is_random(func) or (written and func is not torch.ops.aten.copy_.default):
         return None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), full_fp32():
             again = read[0].float() if written else func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
     except (RuntimeError, TypeError):  # out of memory, or an op without an fp32 version
         return None

@@ -32,6 +32,7 @@ from castwise._torch_private import (
     graph_node_running,
     graph_nodes_made,
     is_backward_running,
+    is_dynamo_active,
     only_inlined,
 )
 from castwise.amp.thread_state import THREAD
@@ -265,18 +266,29 @@ class BoundPolicy:
         state = State(
             self.key, self, region.device, region._enabled, region.fast_dtype, region._caches, weights=weights
         )
-        THREAD.state = state
         mode = self.mode()
-        if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         if is_dynamo_compiling():
+            THREAD.state = state
+            if mode is not None:
+                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
             return state, mode, None, None
         # Rules must act the same in compiled and eager code. Otherwise torch runs the backward of a module with a
         # "float32" rule in the dtype of the outer region (pytorch#179804).
         backwards = backwards_without_autocast() if self._has_rules else None
-        if backwards is not None:
-            backwards.__enter__()
-        return state, mode, backwards, graph_nodes_made()
+        try:
+            THREAD.state = state
+            if mode is not None:
+                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            if backwards is not None:
+                backwards.__enter__()
+            return state, mode, backwards, graph_nodes_made()
+        except BaseException:
+            if backwards is not None and backwards_without_autocast() is None:  # it was entered
+                backwards.__exit__(None, None, None)
+            if mode is not None:
+                op_rules.exit_mode(mode, is_entered=False)
+            THREAD.state = None  # as before: the region has put the state of an outer one away
+            raise
 
     @only_inlined
     def leave(self, token: Any) -> None:
@@ -342,15 +354,19 @@ class _Again:
     def __enter__(self) -> None:
         self._outer, self._mode = THREAD.state, None
         if self._state is not None:
-            THREAD.state = self._state._replace(again=True)
             self._mode = self._state.bound.mode()
-            if self._mode is not None:
-                self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            try:
+                THREAD.state = self._state._replace(again=True)
+                if self._mode is not None:
+                    self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            except BaseException:
+                self.__exit__()
+                raise
 
     @only_inlined
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            op_rules.exit_mode(self._mode, is_entered=is_dynamo_compiling())
         THREAD.state = self._outer
 
 
@@ -435,6 +451,10 @@ def _widened(arg: Any) -> Any:
     return arg.float() if isinstance(arg, nn.Parameter) and arg.dtype in _LOW_PRECISION.values() else arg
 
 
+def _call(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
 class _RuledForward:
     """The `forward` of a module that policies have rules for.
 
@@ -458,6 +478,18 @@ class _RuledForward:
         """The forward without rules, for `inspect.signature`."""
         module: Any = self._module()
         return self.before or type(module).forward.__get__(module)
+
+    @only_inlined
+    def _without_rules(self) -> Any:
+        """Return what computes the module without rules: `__wrapped__`, or a function that Dynamo compiles.
+
+        Dynamo compiles no frame from torch's own files. `torch.compile` therefore adds a frame around a root such as
+        `nn.Sequential`, but not if its `forward` is an attribute, as this one is.
+        """
+        forward = self.__wrapped__
+        module = getattr(forward, "__globals__", {}).get("__name__", "")
+        is_skipped = module.startswith("torch.") and is_dynamo_active()
+        return functools.partial(_call, forward) if is_skipped else forward
 
     def take_off(self, key: str) -> None:
         """Remove a policy's rule, and restore the module's own forward if it was the last rule."""
@@ -491,17 +523,18 @@ class _RuledForward:
             if again is not None:
                 outer, mode = again._replace(again=True), again.bound.mode()
         rule = None if outer is None else self.rules.get(outer.key)
+        forward = self.__wrapped__ if compiling else self._without_rules()
         if rule is None:
-            return self.__wrapped__(*args, **kwargs)
+            return forward(*args, **kwargs)
         start = None if compiling else graph_nodes_made()
         native = native_state_of(outer.device)
         if not outer.is_native():
             try:
-                return self.__wrapped__(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:
                 outer.bound.remember(start, outer.device, native[:2], None)
         if rule.recipe is not None and len(args) + len(kwargs) == 1:
-            input = args[0] if args else next(iter(kwargs.values()))
+            input = args[0] if args else kwargs.get("input")  # None has nn.Linear raise its own error
             if isinstance(input, torch.Tensor) and input.is_floating_point() and input.dtype is not torch.float64:
                 return rule.cast_output(self._by_recipe(input, rule, outer, native), outer)
         state, casts = rule.state_inside(outer), None
@@ -509,28 +542,32 @@ class _RuledForward:
             casts = Casts(outer.device, torch.float32)
             args = tuple([casts.cast(arg) for arg in args])
             kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
-        cuda = hidden = widening = None
+        cuda = hidden = None
         if rule.fast_path is False and compiling and outer.device != "cuda":
             # Torch checks for a mode, which Dynamo does not see, and for CUDA autocast on any device, which it does.
             cuda = native_state_of("cuda")
         elif rule.fast_path is False and not outer.bound.op_rules:
             mode = _Seen()
         elif rule.fast_path and mode is None and not compiling:
-            hidden = op_rules.hide(outer.bound)
-        THREAD.state = state
-        if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        if rule.precision == "float32" and self.has_low_weights:
-            widening = _Fp32Weights()
-            widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        if rule.precision is not None:
-            # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
-            cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
-            set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
-        if cuda is not None:
-            set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+            hidden = op_rules.innermost_mode(outer.bound)
+        widening = _Fp32Weights() if rule.precision == "float32" and self.has_low_weights else None
+        is_entered = compiling  # until then, an interrupt may have come between any two steps
         try:
-            result = self.__wrapped__(*args, **kwargs)
+            THREAD.state = state
+            if hidden is not None:
+                op_rules.exit_mode(hidden)
+            if mode is not None:
+                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            if widening is not None:
+                widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            if rule.precision is not None:
+                # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
+                cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
+                set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
+            if cuda is not None:
+                set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+            is_entered = True
+            result = forward(*args, **kwargs)
         finally:
             if cuda is not None:
                 restore_native_state("cuda", *cuda)
@@ -538,11 +575,11 @@ class _RuledForward:
                 restore_native_state(outer.device, *native)
                 outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
             if widening is not None:
-                widening.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+                op_rules.exit_mode(widening, is_entered)
             if mode is not None:
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+                op_rules.exit_mode(mode, is_entered)
             if hidden is not None:
-                hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+                op_rules.enter_mode(hidden, is_entered)
             THREAD.state = before
             if casts is not None:
                 casts.give_back()
@@ -554,16 +591,20 @@ class _RuledForward:
         assert rule.recipe is not None
         module: Any = self._module()
         state, weights, tell = rule.state_inside(outer), quantized_linear.quantize_weight, None
-        if not is_dynamo_compiling():
+        is_entered = is_dynamo_compiling()  # see `__call__`
+        if not is_entered:
             if state.weights is not None:
                 weights = functools.partial(state.weights.quantized, module)
             if LISTENERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
-        hidden = op_rules.hide(outer.bound) if outer.bound.op_rules else None
-        set_native_state(outer.device, False, native[1], native[2])
+        hidden = op_rules.innermost_mode(outer.bound) if outer.bound.op_rules else None
         try:
+            if hidden is not None:
+                op_rules.exit_mode(hidden)
+            set_native_state(outer.device, False, native[1], native[2])
+            is_entered = True
             input = input.to(state.dtype if state.enabled else torch.float32)
             if rule.torchao is not None:
                 return rule.torchao(input, weight, bias)
@@ -572,7 +613,7 @@ class _RuledForward:
         finally:
             restore_native_state(outer.device, *native)
             if hidden is not None:
-                hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+                op_rules.enter_mode(hidden, is_entered)
 
 
 def note_dtypes(model: nn.Module) -> None:

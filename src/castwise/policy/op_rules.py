@@ -245,13 +245,26 @@ class OpRuleMode(TorchFunctionMode):
 
 
 @only_inlined
-def hide(bound: BoundPolicy) -> OpRuleMode | None:
-    """Exit the op-rule mode of a policy if it is the innermost mode, and return it for re-entering."""
+def innermost_mode(bound: BoundPolicy) -> OpRuleMode | None:
+    """Return the op-rule mode of a policy if it is the innermost mode, so that it can be exited for a while."""
     innermost = function_modes()[-1:]
     if not innermost or not isinstance(innermost[0], OpRuleMode) or innermost[0].bound is not bound:
         return None
-    innermost[0].__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
     return innermost[0]
+
+
+@only_inlined
+def enter_mode(mode: TorchFunctionMode, is_exited: bool = True) -> None:
+    """Enter a mode; if it is not known to have been exited, because of an interrupt, only if it was."""
+    if is_exited or mode not in function_modes():
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+
+@only_inlined
+def exit_mode(mode: TorchFunctionMode, is_entered: bool = True) -> None:
+    """Exit a mode; if it is not known to have been entered, because of an interrupt, only if it was."""
+    if is_entered or mode in function_modes():
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
 
 @only_inlined

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from castwise._full_fp32 import full_fp32_products
 from castwise.recipes.listeners import Operand, Telling
 from castwise.recipes.recipe import Recipe
 from castwise.recipes.scalings import Quantized, Scaling
@@ -119,7 +121,10 @@ def _product(
     numbers, others = of_left.dequantize_(left), of_right.dequantize_(right).t()
     if dtype is torch.bfloat16 and of_left.fits_bf16 and of_right.fits_bf16:
         return _mm(numbers.bfloat16(), others.bfloat16())
-    return _mm(numbers, others).to(dtype)
+    if is_dynamo_compiling():  # which cannot trace the settings, so that compiled code keeps those of the program
+        return _mm(numbers, others).to(dtype)
+    with full_fp32_products():
+        return _mm(numbers, others).to(dtype)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

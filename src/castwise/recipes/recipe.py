@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from castwise._patches import patch_of
 from castwise._warnings import warn
 from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Nvfp4, Scaling
 
@@ -73,6 +74,8 @@ def why_not_for(module: nn.Module, rule: str) -> str | None:
         return f"its type is {type(module).__name__}, but recipes are for nn.Linear"
     if type(module).forward is not nn.Linear.forward:
         return f"this {type(module).__name__} has its own forward"
+    if (patch := patch_of(nn.Linear, "forward")) is not None:
+        return f"{patch}, which the recipe would bypass"
     if isinstance(module.weight, nn.UninitializedParameter):
         return "its weight has no shape before the first batch"
     if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):

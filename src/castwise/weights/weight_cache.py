@@ -26,6 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from castwise._patches import OPS, Part, parts_of, patch_of
 from castwise._torch_private import (
     TO_COPY,
     TorchDispatchMode,
@@ -38,18 +39,12 @@ from castwise._torch_private import (
     is_torch_function_mode_enabled,
     on_collective,
     without_dispatch_modes,
-    writes_to,
 )
 from castwise._warnings import warn
 from castwise.recipes.quantized_linear import quantize_weight
 from castwise.recipes.scalings import Quantized, Scaling
 from castwise.weights.weight_copies import Copies, Copy, QuantizedBy, why_not
 
-# The layers whose weights are cached, with torch's forward for each.
-_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
-    kind: kind.forward
-    for kind in (nn.Linear, *(getattr(nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3)))
-}
 # Making autocast use a copy as its own cast takes about as long as a cast of this many elements.
 _MIN_TRAINED = 1 << 19
 _NO_COPY = Copy(torch.empty(0), torch.float32)
@@ -122,6 +117,7 @@ class _Layer:
             device is None
             or not torch.is_autocast_enabled(device)
             or (type(input) is not torch.Tensor and type(input) is not nn.Parameter)
+            or are_functorch_transforms_active()  # which have rules of their own for autocast
             or is_jit_tracing()
             or (is_torch_function_mode_enabled() and not self._passes_modes())
         ):
@@ -132,9 +128,8 @@ class _Layer:
         of_weight, of_bias, of_device = self.found
         if (
             of_weight.dtype is not dtype
-            or of_weight.version != writes_to(weight)
-            or of_weight.address != weight.data_ptr()
-            or (bias is not None and (of_bias.version != writes_to(bias) or of_bias.address != bias.data_ptr()))
+            or not of_weight.is_current()
+            or (bias is not None and not of_bias.is_current())
             or copies.verify is True
         ):
             of_weight, of_bias, of_device = self._find(dtype, device)
@@ -159,9 +154,8 @@ class _Layer:
         """Return the same as `arguments`, with gradients enabled."""
         if self._is_left_to_autocast(self.weight):
             return self.weight, self.bias
-        # A node would belong to the transform. Selective checkpointing expects the same ops when it recomputes the
-        # forward, which happens outside the region.
-        if are_functorch_transforms_active() or not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
+        # Selective checkpointing expects the same ops when it recomputes the forward, which happens outside the region.
+        if not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
             return None
         of_weight, of_bias, of_device = self._find(dtype, device)
         if of_device != device:
@@ -216,8 +210,13 @@ class _Layer:
                 return type(module).forward(module, input)  # type: ignore[no-any-return]
             return functional.linear(input, *arguments)
 
+        methods = [part.name for part in parts_of(self.kind) if part.owner is self.kind and part.name != "forward"]
+
         def convolution(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            arguments, module = None if is_dynamo_compiling() else self.arguments(input), self.module()
+            module = self.module()
+            # Programs patch the methods of single layers, too, such as one to tile images.
+            is_patched = is_dynamo_compiling() or not self.own.keys().isdisjoint(methods)
+            arguments = None if is_patched else self.arguments(input)
             given = module if arguments is None else _StandIn(module, *arguments)
             return type(module).forward(given, input, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -268,29 +267,38 @@ class _Plan(NamedTuple):
     Args:
         layers: The plain layers.
         others: Layers that are not plain.
+        kinds: The types of layers in the model that run torch's own code.
+        parts: The code that all types of layers in the model run.
         children: The children of all modules, and their ids.
         modules: All modules. When one dies, its id may be reused, so the plan is dropped.
     """
 
     layers: list[tuple[_Layer, _Attributes]]
     others: list[Callable[[], nn.Module | None]]
+    kinds: frozenset[type[nn.Module]]
+    parts: list[Part]
     children: list[tuple[dict[str, nn.Module | None], list[int]]]
     modules: list[weakref.ref[nn.Module]]
 
     def is_current(self) -> bool:
         """Return True if the model has the same modules, and none of the others has become a plain layer."""
+        if not self.runs_the_same():
+            return False
         for children, ids in self.children:
             if [*map(id, children.values())] != ids:
                 return False
-        return not any(_is_plain(module()) for module in self.others)
+        return not any(_is_plain(module(), self.kinds) for module in self.others)
+
+    def runs_the_same(self) -> bool:
+        """Return True if no class or op was patched, or restored, since the plan was made."""
+        return all(part.is_current for part in self.parts)
 
 
-def _is_plain(module: nn.Module | None) -> bool:
-    """Return True for a layer with torch's own forward whose parameters are of no subclass."""
-    kind, params = type(module), {} if module is None else module._parameters
+def _is_plain(module: nn.Module | None, kinds: frozenset[type[nn.Module]]) -> bool:
+    """Return True for a layer of one of some types whose parameters are of no subclass."""
+    params = {} if module is None else module._parameters
     return (
-        kind in _FORWARDS
-        and kind.forward is _FORWARDS[kind]
+        type(module) in kinds
         and params.keys() >= {"weight", "bias"}
         and params["weight"] is not None
         and not any(_is_special(param) for param in params.values() if param is not None)
@@ -315,10 +323,10 @@ class WeightCache:
 
     The cache holds dense fp32 parameters of plain `nn.Linear`, convolution and transposed convolution layers;
     `report()` lists the others, with reasons. Autocast casts all other weights: those of subclasses of these layers, of
-    layers for which a policy has a rule, and of `nn.MultiheadAttention`, and those used in direct calls of `F.linear`,
-    in torch's inference fast path for `nn.TransformerEncoder`, and in code that is compiled, traced, or transformed by
-    `torch.func`. With gradients enabled, it also casts trained weights of fewer than 524,288 elements, because caching
-    them costs more.
+    layers whose class was patched, of layers for which a policy has a rule, and of `nn.MultiheadAttention`, and those
+    used in direct calls of `F.linear`, in torch's inference fast path for `nn.TransformerEncoder`, and in code that is
+    compiled, traced, or transformed by `torch.func`. A patch of a class applies from the next region on. With gradients
+    enabled, it also casts trained weights of fewer than 524,288 elements, because caching them costs more.
 
     16-bit copies take half the bytes of their weights; all copies are freed with the weights. Threads may share a
     cache.
@@ -352,7 +360,7 @@ class WeightCache:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(verify, bool) and verify != "rolling":
             raise ValueError(f"verify must be 'rolling', True or False, got {verify!r}")
-        of_layers = [module for module in model.modules() if isinstance(module, tuple(_FORWARDS))]
+        of_layers = [module for module in model.modules() if isinstance(module, tuple(OPS))]
         dtypes = {param.dtype for module in of_layers for param in module.parameters(recurse=False)}
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
@@ -368,7 +376,7 @@ class WeightCache:
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._quantized: weakref.WeakKeyDictionary[nn.Module, dict[QuantizedBy, Copy]] = weakref.WeakKeyDictionary()
         self._regions = 0  # of all threads
-        self._installed: list[tuple[_Layer, _Attributes]] = []
+        self._installed: _Plan | None = None
         _CACHES.add(self)
         _watch_writes()
 
@@ -390,10 +398,12 @@ class WeightCache:
             if self._regions == 0:
                 if self._plan is None or self._copies.params_have_changed or not self._plan.is_current():
                     self._plan = self._make_plan()
-                self._installed = self._plan.layers
-                for layer, attributes in self._installed:
+                self._installed = self._plan
+                for layer, attributes in self._installed.layers:
                     if "forward" not in layer.own and type(layer.module()) is layer.kind:
                         layer.own.update(attributes)
+            elif self._installed is not None and not self._installed.runs_the_same():
+                self._uninstall()
             self._regions += 1
         thread.devices.append(region.device)
         thread.device = region.device
@@ -412,12 +422,15 @@ class WeightCache:
         with self._copies.lock:
             self._regions -= 1
             if self._regions == 0:
-                for layer, attributes in self._installed:
-                    own = layer.own
-                    if own.get("forward") is attributes["forward"]:
-                        del own["forward"], own["__getstate__"]
-                        del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
-                self._installed = []
+                self._uninstall()
+
+    def _uninstall(self) -> None:
+        for layer, attributes in () if self._installed is None else self._installed.layers:
+            own = layer.own
+            if own.get("forward") is attributes["forward"]:
+                del own["forward"], own["__getstate__"]
+                del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
+        self._installed = None
 
     def quantized(self, module: nn.Module, weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
         """Return the quantized weight of a linear layer with a recipe, from the cache if possible.
@@ -458,15 +471,18 @@ class WeightCache:
         )
         left_alone = compiled.union(self._sharded)
         children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
-        plan = _Plan([], [], children, [weakref.ref(module, drop_plan) for module in modules])
+        parts = {kind: parts_of(kind) for kind in {type(module) for module in modules}.intersection(OPS)}
+        kinds = frozenset(kind for kind, of_kind in parts.items() if all(part.is_torchs for part in of_kind))
+        code = [part for of_kind in parts.values() for part in of_kind]
+        plan = _Plan([], [], kinds, code, children, [weakref.ref(module, drop_plan) for module in modules])
         for module in modules:
-            if module not in left_alone and _is_plain(module):
+            if module not in left_alone and _is_plain(module, kinds):
                 known, params = self._layers.get(module), module._parameters
                 if known is None or known[0].weight is not params["weight"] or known[0].bias is not params["bias"]:
                     layer = _Layer(module, self._copies, self._thread)
                     known = self._layers[module] = layer, layer.attributes()
                 plan.layers.append(known)
-            elif module not in left_alone and isinstance(module, tuple(_FORWARDS)):
+            elif module not in left_alone and isinstance(module, tuple(OPS)):
                 plan.others.append(weakref.ref(module))
         return plan
 
@@ -505,12 +521,14 @@ def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
     """Return by name why layers' weights are not cached."""
     refused: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        kind = next((kind for kind in _FORWARDS if isinstance(module, kind)), None)
+        kind = next((kind for kind in OPS if isinstance(module, kind)), None)
         of_layer = None
         if kind is not None and type(module) is not kind:
             of_layer = f"of a {type(module).__name__}, not a plain {kind.__name__}"
         elif getattr(vars(module).get("forward"), "__module__", __name__) != __name__:
             of_layer = f"of a {type(module).__name__} with its own forward"
+        elif kind is not None and (patch := patch_of(kind)) is not None:
+            of_layer = f"of a {kind.__name__}, but {patch}"
         for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
             reason = of_layer or why_not(param)
             if reason is not None and id(param) not in held:  # the weights of layers with recipes are held

@@ -1,8 +1,8 @@
 """Copies of parameters in fewer bits, and the search for copies whose parameter has changed unnoticed.
 
-A parameter has changed if its version or its address has. Fused optimizers and some collectives do not bump the
-version, so `WeightCache` is notified of both. Other such writes are found by comparing parameters with their copies,
-one slice at a time.
+A parameter has changed if its version, address, shape or strides have. Fused optimizers and some collectives do not
+bump the version, so `WeightCache` is notified of both. Other such writes are found by comparing parameters with their
+copies, one slice at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class Copy:
         "device",
         "dtype",
         "elements",
-        "layout",
         "low",
         "low_elements",
         "param",
         "quantized",
+        "shape",
+        "strides",
         "version",
     )
 
@@ -63,7 +64,7 @@ class Copy:
         with torch.inference_mode(False), torch.no_grad():
             # Read before the values, so that a concurrent write by another thread makes the copy stale.
             self.version, self.address = version(param), param.data_ptr()
-            self.layout = param.shape, param.stride()
+            self.shape, self.strides = param.shape, param.stride()
             self.elements = self.low = param.detach()  # keeps the memory alive, so that its address is not reused
             self.quantized: Quantized | None = None
             if isinstance(dtype, QuantizedBy):
@@ -76,17 +77,20 @@ class Copy:
                 self.elements, self.low_elements = _in_memory_order(self.elements), _in_memory_order(self.low)
 
     def is_current(self) -> bool:
-        """Return True if neither the version nor the address of the parameter has changed."""
-        return self.version == writes_to(self.param) and self.address == self.param.data_ptr()
+        """Return True if the parameter has the same version, address, shape and strides.
 
-    def has_another_layout(self) -> bool:
-        """Return True if the parameter's shape or strides have changed, as after `param.data = param.data.t()`."""
-        return (self.param.shape, self.param.stride()) != self.layout
+        A write such as `param.data = param.data.t()` changes only the strides.
+        """
+        param = self.param
+        return (
+            self.version == writes_to(param)
+            and self.address == param.data_ptr()
+            and self.shape == param.shape
+            and self.strides == param.stride()
+        )
 
     def differs(self, start: int, stop: int) -> bool | torch.Tensor:
         """Return whether a range of elements in memory differs from the parameter; a tensor on an accelerator."""
-        if self.has_another_layout():
-            return True
         if isinstance(self.dtype, QuantizedBy):
             return self._is_quantized_otherwise(self.dtype)
         now, copied = self.elements, self.low_elements
@@ -165,7 +169,7 @@ class Copies:
         """
         with self.lock:
             copy = self._known.get((id(param), dtype))
-            if copy is None or not copy.is_current() or copy.has_another_layout():
+            if copy is None or not copy.is_current():
                 copy = self._known[id(param), dtype] = Copy(param, dtype)
                 self.casts += bool(copy.device)
             elif self.verify is True and copy.device and copy.differs(0, copy.low.numel()):
