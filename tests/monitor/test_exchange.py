@@ -22,6 +22,7 @@ OF_ALL, OF_ONE, OF_TWO = 168, 56, 112  # elements of activations
 
 CASES = [
     *("none", "healthy", "every", "step", "no monitor", "late to attach", "too late to attach", "late", "detached"),
+    "forked",
     *("sample fails", "sample is not made", "silent", "fails in between"),
 ]
 TWO_MODELS = ["none of two", "another order", "other shapes", "one of two"]
@@ -51,7 +52,7 @@ def test_two_models_train_with_the_same_bits(case: str, ranks: list[dict[str, Re
         assert rank[case][name]["weights"] == ranks[0][case][name]["weights"]
 
 
-@pytest.mark.parametrize("case", ["healthy", "late to attach", "late"])
+@pytest.mark.parametrize("case", ["healthy", "late to attach", "late", "forked"])
 def test_ranks_that_come_in_time_are_recorded_together(case: str, ranks: list[dict[str, Result]]) -> None:
     assert of(ranks, case, "sample") == [SAMPLED, [], []]
     assert of(ranks, case, "messages") == [[], [], []]

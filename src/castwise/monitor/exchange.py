@@ -24,6 +24,7 @@ Headers: TypeAlias = list[tuple[int, ...] | None]
 _NUMBERS = 4  # of a header, after subject, step and whether there are any
 _STOPPED = 1 << 40  # added to the count of ranks that have come by a rank that waits no longer
 _NAMED = 10
+_OF_PARENT: list[Any] = []  # groups in a forked process: destroying one would wait for its threads, which are not there
 
 
 class NoExchangeError(Exception):
@@ -179,10 +180,13 @@ class Exchange:
     def close(self) -> None:
         """Leave the exchange, which is over then on all ranks. May be called again."""
         is_first = self._over is None
-        self._over, self._group = self._over or NoExchangeError("this rank has left", [self.rank]), None
-        if is_first and os.getpid() == self._process:
+        self._over = self._over or NoExchangeError("this rank has left", [self.rank])
+        if os.getpid() != self._process:
+            _OF_PARENT.append(self._group)
+        elif is_first:
             with suppress(Exception):  # of a store that no longer exists
                 self._store.set(self._key(self.rank), "left")
+        self._group = None
 
     def _come(self, step: int) -> None:
         self._count += 1
