@@ -21,7 +21,6 @@ MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpi
 # What torch sends by pickle, between ranks that trust each other.
 OF_RANKS = {
     ("amp/agreement.py", "all_gather_object"),
-    ("monitor/ranks.py", "all_gather_object"),
     ("demo/ranks.py", "broadcast_object_list"),
 }
 # Copies of arguments that a process makes for itself: never written, never read.

@@ -22,8 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import castwise
+from castwise.monitor.activations import Activations
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.shards import part_of
+from castwise.monitor.sample import Sample
+from castwise.monitor.shards import is_partial, part_of
 
 STEPS = 3
 FAULTS = ("none", "data of rank 1", "gradient of rank 1", "scale")
@@ -89,8 +91,32 @@ def refused() -> str:
     return ""
 
 
+class Constant(nn.Module):
+    """Returns a tensor, whatever it is given."""
+
+    def __init__(self, weight: torch.Tensor, output: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.output = nn.Parameter(weight), output
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.output
+
+
+def leave_out(sums: torch.Tensor, weight: torch.Tensor) -> None:
+    """Measure a gradient and an output that are partial sums."""
+    net = Constant(weight, sums)
+    net.weight.grad = sums
+    activations = Activations(net)
+    activations.watch()
+    net(torch.ones(1, requires_grad=True))
+    sample = Sample(net, activations.stop())
+    sample.measure_gradients(torch.optim.SGD(net.parameters()), torch.tensor(1.0))
+    measured = sample.measured(1.0, [])
+    assert (measured.left_out, measured.gradients, measured.activations) == (["weight"], {}, {})
+
+
 def parts(rank: int) -> dict[str, tuple[list[float], int | None]]:
-    """What this rank holds of [0, 1, 2], split, copied, and as a sum that is not summed yet."""
+    """What this rank holds of [0, 1, 2], split and copied; nothing of a sum that is not summed yet."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(3.0)
     tensors = {
@@ -99,6 +125,11 @@ def parts(rank: int) -> dict[str, tuple[list[float], int | None]]:
         "a sum": DTensor.from_local(whole * (2 * rank), mesh, [Partial()]),
         "plain": whole,
     }
+    sums = tensors.pop("a sum")
+    assert is_partial(sums)
+    assert not any(map(is_partial, tensors.values()))
+    if rank == 0:  # a collective would wait for rank 1
+        leave_out(sums, distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None))
     return {name: (part.local.tolist(), part.distinct) for name, part in ((n, part_of(t)) for n, t in tensors.items())}
 
 

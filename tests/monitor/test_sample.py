@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.monitor.reduced import combined
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.amp import readback
+from castwise.monitor.exchange import NoExchangeError
 from castwise.monitor.exponents import count, tally
-from castwise.monitor.sample import Measured, OfGradient, Sample, combined, sample_record
+from castwise.monitor.reduction import Layout, layout_of
+from castwise.monitor.sample import Measured, OfGradient, Sample, sample_record
 from castwise.monitor.tally import Tally
 
 
@@ -90,3 +95,43 @@ def test_parts_add_up_and_copies_count_once() -> None:
 def test_what_only_some_ranks_have_is_not_lost() -> None:
     stages = [Measured(activations={"first": of(1.0)}), Measured(activations={"second": of(2.0)})]
     assert combined(stages).activations == {"first": of(1.0), "second": of(2.0)}
+
+
+def test_ranks_with_different_names_are_combined_in_order_of_first_occurrence() -> None:
+    first = Measured({"a": OfGradient(of(1.0), of(1.0), 1)}, {"x": ["a"]}, updates={"a": [1.0] * 4})
+    second = Measured(
+        {"b": OfGradient(of(2.0**-30), of(2.0**30), 1, 3.0), "a": OfGradient(of(1.0), of(1.0), 1)},
+        {"y": ["b"], "x": ["a"]},
+        {"out": of(0.0, float("nan"))},
+        {"b": [1.0, 4.0, 1.0, float("nan")]},
+    )
+    together = combined([first, Measured(), second])
+    assert list(together.gradients) == ["a", "b"]
+    assert together.modules == {"x": ["a"], "y": ["b"]}
+    assert together.gradients["a"].scaled == of(1.0)
+    assert (together.gradients["b"].scaled, together.gradients["b"].unscaled) == (of(2.0**-30), of(2.0**30))
+    assert together.gradients["b"].squares == 3.0
+    assert together.activations == {"out": of(0.0, float("nan"))}
+    assert together.updates["a"] == [1.0] * 4
+    assert together.updates["b"][:3] == [1.0, 4.0, 1.0]
+    assert math.isnan(together.updates["b"][3])
+
+
+def test_another_shape_is_another_model() -> None:
+    ranks = [Measured({"a": OfGradient(of(1.0), of(1.0), 1, shape=shape)}) for shape in ((2, 3), None, (3, 2))]
+    assert combined(ranks[:2]).gradients["a"].scaled == of(1.0)
+    with pytest.raises(NoExchangeError, match=r"rank 2 trains another model: its a has shape \[3, 2\], not \[2, 3\]"):
+        combined(ranks)
+
+
+def test_a_norm_without_all_gradients_is_not_recorded() -> None:
+    rank = Measured({"a": OfGradient(of(1.0), of(1.0), 1, 4.0)})
+    assert sample_record(1, 1.0, combined([rank, rank]))["grad_norm"] == 2.0
+    assert sample_record(1, 1.0, combined([rank, replace(rank, left_out=["b"])]))["grad_norm"] is None
+
+
+def test_a_layout_is_sent_as_text() -> None:
+    layout = layout_of(Measured({"a": OfGradient(of(1.0), of(1.0), None, shape=(2,))}, {"": ["a"]}, {"": of(1.0)}))
+    sent = Layout.from_bytes(layout.to_bytes())
+    assert sent.to_bytes() == layout.to_bytes()
+    assert sent.gradients == {"a": [None, [2]]}

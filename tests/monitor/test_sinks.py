@@ -180,3 +180,19 @@ def test_without_tensorboard_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(tensorboard_events, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'castwise\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+def test_a_rank_that_records_alone_writes_beside_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given: list[Any] = [tmp_path / "run", tmp_path / "other.jsonl", JSONL("here/monitor.jsonl"), [].append]
+    for rank in (0, 1):
+        sinks = Sinks(given if rank == 0 else [*given[:2], JSONL("here")])
+        sinks.set_apart(rank)
+        sinks({"kind": "end", "step": rank})
+        sinks.close()
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
+    assert files == [
+        *("here-rank1/monitor.jsonl", "here/monitor.jsonl", "other-rank1.jsonl", "other.jsonl"),
+        *("run-rank1/monitor.jsonl", "run/monitor.jsonl"),
+    ]
+    assert all(len(path.read_text().splitlines()) == 1 for path in tmp_path.rglob("*.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -77,3 +78,14 @@ def test_diagnoses_are_those_of_the_ranks_at_fault_each_place_once() -> None:
     assert ranks_of(*(Skip("overflow", (), (found,)) for found in (head, body, head))) == {"head": 0, "body": 1}
     assert ranks_of(Skip("overflow", (), (head,))) == {"head": None}
     assert ranks_of(OVERFLOW, OVERFLOW) == {}
+
+
+def test_a_rank_sends_numbers_and_text() -> None:
+    skip = Skip("overflow", tuple(f"layer.{number}" for number in range(20)), (diagnosis("loss"),))
+    cause, text = skip.to_numbers()
+    assert json.loads(text)[1] == [diagnosis("loss")]
+    received = Skip.from_numbers(cause, text + b"   ")
+    assert (received.cause, received.diagnoses) == ("overflow", skip.diagnoses)
+    assert received.parameters == skip.parameters[:8]
+    assert ELSEWHERE.to_numbers()[1] == b""
+    assert Skip.from_numbers(*ELSEWHERE.to_numbers()) == ELSEWHERE

@@ -20,7 +20,7 @@ from castwise.amp.gradients import is_plain
 from castwise.diagnosis.replay import is_replaying
 from castwise.monitor import names
 from castwise.monitor.exponents import count
-from castwise.monitor.shards import is_split, part_of
+from castwise.monitor.shards import is_partial, is_split, part_of
 from castwise.tracing.module_hooks import ModuleHooks, inside_fused_layers
 
 
@@ -95,10 +95,14 @@ class Activations:
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating-point and complex tensors in a module's output; of DTensors this rank's part."""
+    """Yield the floating-point and complex tensors in a module's output; of DTensors this rank's part.
+
+    Partial sums are left out, because only a collective could complete them.
+    """
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta:
             if is_split(leaf):
-                yield part_of(leaf).local
+                if not is_partial(leaf):
+                    yield part_of(leaf).local
             elif is_plain(leaf) and not leaf.is_nested:
                 yield leaf

@@ -29,6 +29,7 @@ class Iteration:
         batches: The recorded batches that these gradients come from; optimizers that share a backward share the object.
         told: The facts received about their steps.
         left_out: The optimizers that did not step after all.
+        is_combined: Whether ranks combine their samples of it, including those that have none.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Iteration:
     batches: dict[torch.optim.Optimizer, MicroBatches] = field(default_factory=dict)
     told: dict[torch.optim.Optimizer, StepFacts] = field(default_factory=dict)
     left_out: set[torch.optim.Optimizer] = field(default_factory=set)
+    is_combined: bool = False
 
     def note_batches(self, optimizer: torch.optim.Optimizer, recorded: MicroBatches) -> None:
         """Assign batches recorded since the previous optimizer. If there are none, the two share a backward."""

@@ -26,11 +26,11 @@ from castwise.monitor.iterations import Iteration, Iterations
 from castwise.monitor.quantized_layers import QuantizedLayers
 from castwise.monitor.ranks import Ranks
 from castwise.monitor.run_header import run_record
-from castwise.monitor.sample import Measured, Sample, combined, sample_record
+from castwise.monitor.sample import Sample, sample_record
 from castwise.monitor.scaler_steps import ScalerSteps
 from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
-from castwise.monitor.skips import Skip, agreed
+from castwise.monitor.skips import PARAMETERS_NAMED, Skip, agreed
 from castwise.monitor.step_numbers import StepNumbers
 from castwise.monitor.steps_by_hand import StepsByHand
 from castwise.monitor.unscaled import UnscaledSteps, steps_of
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from castwise.diagnosis.diagnosis import Diagnosis
     from castwise.diagnosis.recording import MicroBatches, Recording
 
-_PARAMETERS_NAMED = 8
 _BY_PHASE = {
     "weight": Cause.NONFINITE_WEIGHTS,
     "input": Cause.NONFINITE_LOSS,
@@ -78,7 +77,9 @@ class Monitor:
     if it cannot measure something, it warns and leaves it out.
 
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
-    steps if their scalers agree, and the first process writes them. All processes must attach and detach together.
+    steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
+    `every` and the same step numbers. A process waits at most 10 s in `attach`, and at most once for 10 s in a step.
+    After that it goes on without the others and warns. The manual's page on ranks has the details.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.
@@ -192,6 +193,8 @@ class Monitor:
                 "on_skip. The cause of a skip and the parameters are recorded without it"
             )
         self._ranks = self._make_ranks()
+        if self._ranks.is_apart:
+            self._sinks.set_apart(self._ranks.rank)
         self._iterations = Iterations(len(self._optimizers), self._begin)
         scaler: Any = self._scaler
         self._numbers.start(scaler._outcomes.steps if self._is_scaled else self._steps.iteration - 1)
@@ -217,7 +220,8 @@ class Monitor:
         return self
 
     def _make_ranks(self) -> Ranks:
-        return Ranks()
+        model = type(names.modules(self._model)[""]).__name__
+        return Ranks.together(model, self._every, agrees=self._steps.agrees)
 
     def detach(self) -> None:
         """Record pending results, which waits for the device, and remove all hooks."""
@@ -251,7 +255,7 @@ class Monitor:
     ) -> None:
         if error is None:
             self.detach()
-        elif self._handles and self._ranks.size > 1:
+        elif self._handles and self._ranks.combine:
             self._remove()  # ranks that did not fail would not join in combining results
         else:
             with suppress(Exception):  # raise the training's error, not this one
@@ -277,6 +281,7 @@ class Monitor:
     def _begin(self, iteration: Iteration) -> None:
         self._finish()
         if self._is_sampled(iteration.number):
+            iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
             iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
         if self._is_sampled(iteration.number + 1):
             with self._guard:
@@ -293,7 +298,7 @@ class Monitor:
         optimizer = unwrapped(optimizer)
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
             return
-        if iteration.sample is None and (self._ranks.size == 1 or self._steps.agrees):
+        if iteration.sample is None and (not self._ranks.combine or self._ranks.combine_skips):
             with self._guard:
                 iteration.sample = Sample(self._model, {})
                 iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
@@ -335,7 +340,7 @@ class Monitor:
         return diagnosis
 
     def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
-        skip = self._skip(facts, diagnosis)
+        skip = self._skip(facts, iteration, diagnosis)
         self._write(
             {
                 "kind": "step",
@@ -344,7 +349,7 @@ class Monitor:
                 "skipped": facts.skipped,
                 "cause": skip and skip.cause,
                 "rank": skip and skip.rank,
-                "parameters": list(skip.parameters)[:_PARAMETERS_NAMED] if skip else [],
+                "parameters": list(skip.parameters)[:PARAMETERS_NAMED] if skip else [],
                 "grad_norm": facts.grad_norm,
                 "loss": facts.loss,
                 "seconds": iteration and iteration.seconds,
@@ -359,27 +364,31 @@ class Monitor:
         """Record complete samples."""
         with self._guard:
             for iteration in self._iterations.over(all_=all_):
-                if iteration.sample is not None:
+                if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
                     self._record_sample(iteration.sample, list(iteration.told.values()))
 
-    def _record_sample(self, sample: Sample, facts: list[StepFacts]) -> None:
-        first, measured = facts[0], Measured()  # gathered even if this rank fails to measure: the others wait for it
+    def _record_sample(self, sample: Sample | None, facts: list[StepFacts]) -> None:
+        first, mine = facts[0], None
         with self._guard:
-            measured = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
-        ranks = self._ranks.gather(measured)
+            if sample is not None:
+                mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
+        measured = self._ranks.sampled(first.number, mine)
         if self._ranks.is_first:
             is_clipped = any(each.grad_norm is not None for each in facts)
-            self._write(sample_record(first.number, first.scale, combined(ranks), is_clipped=is_clipped))
+            self._write(sample_record(first.number, first.scale, measured, is_clipped=is_clipped))
 
-    def _skip(self, facts: StepFacts, diagnosis: Diagnosis | None) -> Skip | None:
+    def _skip(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> Skip | None:
         if facts.cause is None:
             return None
-        bad = set(facts.parameters)
-        named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
-        mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
-        # If ranks do not agree on skips, the others would not join in the gather.
-        is_together = self._ranks.size > 1 and self._steps.agrees
-        known = dict(enumerate(self._ranks.gather(mine))) if is_together else {self._ranks.rank: mine}
+        mine = Skip(facts.cause.value, ())
+        with self._guard:  # so that this rank joins the others in any case
+            bad = set(facts.parameters)
+            named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
+            mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
+        has_sample = iteration is not None and iteration.sample is not None
+        known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
+        if iteration is not None and is_sampled:
+            iteration.is_combined = True
         return agreed(known, self._ranks.world_size)
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:

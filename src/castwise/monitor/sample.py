@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +15,9 @@ from castwise.monitor import names
 from castwise.monitor.exponents import count, sum_of_squares, tally
 from castwise.monitor.host_copies import HostCopies
 from castwise.monitor.quantized_layers import QuantizedSample
-from castwise.monitor.shards import part_of
+from castwise.monitor.shards import is_partial, part_of
 from castwise.monitor.tally import Tally
 from castwise.monitor.updates import Updates, update_record
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,14 @@ class OfGradient:
         unscaled: Tally of the gradient divided by the scale.
         distinct: See `shards.Part`.
         squares: Sum of squares of the unscaled gradient.
+        shape: Shape of all parts together; None if it is not known.
     """
 
     scaled: Tally
     unscaled: Tally
     distinct: int | None
     squares: float = 0.0
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Measured:
         activations: Tallies by module.
         updates: Results of `updates.compare` by parameter; empty if the step was skipped.
         quantized: Results of `QuantizedSample.layers` by layer.
+        left_out: Names of parameters whose gradients are partial sums, which only a collective could complete.
     """
 
     gradients: Mapping[str, OfGradient] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Measured:
     activations: Mapping[str, Tally] = field(default_factory=dict)
     updates: Mapping[str, list[float]] = field(default_factory=dict)
     quantized: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
 
 class Sample:
@@ -75,7 +77,8 @@ class Sample:
     ) -> None:
         self._model, self._quantized = model, quantized
         self._outputs = HostCopies({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
-        self._distinct: dict[str, int | None] = {}
+        self._parts: dict[str, tuple[int | None, tuple[int, ...] | None]] = {}  # distinct parts, and the shape of all
+        self._left_out: list[str] = []
         self._is_scaled: dict[str, bool] = {}
         self._gradients: list[HostCopies[tuple[str, bool]]] = []
         self._squares: list[HostCopies[str]] = []
@@ -99,8 +102,11 @@ class Sample:
             name = of_parameter.get(parameter)
             if name is None:
                 continue
+            if is_partial(parameter.grad):
+                self._left_out.append(name)
+                continue
             part = part_of(parameter.grad, parameter)
-            self._distinct[name] = part.distinct
+            self._parts[name] = part.distinct, None if part.distinct is None else tuple(parameter.shape)
             self._is_scaled[name] = is_scaled
             counts[name, True] = count(part.local)
             squares[name] = sum_of_squares(part.local)
@@ -148,7 +154,7 @@ class Sample:
         }
         owned = {module: own for module, own in modules.items() if own}
         quantized = {} if self._quantized is None else self._quantized.layers()
-        return Measured(gradients, owned, activations, updates, quantized)
+        return Measured(gradients, owned, activations, updates, quantized, self._left_out)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
@@ -164,23 +170,9 @@ class Sample:
                 else:
                     unscaled = scaled.divided_by(scale)
                 of_all = squares[name] / scale**2 if self._is_scaled[name] else squares[name]
-                gradients[name] = OfGradient(scaled, unscaled, self._distinct[name], of_all)
+                distinct, shape = self._parts[name]
+                gradients[name] = OfGradient(scaled, unscaled, distinct, of_all, shape)
         return gradients
-
-
-def combined(ranks: list[Measured]) -> Measured:
-    """Combine the measurements of several ranks: parts of a tensor add up, copies count once."""
-    if len(ranks) == 1:
-        return ranks[0]
-    activations = {name: sum(tallies, Tally()) for name, tallies in _by_name([rank.activations for rank in ranks])}
-    # Copies multiply all four numbers by the same factor, and only their quotients matter.
-    sums = {
-        name: [sum(numbers) for numbers in zip(*updates, strict=True)]
-        for name, updates in _by_name([rank.updates for rank in ranks])
-    }
-    gradients = {name: _whole(parts) for name, parts in _by_name([rank.gradients for rank in ranks])}
-    owned = {name: own for rank in ranks for name, own in rank.modules.items()}
-    return Measured(gradients, owned, activations, sums, ranks[0].quantized)
 
 
 def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool = False) -> dict[str, Any]:
@@ -192,7 +184,8 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         is_clipped: Whether the step was clipped, so that its step record has the norm.
 
     Returns:
-        grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, or has no gradients.
+        grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, has no gradients, or has
+            some that are partial sums, which are left out.
         gradients, modules: Results of `Tally.record` by parameter, and for all parameters that a module owns together.
             Magnitudes are unscaled, formats refer to scaled ones. On an accelerator the exponents are accurate to
             within one if the scale is not a power of two (see `Tally.divided_by`); the rest is exact.
@@ -202,7 +195,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
     gradients = found.gradients
-    has_norm = bool(gradients) and not is_clipped
+    has_norm = bool(gradients) and not is_clipped and not found.left_out
     modules = {}
     for module, own in found.modules.items():
         parts = [gradients[name] for name in own]
@@ -220,22 +213,6 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         "weights": {name: update_record(numbers) for name, numbers in found.updates.items()},
         **({"quantized": dict(found.quantized)} if found.quantized else {}),
     }
-
-
-def _by_name(ranks: list[Mapping[str, _T]]) -> Iterator[tuple[str, list[_T]]]:
-    """Yield each name with the values of the ranks that have it, in order of first occurrence."""
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        yield name, [rank[name] for rank in ranks if name in rank]
-
-
-def _whole(parts: list[OfGradient]) -> OfGradient:
-    held, distinct = len(parts), parts[0].distinct
-    scaled, unscaled = (
-        sum(tallies, Tally()).of_copies(held, held if distinct is None else distinct)
-        for tallies in ([part.scaled for part in parts], [part.unscaled for part in parts])
-    )
-    squares = sum(part.squares for part in parts) * (held if distinct is None else distinct) / held
-    return OfGradient(scaled, unscaled, distinct, squares)
 
 
 def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:

@@ -34,21 +34,21 @@ def is_split_over_ranks(model: nn.Module) -> bool:
     )
 
 
+def is_partial(tensor: Any) -> bool:
+    """Return True if a tensor is a DTensor of partial sums, which no rank knows without the others."""
+    return is_split(tensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
 def part_of(tensor: Any, parameter: torch.Tensor | None = None) -> Part:
-    """Return this rank's part of a tensor. A partial sum is reduced first, which all ranks of its mesh must join.
+    """Return this rank's part of a tensor.
 
     Args:
-        tensor: A DTensor, or a tensor that is the same on all ranks (DDP).
+        tensor: A DTensor without partial sums, or a tensor that is the same on all ranks (DDP).
         parameter: The parameter, if the tensor is its gradient. With FSDP1 each rank has its own part of gradients of
             flattened parameters.
     """
     if not is_split(tensor):
         of_this_rank = parameter is not None and is_fsdp_flattened(parameter)
         return Part(tensor, None if of_this_rank else 1)
-    if any(placement.is_partial() for placement in tensor.placements):
-        from torch.distributed.tensor import Replicate
-
-        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=whole)
     split = [dimension for dimension, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return Part(tensor.to_local(), math.prod(tensor.device_mesh.size(dimension) for dimension in split))

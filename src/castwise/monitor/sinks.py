@@ -99,6 +99,15 @@ class JSONL:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | _AS_IT_IS)
         self._samples_bytes = _bytes_of_samples(self._file)
 
+    def set_apart(self, rank: int) -> None:
+        """Write into a folder beside this one that has the rank in its name, as `castwise run` does."""
+        self.close()
+        if self.path.name == FILE_NAME:
+            folder = self.path.absolute().parent
+            self.path = folder.with_name(f"{folder.name}-rank{rank}") / FILE_NAME
+        else:
+            self.path = self.path.with_stem(f"{self.path.stem}-rank{rank}")
+
     def close(self) -> None:
         """Close the file. A later record opens it again."""
         if self._file is not None:
@@ -130,6 +139,12 @@ class Sinks:
 
     def __repr__(self) -> str:
         return repr(self._sinks)
+
+    def set_apart(self, rank: int) -> None:
+        """Write the files of a rank that records alone beside those of rank 0: in `run-rank1` instead of `run`."""
+        for sink in self._sinks if rank else []:
+            if isinstance(sink, JSONL):
+                sink.set_apart(rank)
 
     def __call__(self, record: Record) -> None:
         """Pass a record to all sinks."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from castwise.monitor import causes
 
+PARAMETERS_NAMED = 8
+"""The number of parameters that a record names; the first of all ranks are among the first of each."""
 # The most specific cause first: the one with evidence on a rank wins.
 _BY_WEIGHT = (causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW, causes.UNKNOWN, causes.ANOTHER_RANK)
 
@@ -27,6 +30,17 @@ class Skip:
     parameters: tuple[str, ...]
     diagnoses: tuple[dict[str, Any], ...] = ()
     rank: int | None = None
+
+    def to_numbers(self) -> tuple[int, bytes]:
+        """Return the cause as a number, and the rest as JSON for another rank; empty if there is no rest."""
+        rest = [self.parameters[:PARAMETERS_NAMED], self.diagnoses]
+        return _place(self.cause), json.dumps(rest).encode() if any(rest) else b""
+
+    @classmethod
+    def from_numbers(cls, cause: int, rest: bytes) -> Skip:
+        """Return the skip that a rank has sent."""
+        parameters, diagnoses = json.loads(rest) if rest else ((), ())
+        return cls(_BY_WEIGHT[cause], tuple(parameters), tuple(diagnoses))
 
 
 def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:

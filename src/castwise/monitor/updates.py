@@ -9,7 +9,7 @@ import torch
 from castwise.amp.gradients import params_and_grads
 from castwise.amp.measure import wide
 from castwise.monitor.exponents import piece_size
-from castwise.monitor.shards import part_of
+from castwise.monitor.shards import is_partial, part_of
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ class Updates:
         self._before[optimizer] = [
             (parameter, part_of(parameter.detach()).local.clone())
             for parameter in params_and_grads(optimizer)[0]
-            if parameter.is_floating_point() or parameter.is_complex()
+            if (parameter.is_floating_point() or parameter.is_complex()) and not is_partial(parameter)
         ]
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
