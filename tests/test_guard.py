@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import castwise
-from castwise._guard import Guard
+from castwise._guard import MOST_IN_A_ROW, Guard
+from castwise.amp.observers import OBSERVERS
 from castwise.monitor.monitor import Monitor
 from castwise.monitor.run import Run
 
@@ -32,6 +33,82 @@ def test_the_first_failure_is_told_and_no_other() -> None:
 def test_an_interrupt_is_no_failure() -> None:
     with pytest.raises(KeyboardInterrupt), Guard():
         raise KeyboardInterrupt
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("no such device")
+
+
+def test_a_door_that_fails_again_and_again_is_closed_and_the_others_stay_open() -> None:
+    guard, calls = Guard(), list[int]()
+
+    def fails(number: int) -> None:
+        calls.append(number)
+        raise ValueError(number)
+
+    door, other = guard.door(fails), guard.door(lambda: 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2 * MOST_IN_A_ROW):
+            assert door(number) is None
+            assert other() == 1
+    assert calls == list(range(MOST_IN_A_ROW))
+    assert [str(warned.message) for warned in caught] == [
+        "the monitor skipped a measurement that failed: ValueError: 0",
+        "the monitor skipped a measurement that failed: 10 times in a row, and is not tried again",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_door_that_succeeds_in_between_stays_open() -> None:
+    guard, calls = Guard(), list[int]()
+
+    def fails_if_odd(number: int) -> None:
+        calls.append(number)
+        if number % 2:
+            raise ValueError(number)
+
+    for number in range(3 * MOST_IN_A_ROW):
+        guard.door(fails_if_odd)(number)
+    assert calls == list(range(3 * MOST_IN_A_ROW))
+
+
+def test_the_first_failure_of_a_final_guard_closes_all_its_doors() -> None:
+    closed: list[str] = []
+    guard = Guard("the check failed", is_final=True, on_closed=lambda: closed.append("closed"))
+    assert guard.door(lambda: 1)() == 1
+    with pytest.warns(RuntimeWarning, match="^the check failed: OSError: no such device$"):
+        guard.door(fail)()
+    assert guard.door(lambda: 1)() is None
+    assert closed == ["closed"]
+
+
+def test_a_failure_is_printed_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Guard().door(fail)()
+    assert capsys.readouterr().err == (
+        "castwise: the monitor skipped a measurement that failed: OSError: no such device\n"
+    )
+
+
+def test_an_attach_that_fails_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, records = nn.Linear(2, 1), Records()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+    monitor = Monitor(model, optimizer, scaler, sinks=[records.append])
+    before = list(OBSERVERS)
+    monkeypatch.setattr("castwise.monitor.monitor.WATCH.model_found", fail)
+    with pytest.warns(RuntimeWarning, match="that failed: OSError: no such device"):
+        monitor.attach()
+    assert before == OBSERVERS
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
+    assert len(optimizer._optimizer_step_post_hooks) == len(scaler._outcomes.hooks) == len(scaler._gradients_hooks) == 0
+    monkeypatch.undo()
+    with monitor:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [record["kind"] for record in records] == ["run", "end", "run", "step", "sample", "end"]
 
 
 def records_of(model: nn.Module, x: torch.Tensor, steps: int = 1, **options: Any) -> Records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 
 _PASSED_OVER = {"castwise", "torch", "contextlib", "functools"}
 
@@ -18,3 +19,12 @@ def warn(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def warn_or_print(message: str, category: type[Warning]) -> None:
+    """Warn; where such warnings are errors, print to standard error instead, because watching must not end a run."""
+    try:
+        warn(message, category)
+    except category:
+        with suppress(OSError, ValueError):  # a closed stream
+            print(f"castwise: {message}", file=sys.stderr)

@@ -407,7 +407,7 @@ def test_a_finder_that_fails_is_warned_of_and_the_training_goes_on(
 ) -> None:
     monkeypatch.setattr("castwise.mistakes.accumulation.Accumulation.updating", lambda *_, **__: 1 / 0)
     training.backward()
-    with pytest.warns(RuntimeWarning, match="a measurement that failed: ZeroDivisionError"):
+    with pytest.warns(RuntimeWarning, match="check Accumulation failed and is turned off: ZeroDivisionError"):
         training.finish()
 
 

@@ -12,8 +12,7 @@ import torch
 from tests.mistakes.test_no_false_positives import Training, training
 
 import castwise
-from castwise.mistakes.backwards import Backwards
-from castwise.mistakes.checkpoints import Checkpoints
+from castwise.mistakes import backwards, checkpoints
 from castwise.mistakes.scaled_gradients import Window
 from castwise.mistakes.unscaling import Unscaling
 from castwise.mistakes.watch import WATCH
@@ -42,23 +41,22 @@ def train_and_look(training: Training) -> None:
     [
         (Unscaling, "backward_starts"),
         (Unscaling, "backward_ended"),
-        (Backwards, "_look_at"),
-        (Window, "_look_at"),
-        (Checkpoints, "_optimizer_asked"),
+        (backwards, "backward_running"),
+        (Window, "_norm_used"),
+        (checkpoints, "caller"),
     ],
 )
 def test_a_finder_that_fails_is_told_of_once_and_ends_nothing(
-    training: Training, monkeypatch: pytest.MonkeyPatch, where: type, name: str
+    training: Training, monkeypatch: pytest.MonkeyPatch, where: object, name: str
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    if name == "_optimizer_asked":
-        monkeypatch.setattr("castwise.mistakes.checkpoints.caller", fail)
-    else:
-        monkeypatch.setattr(where, name, fail)
+    monkeypatch.setattr(where, name, fail)
     before = [param.detach().clone() for param in training.model.parameters()]
-    with pytest.warns(RuntimeWarning, match="a measurement that failed: ZeroDivisionError") as told:
+    with pytest.warns(
+        RuntimeWarning, match=r"castwise's check \w+ failed and is turned off: ZeroDivisionError"
+    ) as told:
         train_and_look(training)
     assert len([each for each in told if each.category is RuntimeWarning]) == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))

@@ -21,6 +21,7 @@ import castwise.installation
 from castwise._user_error import UserError
 from castwise.amp.schedules import Schedule
 from castwise.cli.model_errors import is_ours
+from castwise.cli.termination import Termination
 from castwise.installation.account import Account
 from castwise.installation.settings import Settings
 from castwise.mistakes.mistake import Mistake
@@ -89,11 +90,13 @@ class Script:
         out = out.absolute()  # the script may change the current folder
         account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
         castwise.installation.begin(account, settings)
+        self._termination = Termination(lambda: self._report_now(out, ending, account, settings))
         WATCH.warns = False  # scripts may filter warnings
         WATCH.subscribe(self._print_mistake)
         atexit.register(
             self._finish, out, os.getpid(), ending, account, settings
         )  # registered before the script's own handlers, so it runs after them
+        self._termination.watch()
         sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer replaced it
         try:
@@ -131,22 +134,44 @@ class Script:
         """Write the report and print the summary."""
         if os.getpid() != pid:
             return  # this is a forked worker
-        was_recording, seen = castwise.installation.is_recording(), castwise.installation.describe_seen()
-        summary = castwise.installation.end()
-        WATCH.stop()
-        if rank_now() == 0:
-            lines = [f"recorded in {out}"] if summary is None or summary.report is None else []
-            if not was_recording:
-                lines = [_without_records(out, seen)]
-            mistakes = [each.record() for each in WATCH.found]  # including those found only now
-            notes = [*account.notes, *settings.notes]
-            self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
+        with self._termination.ending():
+            self._end(out, ending, account, settings)
         if self._is_interrupted and sys.platform != "win32":
             # Python does this after Ctrl-C in a script, but not in a module, and castwise may run as a module.
             sys.stdout.flush()
             sys.stderr.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(pid, signal.SIGINT)
+
+    def _report_now(self, out: Path, ending: Ending, account: Account, settings: Settings) -> None:
+        """Write the report of a run that is being ended by a signal, without what has not been recorded yet."""
+        self._has_failed = True  # the signal decides the exit code
+        summary = account.report()
+        if rank_now() == 0:
+            self._print(out, ending, account, settings, summary, None if account.has_recorded else account.seen)
+
+    def _end(self, out: Path, ending: Ending, account: Account, settings: Settings) -> None:
+        was_recording, seen = castwise.installation.is_recording(), castwise.installation.describe_seen()
+        summary = castwise.installation.end()
+        WATCH.stop()
+        if rank_now() == 0:
+            self._print(out, ending, account, settings, summary, None if was_recording else seen)
+
+    def _print(
+        self,
+        out: Path,
+        ending: Ending,
+        account: Account,
+        settings: Settings,
+        summary: Summary | None,
+        seen: str | None = None,
+    ) -> None:
+        lines = [f"recorded in {out}"] if summary is None or summary.report is None else []
+        if seen is not None:
+            lines = [_without_records(out, seen)]
+        mistakes = [each.record() for each in WATCH.found]  # including those found only now
+        notes = [*account.notes, *settings.notes]
+        self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
 
     def _print_summary(self, lines: list[str], summary: Summary, ending: Ending) -> None:
         if ending.as_json:

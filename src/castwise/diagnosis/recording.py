@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import Guard, guarded
 from castwise._torch_private import is_backward_running, tree_map
-from castwise._warnings import warn
+from castwise._warnings import warn_or_print
 from castwise.amp.outcomes import Cause
 from castwise.diagnosis.cases import outputs_of
 from castwise.diagnosis.diagnosis import Diagnosis, NonFinite, diagnose_replay
@@ -192,7 +192,7 @@ class Recording:
             # Hooks rather than a replaced `forward` or the attribute that `model.compile()` sets: a replaced `forward`
             # sees the batch only after other hooks changed it, and Dynamo recompiles the model's callers whenever
             # either is set or removed. Both are also bound to one module, which replicas of DataParallel share.
-            self._hooks = ModuleHooks()
+            self._hooks = ModuleHooks(self._guard)
             # First, before a policy's rule for the model itself sets another state.
             self._hooks.put_on(self._model, self._before, self._after, first=True)
 
@@ -221,7 +221,7 @@ class Recording:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = None
         if torch.is_grad_enabled() and not (is_replaying() or is_backward_running()):
-            with self._guard:
+            with self._guard:  # `_after` expects an entry for each forward
                 types = {tensor.device.type for tensor in [*tensors_of([args, kwargs]), *model.parameters()]}
                 given = tree_map(_detached, args), tree_map(_detached, kwargs)
                 batch = MicroBatch(*given, CastingState(types), RandomState(), self._buffers_of(model))
@@ -231,33 +231,32 @@ class Recording:
         batch = self._begun.pop()
         if batch is None or output is None:  # the forward raised
             return
-        with self._guard:
-            outputs = outputs_of(output)
-            batch.outputs = len(outputs)
-            for place, tensor in enumerate(outputs):
-                if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf would stay
-                    tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
-            if self._batches.iteration != self._iteration():
-                self._begin(self._iteration())
-            kept = [*tensors_of([batch.args, batch.kwargs]), *(copy for _, _, copy in batch.buffers)]
-            if not self._fits(kept):
-                self.detach()
-                warn(
-                    f"recording a step takes more than {self._most_bytes / 2**20:g} MiB, so skipped steps are not "
-                    "diagnosed any more. castwise.Monitor(..., on_skip='diagnose') has no such limit",
-                    UserWarning,
-                )
-                return
-            self._nbytes += _nbytes(kept)
-            self._batches.append(batch)
+        outputs = outputs_of(output)
+        batch.outputs = len(outputs)
+        for place, tensor in enumerate(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf would stay
+                tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
+        if self._batches.iteration != self._iteration():
+            self._begin(self._iteration())
+        kept = [*tensors_of([batch.args, batch.kwargs]), *(copy for _, _, copy in batch.buffers)]
+        if not self._fits(kept):
+            self.detach()
+            warn_or_print(
+                f"recording a step takes more than {self._most_bytes / 2**20:g} MiB, so skipped steps are not "
+                "diagnosed any more. castwise.Monitor(..., on_skip='diagnose') has no such limit",
+                UserWarning,
+            )
+            return
+        self._nbytes += _nbytes(kept)
+        self._batches.append(batch)
 
+    @guarded
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor) -> None:
-        with self._guard:
-            if not self._fits([gradient]):
-                batch.condense()
-            elif not batch.is_condensed:
-                self._nbytes += gradient.nbytes
-            batch.add(place, gradient)
+        if not self._fits([gradient]):
+            batch.condense()
+        elif not batch.is_condensed:
+            self._nbytes += gradient.nbytes
+        batch.add(place, gradient)
 
     def _buffers_of(self, model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
         return [

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from castwise._guard import Guard
 from castwise.amp.schedules import Schedule
 from castwise.installation.account import Account
 from castwise.installation.replacement import Replacement
@@ -85,10 +86,16 @@ def begin(account: Account, settings: Settings) -> None:
         if _INSTALLED:
             raise RuntimeError("castwise is already installed: call uninstall() first")
         replacement = Replacement(settings)
-        replacement.put_in_place()
-        account.begin()
+        try:
+            replacement.put_in_place()
+            account.begin()
+        except BaseException:
+            account.stop()
+            replacement.undo()
+            raise
         _INSTALLED.append((replacement, account))
-    replacement.warn_about_unreplaced()
+    with Guard("castwise could not look for what it has not replaced"):
+        replacement.warn_about_unreplaced()
 
 
 def uninstall() -> Path | None:
@@ -109,8 +116,11 @@ def end() -> Summary | None:
         if not _INSTALLED:
             return None
         replacement, account = _INSTALLED.pop()
-        replacement.undo()
-    return account.end()
+        with Guard("castwise could not restore torch"):
+            replacement.undo()
+    with Guard("castwise could not end the records and write the report"):
+        return account.end()
+    return None
 
 
 def is_recording() -> bool:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from castwise._guard import Guard
-from castwise._torch_private import is_dynamo_active, never_traced
-from castwise._warnings import warn
+from castwise._guard import Guard, guarded
+from castwise._torch_private import is_dynamo_active
+from castwise._warnings import warn_or_print
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
 from castwise.amp.outcomes import Cause, StepFacts
@@ -76,20 +76,31 @@ class Account(Observer):
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
         for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
             file.unlink()  # records of workers of an earlier run
-        WATCH.subscribe(self._on_mistake, of_gradients=True)
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
+        with self._guard:  # models are recorded anyway
+            WATCH.subscribe(self._on_mistake, of_gradients=True)
 
-    def end(self) -> Summary | None:
-        """Record pending results, write the report and return its summary; None if there is none."""
+    def stop(self) -> None:
+        """Stop looking for models; those that were found are still recorded."""
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            OBSERVERS.remove(self)
+
+    def end(self) -> Summary | None:
+        """Record pending results, write the report and return its summary; None if there is none."""
+        self.stop()
         for monitor in filter(None, [reference() for reference in self._monitors]):
             with self._guard:
                 monitor.detach()
-        WATCH.unsubscribe(self._on_mistake)
+        with self._guard:
+            WATCH.unsubscribe(self._on_mistake)
+        return self.report()
+
+    def report(self) -> Summary | None:
+        """Write the report of what is recorded so far, without waiting. Return its summary; None if there is none."""
         if not self.has_recorded or self._rank or self.out is None:
             return None
         from castwise.report.summary import end
@@ -122,36 +133,40 @@ class Account(Observer):
 
     # -- events -------------------------------------------------------------------------------------------------
 
+    @guarded
     def entered(self, region: Any) -> None:
         """Count regions. In the first one of a training step, start recording batches for a diagnosis."""
         if not self._has_seen_a_region and torch.is_grad_enabled() and not is_dynamo_active():
             self._has_seen_a_region = True
-            with self._guard:
-                self._record_batches()
+            self._record_batches()
         if region._enabled:
             dtype = str(region.fast_dtype).removeprefix("torch.")
             self._seen[f"autocast region in {dtype}", f"autocast regions in {dtype}"] += 1
 
+    @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Count losses."""
         self._seen["scaled loss", "scaled losses"] += 1
 
+    @guarded
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Attach a monitor to an optimizer that is unscaled before its step, while gradients are still scaled."""
         self._register(optimizer, scaler)
 
+    @guarded
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Attach a monitor before a step of the scaler, which does not call the optimizer if it skips."""
         self._has_scaler |= scaler.is_enabled()
         self._register(optimizer, scaler if scaler.is_enabled() else None)
 
+    @guarded
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Drop the recordings of models that did not step in the first iteration."""
         for recording in self._recordings.values():
             recording.detach()
         self._recordings.clear()
 
-    @never_traced  # a step may be inside compiled code
+    @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._register(optimizer, None)
 
@@ -174,14 +189,15 @@ class Account(Observer):
     def _register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         if optimizer not in self._registered:
             self._registered.add(optimizer)
-            with self._guard:
-                self._monitor(optimizer, scaler)
+            self._monitor(optimizer, scaler)
 
     def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         model = model_with(params_of(optimizer))
         if model is None:
             self._seen["optimizer without a module", "optimizers without a module"] += 1
-            warn("an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning)
+            warn_or_print(
+                "an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning
+            )
             return
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
         self._registered.update(optimizers)

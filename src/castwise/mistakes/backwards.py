@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from castwise._guard import guarded
 from castwise._torch_private import backward_running
 from castwise.amp.gradients import params_of
 from castwise.mistakes.finder import Finder
@@ -56,11 +57,8 @@ class Backwards(Finder):
         for param in params:
             self._hooks.append(param.register_post_accumulate_grad_hook(self._gradient_came))  # type: ignore[no-untyped-call]  # torch's
 
+    @guarded
     def _gradient_came(self, param: torch.Tensor) -> None:
-        with self.watch.guard:
-            self._look_at(param)
-
-    def _look_at(self, param: torch.Tensor) -> None:
         backward = backward_running()
         if backward is None:
             return  # FSDP2 accumulates gradients after the backward

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from castwise._guard import guarded
 from castwise.mistakes.finder import Finder
 from castwise.mistakes.mistake import Place, caller
 
@@ -39,10 +40,10 @@ class Checkpoints(Finder):
         """Record that a state requested before was written to a file."""
         self._file_saved = self._saved_alone is not None
 
+    @guarded
     def _optimizer_asked(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        with self.watch.guard:
-            if self._is_scaled.get(optimizer) and not self._scaler_saved:
-                self._saved_alone = self._saved_alone or caller()
+        if self._is_scaled.get(optimizer) and not self._scaler_saved:
+            self._saved_alone = self._saved_alone or caller()
 
     def saved(self, scaler: Any) -> None:
         """Record that the scaler's state was saved too."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from castwise._guard import Guard
 from castwise.amp.observers import Observer
 from castwise.amp.outcomes import StepFacts
 
@@ -24,6 +25,17 @@ class Finder(Observer):
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
+        text = f"castwise's check {type(self).__name__} failed and is turned off"
+        self._guard = Guard(text, is_final=True, on_closed=self.turn_off)
+
+    def call(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Pass an event to the finder, unless it has failed before."""
+        self._guard.call(getattr(self, event), *args, **kwargs)
+
+    def turn_off(self) -> None:
+        """Remove all hooks and recorded state, whatever has failed."""
+        with self._guard:
+            self.stop()
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer's first step or unscaling."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from castwise._guard import Guard
-from castwise._torch_private import PlainFunctions, never_traced, tree_leaves
+from castwise._guard import Guard, guarded
+from castwise._torch_private import PlainFunctions, tree_leaves
 from castwise.mistakes.mistake import Place, caller
 
 # Functions that apply a bound.
@@ -81,13 +81,9 @@ class Window:
             self._take(param.grad)
         ScaledGradient.window = self
 
-    @never_traced
+    @guarded
     def note(self, func: Any, args: Any, result: Any) -> None:
         """Check a torch function that was called with a scaled gradient."""
-        with self._guard:
-            self._look_at(func, args, result)
-
-    def _look_at(self, func: Any, args: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
         if name == "__get__" and not isinstance(result, torch.Tensor):
             return  # an attribute, such as its device

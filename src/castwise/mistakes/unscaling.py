@@ -42,7 +42,7 @@ class Unscaling(Finder):
         with_gradients = [leaf for leaf in leaves if leaf.grad is not None]
         self._scaled.update((id(leaf), weakref.ref(leaf.grad)) for leaf in with_gradients if leaf.grad is not None)
         if self.watch.may_change_gradients:
-            self._window = Window(with_gradients, self.watch.guard, scaler._get_scale_async())
+            self._window = Window(with_gradients, self._guard, scaler._get_scale_async())
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Report uses of the gradients before this unscaling."""

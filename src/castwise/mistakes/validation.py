@@ -26,7 +26,7 @@ class Validation(Finder):
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
-        self._hooks = ModuleHooks()
+        self._hooks = ModuleHooks(self._guard)
         self._models: WeakSet[nn.Module] = WeakSet()
         self._regions = threading.local()
         self._trains_in_autocast = False
@@ -47,11 +47,8 @@ class Validation(Finder):
         self._regions.depth = getattr(self._regions, "depth", 1) - 1
 
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not is_jit_tracing():
-            with self.watch.guard:
-                self._look_at(model, args, kwargs)
-
-    def _look_at(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_jit_tracing():
+            return
         leaves = tree_leaves((args, kwargs))
         device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if device is None:

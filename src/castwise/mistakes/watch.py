@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from castwise._guard import Guard
+from castwise._guard import Guard, guarded
 from castwise._torch_private import at_the_end_of_this_backward, never_traced
 from castwise.amp.observers import OBSERVERS, Observer
+from castwise.amp.outcomes import StepFacts
 from castwise.mistakes.accumulation import Accumulation
 from castwise.mistakes.backwards import Backwards
 from castwise.mistakes.checkpoints import Checkpoints
@@ -49,7 +50,8 @@ class MixedPrecisionMistake(UserWarning):
 class Watch(Observer):
     """Reports mistakes to its subscribers. Each `Finder` looks for one kind.
 
-    A watch does not change results and never ends a run: a finder that fails issues one warning.
+    A watch does not change results and never ends a run. A finder that fails is turned off with a warning, because it
+    would report mistakes that are none if it had missed an event; if the watch itself fails, all are.
     """
 
     def __init__(self) -> None:
@@ -58,8 +60,8 @@ class Watch(Observer):
         self._forget()
 
     def _forget(self) -> None:
-        self.guard = Guard()
-        """Finders run their own hooks under this guard."""
+        text = "castwise does not look for mistakes any more, because the watch failed"
+        self._guard = Guard(text, is_final=True, on_closed=self._turn_off)
         self.found: list[Mistake] = []
         self.warns = True
         """Whether to warn of each mistake."""
@@ -97,13 +99,15 @@ class Watch(Observer):
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Report pending mistakes and remove a subscriber. The watch stops if it was the last."""
         if subscriber in [each() for each in self._subscribers]:
-            self._each("ending")
+            with self._guard:  # the subscriber is removed anyway
+                self._each("ending")
             self._subscribers = [each for each in self._subscribers if each() not in (None, subscriber)]
             self._end_without_subscribers()
 
     def stop(self) -> None:
         """Report pending mistakes and remove all subscribers."""
-        self._each("ending")
+        with self._guard:
+            self._each("ending")
         self._subscribers = []
         self._end_without_subscribers()
 
@@ -111,15 +115,20 @@ class Watch(Observer):
         self._subscribers = [each for each in self._subscribers if each is not gone]
         if not self._subscribers and self in OBSERVERS:
             OBSERVERS.remove(self)
-            self._each("stop")
+            atexit.unregister(self._at_exit)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            atexit.unregister(self.stop)
+            self._turn_off()
+
+    def _turn_off(self) -> None:
+        for finder in self._finders:
+            finder.turn_off()
 
     def _start(self) -> None:
         self._forget()
-        atexit.register(self.stop)  # while the weak references are still usable
+        self._at_exit = self._guard.door(self.stop)
+        atexit.register(self._at_exit)  # while the weak references are still usable
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
         self._finders = [*(kind(self) for kind in kinds), LowWeights(self), CompiledRegions(self)]
         self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
@@ -150,35 +159,42 @@ class Watch(Observer):
         self.found.append(mistake)
         for reference in tuple(self._subscribers):
             if (subscriber := reference()) is not None:
-                subscriber(mistake)
+                with self._guard:
+                    subscriber(mistake)
         if not self.warns:
             return
         file, line = ("<unknown>", 0) if place is None else (place.file, place.line)
         with suppress(MixedPrecisionMistake):  # where warnings are errors
             warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
 
+    @guarded
     def model_found(self, model: nn.Module) -> None:
         """Notify the finders of a model that is being trained."""
         self._each("model_found", model)
 
+    @guarded
     def file_saved(self) -> None:
         """Notify the finders of a saved file."""
         self._each("file_saved")
 
+    @guarded
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         """Notify the finders of an optimizer's loaded checkpoint."""
         self._each("state_loaded", optimizer, state_dict)
 
+    @guarded
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders of an advanced learning-rate schedule."""
         self._each("advanced", optimizer)
 
     # -- events -------------------------------------------------------------------------------------------------
 
+    @guarded
     def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
         """Notify the finders."""
         self._each("scaler_made", scaler, wanted=wanted)
 
+    @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """Notify the finders, and hook the start of the loss's backward."""
         if self._is_elsewhere():
@@ -186,29 +202,30 @@ class Watch(Observer):
         self.has_scaled = True
         self._each("scaled", scaler, loss, scaled)
         if scaled.requires_grad and self.is_looking:
-            with self.guard:
-                self._look_out_for_backward(scaler, scaled)
+            self._look_out_for_backward(scaler, scaled)
 
     def _look_out_for_backward(self, scaler: Any, scaled: torch.Tensor) -> None:
         leaves = leaves_of(scaled)
 
         def start(_: torch.Tensor) -> None:
-            with self.guard:
-                self._tell("backward_starts", leaves)
-                at_the_end_of_this_backward(lambda: self._tell("backward_ended", leaves, scaler))
+            self._tell("backward_starts", leaves)
+            at_the_end_of_this_backward(self._guard.door(lambda: self._tell("backward_ended", leaves, scaler)))
 
-        scaled.register_hook(start)  # type: ignore[no-untyped-call]  # torch's
+        scaled.register_hook(self._guard.door(start))  # type: ignore[no-untyped-call]  # torch's
 
+    @guarded
     def asked(self, scaler: Any) -> None:
         """Record that the script asked for the scale."""
         self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
 
+    @guarded
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders, unless the scaler unscales as part of its step."""
         if not self.is_stepping and not self._is_elsewhere():
             self._register(optimizer)
             self._each("unscaling", scaler, optimizer)
 
+    @guarded
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders."""
         if self._is_elsewhere():
@@ -217,48 +234,59 @@ class Watch(Observer):
         self.is_stepping = scaler.is_enabled()
         if scaler not in self._scalers:
             self._scalers.add(scaler)
-            self._handles.append(scaler.register_step_hook(lambda facts: self._each("step_resolved", facts)))
+            self._handles.append(scaler.register_step_hook(self._step_resolved))
         self._each("stepping", scaler, optimizer)
 
+    @guarded
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the finders."""
         if not self._is_elsewhere():
             self.is_stepping = False
             self._each("stepped", scaler, optimizer)
 
+    @guarded
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Notify the finders of the update, and that the iteration ends."""
         if not self._is_elsewhere():
             self._each("updating", scaler, is_set=is_set)
             self._tick()
 
+    @guarded
     def saved(self, scaler: Any) -> None:
         """Notify the finders."""
         self._each("saved", scaler)
 
+    @guarded
     def loaded(self, scaler: Any) -> None:
         """Notify the finders."""
         self._each("loaded", scaler)
 
+    @guarded
     def entered(self, region: Any) -> None:
         """Notify the finders."""
         self._each("entered", region)
 
+    @guarded
     def left(self, region: Any) -> None:
         """Notify the finders."""
         self._each("left", region)
 
+    @guarded
     def compiled(self, device_type: str, enabled: bool) -> None:
         """Notify the finders."""
         self._each("compiled", device_type, enabled)
 
-    @never_traced
+    @guarded
+    def _step_resolved(self, facts: StepFacts) -> None:
+        self._each("step_resolved", facts)
+
+    @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._is_elsewhere():
             self._register(optimizer)
             self._each("optimizer_steps", optimizer)
 
-    @never_traced
+    @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self.is_stepping and not self._is_elsewhere():
             self._each("optimizer_stepped", optimizer)
@@ -288,8 +316,7 @@ class Watch(Observer):
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Notify the finders, from any thread."""
         for finder in self._listening.get(event, ()):
-            with self.guard:
-                getattr(finder, event)(*args, **kwargs)
+            finder.call(event, *args, **kwargs)
 
 
 def _listens(finder: Finder, event: str) -> bool:

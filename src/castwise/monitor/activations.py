@@ -38,14 +38,14 @@ class Activations:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._hooks = ModuleHooks()
+        self._guard = Guard()
+        self._hooks = ModuleHooks(self._guard)
         self._inside: set[nn.Module] = set()
         self._found: dict[str, list[torch.Tensor]] = {}
         self._in_this_forward: set[str] = set()
         self._done: set[str] = set()
         self._depth = 0
         self._counts = False
-        self._guard = Guard()
 
     def watch(self) -> None:
         """Start counting with the next forward."""
@@ -83,7 +83,7 @@ class Activations:
             has_output = output is not None and not are_functorch_transforms_active()
             if self._counts and has_output and name not in self._done:
                 self._in_this_forward.add(name)
-                with self._guard:
+                with self._guard:  # the depth is counted anyway
                     self._found.setdefault(name, []).extend([count(tensor) for tensor in _tensors(output)])
             self._depth -= 1
             if self._depth == 0:

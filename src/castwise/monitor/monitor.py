@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from castwise._guard import Guard
-from castwise._torch_private import never_traced
-from castwise._warnings import warn
+from castwise._guard import Guard, guarded
+from castwise._warnings import warn, warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.outcomes import Cause, StepFacts
 from castwise.mistakes.mistake import Mistake
@@ -74,7 +74,7 @@ class Monitor:
     A sampled step reads every output once on its device and every gradient twice (three times on a CPU if the scale is
     not a power of two), and copies and compares the weights. The host never waits for an accelerator: results from
     there are recorded two steps later. The monitor's memory does not grow with the run. The monitor never ends the run:
-    if it cannot measure something, it warns and leaves it out.
+    if it cannot measure something, it warns and leaves it out, and does not try again after ten failures in a row.
 
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
     steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
@@ -192,6 +192,15 @@ class Monitor:
                 'on_skip="diagnose" replays a batch on each rank alone, and this model is split over ranks: remove '
                 "on_skip. The cause of a skip and the parameters are recorded without it"
             )
+        self._has_begun = is_attached = False
+        with self._guard:
+            self._start()
+            is_attached = True
+        if not is_attached:
+            self._remove()
+        return self
+
+    def _start(self) -> None:
         self._ranks = self._make_ranks()
         if self._ranks.is_apart:
             self._sinks.set_apart(self._ranks.rank)
@@ -202,22 +211,22 @@ class Monitor:
         self._scaler_steps = ScalerSteps(
             self._sample_skipped, self._model, self._optimizers, scaler if self._is_scaled else None
         )
+        self._handles = [self._scaler_steps]
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
-        self._handles = [
+        self._has_begun = True
+        self._handles += [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._on_step),
-            self._scaler_steps,
         ]
         if self._recording is not None:
-            with self._guard:
+            with self._guard:  # steps are recorded without diagnoses
                 self._recording.attach()
-        with self._guard:
+        with self._guard:  # and without outputs, as those of scripted modules
             self._activations.watch()
             self._quantized.watch()
         WATCH.subscribe(self._on_mistake)
         WATCH.model_found(self._model)
-        return self
 
     def _make_ranks(self) -> Ranks:
         model = type(names.modules(self._model)[""]).__name__
@@ -227,25 +236,29 @@ class Monitor:
         """Record pending results, which waits for the device, and remove all hooks."""
         if not self._handles:
             return
-        with ExitStack() as last:
-            last.callback(self._remove)
-            last.callback(self._finish, all_=True)
-            self._steps.synchronize()
-            self._record_steps_by_hand(all_=True)
+        try:
+            self._steps.synchronize()  # may raise ScaleExhausted, which is the schedule's
+        finally:
+            for end in (partial(self._record_steps_by_hand, all_=True), partial(self._finish, all_=True), self._remove):
+                with self._guard:  # one that fails must not keep the others
+                    end()
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        WATCH.unsubscribe(self._on_mistake)
-        self._activations.stop()
-        self._quantized.stop()
-        self._iterations.clear()
-        if self._recording is not None:
-            self._recording.detach()
-        self._write({"kind": "end", "step": self._numbers.last})
-        self._sinks.close()
-        self._ranks.close()
+        removals: list[Callable[[], object]] = [
+            *(handle.remove for handle in self._handles),
+            lambda: WATCH.unsubscribe(self._on_mistake),
+            self._activations.stop,
+            self._quantized.stop,
+            lambda: self._iterations.clear(),  # which a failed `attach` may not have made
+            *([] if self._recording is None else [self._recording.detach]),
+            self._write_end,
+            self._sinks.close,
+            lambda: self._ranks.close(),
+        ]
+        self._handles = []
+        for remove in removals:
+            with self._guard:  # one that fails must not keep the others
+                remove()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -263,20 +276,19 @@ class Monitor:
 
     # -- during a step, in this order ---------------------------------------------------------------------------
 
-    @never_traced  # a step may be inside compiled code
+    @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
         """Measure gradients before anything changes them."""
         optimizer = unwrapped(optimizer)
         if not self._knows(optimizer):
             return
-        with self._guard:
-            self._numbers.begin(self._steps.iteration)
-            iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
-            if self._recording is not None:
-                iteration.note_batches(optimizer, self._recording.take())
-            if iteration.sample is not None:
-                iteration.sample.measure_gradients(optimizer, scale)
-                iteration.sample.keep_weights(optimizer)
+        self._numbers.begin(self._steps.iteration)
+        iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
+        if self._recording is not None:
+            iteration.note_batches(optimizer, self._recording.take())
+        if iteration.sample is not None:
+            iteration.sample.measure_gradients(optimizer, scale)
+            iteration.sample.keep_weights(optimizer)
 
     def _begin(self, iteration: Iteration) -> None:
         self._finish()
@@ -284,7 +296,7 @@ class Monitor:
             iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
             iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
         if self._is_sampled(iteration.number + 1):
-            with self._guard:
+            with self._guard:  # this iteration is measured anyway
                 self._activations.watch()
                 self._quantized.watch()
 
@@ -299,27 +311,27 @@ class Monitor:
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
             return
         if iteration.sample is None and (not self._ranks.combine or self._ranks.combine_skips):
-            with self._guard:
-                iteration.sample = Sample(self._model, {})
-                iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
+            iteration.sample = Sample(self._model, {})
+            iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
 
-    @never_traced
+    @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
         if iteration is not None and iteration.sample is not None:
-            with self._guard:
+            with self._guard:  # a step by hand is recorded anyway
                 iteration.sample.measure_update(optimizer)
         if not self._is_scaled or iteration is None or self._scaler_steps.is_stepping:
             return
         if iteration.expects(optimizer, self._steps.iteration):
-            with self._guard:
-                self._by_hand.add(optimizer, self._scaler)
-                self._record_steps_by_hand()
+            self._by_hand.add(optimizer, self._scaler)
+            self._record_steps_by_hand()
 
+    @guarded
     def _record_steps_by_hand(self, *, all_: bool = False) -> None:
         for facts in self._by_hand.facts(all_=all_):
             self._record(replace(facts, number=self._numbers.of(facts.iteration)))
 
+    @guarded
     def _on_step(self, facts: StepFacts) -> Diagnosis | None:
         """Record a step whose outcome is known. Return its diagnosis for the warning about an exhausted scale."""
         optimizer = unwrapped(facts.optimizer)
@@ -328,15 +340,14 @@ class Monitor:
         return self._record(replace(facts, number=self._numbers.of(facts.iteration, facts.number), optimizer=optimizer))
 
     def _record(self, facts: StepFacts) -> Diagnosis | None:
-        optimizer, diagnosis = facts.optimizer, None
+        optimizer = facts.optimizer
         assert optimizer is not None
-        with self._guard:
-            iteration = self._iterations.note_facts(optimizer, facts)
-            diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
-            if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
-                facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
-            self._record_step(facts, iteration, diagnosis)
-            self._finish()
+        iteration = self._iterations.note_facts(optimizer, facts)
+        diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+        if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
+            facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
+        self._record_step(facts, iteration, diagnosis)
+        self._finish()
         return diagnosis
 
     def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
@@ -362,7 +373,7 @@ class Monitor:
 
     def _finish(self, *, all_: bool = False) -> None:
         """Record complete samples."""
-        with self._guard:
+        with self._guard:  # the step that completes them is recorded anyway
             for iteration in self._iterations.over(all_=all_):
                 if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
                     self._record_sample(iteration.sample, list(iteration.told.values()))
@@ -376,6 +387,10 @@ class Monitor:
         if self._ranks.is_first:
             is_clipped = any(each.grad_norm is not None for each in facts)
             self._write(sample_record(first.number, first.scale, measured, is_clipped=is_clipped))
+
+    def _write_end(self) -> None:
+        if self._has_begun:
+            self._write({"kind": "end", "step": self._numbers.last})
 
     def _skip(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> Skip | None:
         if facts.cause is None:
@@ -399,13 +414,15 @@ class Monitor:
             try:
                 self.diagnosis = batches.diagnose(facts.scale, facts.cause)
             except Exception as error:
-                warn(f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}", RuntimeWarning)
+                text = f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}"
+                warn_or_print(text, RuntimeWarning)
         return self.diagnosis
 
     def _write(self, record: Record) -> None:
         if self._ranks.is_first:
             self._sinks(record)
 
+    @guarded
     def _on_mistake(self, mistake: Mistake) -> None:
         self._write(mistake.record())
 

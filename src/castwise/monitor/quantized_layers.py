@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import Guard, guarded
 from castwise._torch_private import is_backward_running
 from castwise.monitor import names
 from castwise.monitor.host_copies import HostCopies
@@ -44,10 +43,11 @@ class QuantizedLayers:
         found, labels, self._found, self._labels = self._found, self._labels, {}, {}
         return QuantizedSample(self._model, labels, found) if found else None
 
-    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    @guarded
+    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> None:
         """Do nothing, because only operands are measured."""
-        return nullcontext()
 
+    @guarded
     def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Measure a layer's operand the first time it occurs."""
         is_forward = operand != "grad_output"
@@ -55,9 +55,8 @@ class QuantizedLayers:
             return
         if not telling.wants_gradients or (is_forward and is_backward_running()):  # a validation, a checkpoint
             return
-        with self._guard:
-            self._labels[telling.layer] = telling.label
-            self._found[telling.layer, operand] = _measured(tensor, by, to)
+        self._labels[telling.layer] = telling.label
+        self._found[telling.layer, operand] = _measured(tensor, by, to)
 
 
 class QuantizedSample:

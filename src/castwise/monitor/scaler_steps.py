@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from castwise._warnings import warn
+from castwise._guard import Guard, guarded
+from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp.gradients import params_of
 from castwise.amp.observers import OBSERVERS, Observer
@@ -40,6 +40,7 @@ class ScalerSteps(Observer):
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.is_stepping = False
         self._is_over = False
+        self._guard = Guard()
         self._unseen: str | None = None
         self._updates = 0
         OBSERVERS.append(self)
@@ -49,6 +50,7 @@ class ScalerSteps(Observer):
         if self in OBSERVERS:
             OBSERVERS.remove(self)
 
+    @guarded
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record a step. Until the monitor sees its first, check whether the step trains the model."""
         self.is_stepping = True
@@ -60,15 +62,18 @@ class ScalerSteps(Observer):
         if not self._is_over and self._trains_model(optimizer):  # another model's may step more often
             self._unseen = _remedy(optimizer, self._optimizers) if is_ours else _OTHER_SCALER
 
+    @guarded
     def skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
         """Notify the monitor of a skip."""
         if (notify := self._on_skip()) is not None:
             notify(scaler, optimizer, is_scaled=is_scaled)
 
+    @guarded
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record the end of the step."""
         self.is_stepping = False
 
+    @guarded
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Count updates after steps of the model that the monitor did not see, and warn at the third."""
         if self._is_over or self._unseen is None:
@@ -77,8 +82,7 @@ class ScalerSteps(Observer):
         if self._updates == _UPDATES:
             self._is_over = True
             text = f"the monitor saw no step in {_UPDATES} updates of the scale and records nothing: {self._unseen}"
-            with suppress(UserWarning):  # where warnings are errors
-                warn(text, UserWarning)
+            warn_or_print(text, UserWarning)
 
     def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
         model = self._model()

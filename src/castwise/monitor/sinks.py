@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from castwise import _files
-from castwise._warnings import warn
+from castwise._warnings import warn_or_print
 from castwise.monitor import packing
 from castwise.monitor.tensorboard_events import TensorBoard
 
@@ -153,7 +153,7 @@ class Sinks:
                 sink(record)
             except Exception as error:
                 self._sinks.remove(sink)
-                warn(
+                warn_or_print(
                     f"the monitor's sink {sink!r} failed and was removed: {type(error).__name__}: {error}",
                     RuntimeWarning,
                 )
@@ -165,7 +165,7 @@ class Sinks:
                 getattr(sink, "close", lambda: None)()
             except Exception as error:
                 text = f"the monitor's sink {sink!r} could not be closed: {type(error).__name__}: {error}"
-                warn(text, RuntimeWarning)
+                warn_or_print(text, RuntimeWarning)
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from castwise._torch_private import never_traced
+from castwise._guard import Guard, guarded
 from castwise.amp.gradients import params_of
 from castwise.amp.outcomes import DELAY, StepFacts
 
@@ -25,6 +25,7 @@ class UnscaledSteps:
         self._optimizers, self._steps = optimizers, 0
         self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
         self._waiting: deque[StepFacts] = deque()
+        self._guard = Guard()
 
     agrees = False
     """False, because no step is ever skipped."""
@@ -37,11 +38,11 @@ class UnscaledSteps:
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> _Handles:
         """Call a function with each optimizer and a scale of 1 before it steps."""
 
-        @never_traced
         def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
             hook(optimizer, torch.ones((), device=_device_of(optimizer)))
 
-        return _Handles([optimizer.register_step_pre_hook(call) for optimizer in self._optimizers])
+        door = self._guard.door(call)
+        return _Handles([optimizer.register_step_pre_hook(door) for optimizer in self._optimizers])
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> _Handles:
         """Call a function with the facts of each step, with the same delay as a scaler."""
@@ -49,11 +50,12 @@ class UnscaledSteps:
         self._step_hooks[key.id] = hook
         return _Handles([key, *(optimizer.register_step_post_hook(self._on_step) for optimizer in self._optimizers)])
 
+    @guarded
     def synchronize(self) -> None:
         """Report all pending steps."""
         self._tell(0)
 
-    @never_traced  # a step may be inside compiled code
+    @guarded
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._steps += 1
         self._waiting.append(StepFacts(self._steps, optimizer, scale=1.0, skipped=False, iteration=self._steps))

@@ -26,8 +26,8 @@ class Listener(Protocol):
 
     def products(
         self, telling: Telling, phase: Phase, operands: tuple[torch.Tensor, ...]
-    ) -> AbstractContextManager[Any]:
-        """Return a context manager around the products of a forward or backward, given its input tensors."""
+    ) -> AbstractContextManager[Any] | None:
+        """Return a context manager around the products of a forward or backward, given its input tensors, or None."""
 
     def quantized(self, telling: Telling, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Receive an operand with its quantized values, which may come from a cache."""
@@ -61,7 +61,8 @@ class Telling(NamedTuple):
         """Return the listeners' context managers around the products of a forward or backward."""
         stack = ExitStack()
         for listener in tuple(LISTENERS):  # another thread may add one
-            stack.enter_context(listener.products(self, phase, operands))
+            if (around := listener.products(self, phase, operands)) is not None:
+                stack.enter_context(around)
         return stack
 
     def quantized(self, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from castwise._guard import Guard
 from castwise._torch_private import (
     is_dynamo_active,
     never_traced,
@@ -43,6 +44,9 @@ class ModuleHooks:
     Neither is called for a forward that Dynamo compiles, or for a layer that is about to use torch's fused kernel.
     Models are not kept alive. The hooks on copied and unpickled modules do nothing.
 
+    Args:
+        guard: Catches errors of the functions; without one they reach the caller of the module.
+
     Example:
         >>> layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
         >>> calls = []
@@ -57,7 +61,8 @@ class ModuleHooks:
         >>> hooks.remove()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
         self._pairs: list[_Pair] = []
         self._suspended: list[_Pair] = []
         self._are_all_on = True
@@ -124,7 +129,7 @@ class ModuleHooks:
 
     def _put_on(self, pair: _Pair) -> None:
         if not (self._has_compiled and pair.has_user_hooks):
-            pair.put_on(self._enter)
+            pair.put_on(self._enter, self._guard)
 
     def _enter(self, pair: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], under_dynamo: bool) -> None:
         module = pair.module()
@@ -141,8 +146,8 @@ class ModuleHooks:
         if pair.after is None:
             pair.before(module, args, kwargs)
         elif not is_fused:
-            pair.running += 1
             pair.before(module, args, kwargs)
+            pair.running += 1  # `after` is called if `before` did not fail
 
 
 class _Pair:
@@ -168,14 +173,16 @@ class _Pair:
         hooks = [] if module is None else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         return any(not isinstance(hook, _Hook) for hook in hooks)
 
-    def put_on(self, enter: Callable[[_Pair, tuple[Any, ...], dict[str, Any], bool], None]) -> None:
+    def put_on(
+        self, enter: Callable[[_Pair, tuple[Any, ...], dict[str, Any], bool], None], guard: Guard | None
+    ) -> None:
         module = self.module()
         if self._handles or module is None:
             return
-        before = _Hook(lambda under_dynamo, _, args, kwargs: enter(self, args, kwargs, under_dynamo))
+        before = _Hook(lambda under_dynamo, _, args, kwargs: enter(self, args, kwargs, under_dynamo), guard)
         self._handles.append(module.register_forward_pre_hook(before, prepend=self._first, with_kwargs=True))
         if self.after is not None:
-            after = _Hook(lambda under_dynamo, *given: self._leave(*given))
+            after = _Hook(lambda under_dynamo, *given: self._leave(*given), guard)
             self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def take_off(self) -> None:
@@ -197,10 +204,11 @@ class _Hook:
 
     Args:
         function: Called with whether Dynamo is active, followed by the arguments of the hook.
+        guard: Catches its errors.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., None], guard: Guard | None) -> None:
+        self._function = function if guard is None else guard.door(function)
 
     @only_inlined
     def __call__(self, *args: Any) -> None:
@@ -236,17 +244,18 @@ def may_be_fused(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _WATCHING: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
+_GUARD = Guard()
 
 
 def _watch_compiler(hooks: ModuleHooks) -> None:
     _WATCHING.add(hooks)
-    tell_of_compilations(_suspend, _resume)
+    tell_of_compilations(*_DOORS)
 
 
 def _stop_watching_compiler(hooks: ModuleHooks) -> None:
     _WATCHING.discard(hooks)
     if not _WATCHING:
-        tell_of_no_more_compilations(_suspend, _resume)
+        tell_of_no_more_compilations(*_DOORS)
 
 
 def _suspend(*_: object) -> None:
@@ -257,3 +266,6 @@ def _suspend(*_: object) -> None:
 def _resume(*_: object) -> None:
     for hooks in tuple(_WATCHING):
         hooks.resume()
+
+
+_DOORS = _GUARD.door(_suspend), _GUARD.door(_resume)

@@ -58,8 +58,12 @@ class ModuleOfOp:
         for name, module in named_modules(self._model):
             if not isinstance(module, torch.jit.ScriptModule):  # does not accept hooks
                 names.setdefault(module, name)
-        for module, name in names.items():
-            self._hooks.put_on(module, partial(self._enter, name), self._leave, first=True)
+        try:
+            for module, name in names.items():
+                self._hooks.put_on(module, partial(self._enter, name), self._leave, first=True)
+        except BaseException:
+            self._hooks.remove()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
