@@ -31,6 +31,7 @@ from castwise.master_weights.buckets import (
     BucketViews,
     Layout,
     Loan,
+    Part,
     Stretch,
     Weight,
     Workspace,
@@ -43,7 +44,10 @@ from castwise.master_weights.buckets import (
 )
 from castwise.master_weights.checkpoint_entries import (
     PREFIX,
+    chance_in,
     check_entries,
+    check_form,
+    check_state,
     entries_of,
     load_entries,
     load_inner,
@@ -58,7 +62,7 @@ from castwise.master_weights.inner_optimizers import (
     state_names,
     step_without_hooks,
 )
-from castwise.master_weights.lending import LowState, lent, loans_of
+from castwise.master_weights.lending import Created, LowState, lent, loans_of
 
 _METHODS = ("split", "fp32", "stochastic", "kahan")
 _ROUNDINGS = ("nearest_even", "nearest_away")
@@ -453,21 +457,15 @@ class MasterWeights(torch.optim.Optimizer):
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
         factor, returned = self._factor(scale, is_fused=is_fused), None
-        # Each part of a split parameter creates its state in the first step.
-        new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
+        created: Created = {}
         written: list[Weight] = []
-        try:
-            with torch.no_grad(), ExitStack() as stack:
-                if is_fused:
-                    stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
-                    if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
-                        stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
-                for round_ in rounds:
-                    returned = self._step_round(round_, factor, new, written, writes_grads=scale is not None)
-        except BaseException:
-            for param in new:  # some parts may not have created theirs
-                self.state.pop(param, None)
-            raise
+        with torch.no_grad(), ExitStack() as stack:
+            if is_fused:
+                stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
+                if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
+                    stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
+            for round_ in rounds:
+                returned = self._step_round(round_, factor, created, written, writes_grads=scale is not None)
         note_stepped(self._inner)
         self._chance.count(found_inf)
         self._warn_of(written, is_counted=False)
@@ -502,7 +500,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _whole(self) -> _Round:
         """Return one call with all parameters, for an optimizer that needs them together."""
-        of_param = {weight.param: weight.stretches[0] for weight in self._weights}
+        of_param = {stretch.weight.param: stretch for bucket in self._buckets for stretch in bucket.stretches}
         members: dict[int, list[Stretch | torch.Tensor]] = {
             index: [of_param.get(param, param) for param in group["params"]]
             for index, group in enumerate(self.param_groups)
@@ -513,13 +511,13 @@ class MasterWeights(torch.optim.Optimizer):
         self,
         round_: _Round,
         factor: torch.Tensor | None,
-        new: set[torch.Tensor],
+        created: Created,
         written: list[Weight],
         *,
         writes_grads: bool,
     ) -> Any:
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._lent(round_, new, written) as loans:
+        with self._lent(round_, created, written) as loans:
             groups = self._inner.param_groups
             if not loans and self._reach is not Reach.ALL and not _grads(groups):
                 return None
@@ -536,13 +534,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _lent(
-        self, round_: _Round, new: set[torch.Tensor], written: list[Weight], *, all_: bool = False
+        self, round_: _Round, created: Created, written: list[Weight], *, all_: bool = False
     ) -> Iterator[list[Loan]]:
         """Lend fp32 weights to the inner optimizer in the body; write their rounded values if it does not raise.
 
         Args:
             round_: The call, with the members to lend.
-            new: Parameters without state before this step.
+            created: State that parts of cut weights have created in this step.
             written: Weights found to be written from outside are appended.
             all_: Whether to also lend weights without gradients.
         """
@@ -562,7 +560,7 @@ class MasterWeights(torch.optim.Optimizer):
             ]
             for index, of_group in round_.members.items()
         }
-        with lent(self._inner, members, self._low_state, new, all_=all_):
+        with lent(self._inner, members, self._low_state, created, all_=all_):
             yield [*loans.values()]
         if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
@@ -586,7 +584,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _switch(self, method: Callable[[], object]) -> None:
         self._checked_rounds()
         written: list[Weight] = []
-        with torch.no_grad(), self._lent(self._whole(), set(), written, all_=True):
+        with torch.no_grad(), self._lent(self._whole(), {}, written, all_=True):
             method()
         self._warn_of(written, is_counted=False)
 
@@ -615,25 +613,33 @@ class MasterWeights(torch.optim.Optimizer):
         written: list[Weight] = []
         if self._method == "stochastic":  # keeps no data that could belong to other weights
             return written
+        loaded = set[Weight]()
         for weight in self._weights:
             if (count := write_count(weight.param)) == weight.version:
                 continue
-            for stretch in weight.stretches:
-                stretch.bucket.sum = None
             if weight.matches_kept():
+                if weight.awaits_weights:
+                    loaded.add(weight)
                 weight.version, weight.awaits_weights = count, False
             else:
                 written.append(weight)
+        self._forget_digests(loaded)
         if written:
             self._set_values({weight: local(weight.param).float() for weight in written})
         return written
+
+    def _forget_digests(self, weights: set[Weight]) -> None:
+        """Forget the digests of buckets whose weights or kept data have been replaced."""
+        for bucket in self._buckets if weights else ():
+            if any(stretch.weight in weights for stretch in bucket.stretches):
+                bucket.digest = None
 
     def _take_over_written(self) -> None:
         """Adopt all weights that were written from outside as the new fp32 weights."""
         self._warn_of(self._take_over_counted(), is_counted=True)
         written: list[Weight] = []
         with torch.no_grad():
-            for bucket in (each for each in self._buckets if each.sum is not None):
+            for bucket in (each for each in self._buckets if each.digest is not None):
                 views = self._workspace.views_of(bucket)
                 if changed := bucket.decode(views):
                     bucket.encode(views, changed)
@@ -668,7 +674,7 @@ class MasterWeights(torch.optim.Optimizer):
             for bucket in self._buckets:
                 given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
                 if given_here:
-                    bucket.sum = None
+                    bucket.digest = None
                     views = self._workspace.views_of(bucket)
                     bucket.decode(views)
                     for stretch in given_here:
@@ -684,18 +690,19 @@ class MasterWeights(torch.optim.Optimizer):
             "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
             its shape that depend on the method: "master_weights.residue" (int16; "half_residue" with float16) and
             "master_weights.ties" (bool), "master_weights.compensation" (in its dtype), or "master_weights.master"
-            (fp32). It also has a "master_weights.digest" of the weight they belong to, -1 for a DTensor; and, with
-            stochastic rounding, "master_weights.seed" and "master_weights.steps". These entries are copies.
+            (fp32). It also has a "master_weights.digest" of each row of the weight they belong to (int32; -1 for a
+            DTensor that is not sharded by rows; a single one under FSDP1); and, with stochastic rounding,
+            "master_weights.seed" and "master_weights.steps". These entries are copies.
         """
         self._take_over_written()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         saved = self._inner.state_dict()
-        numbers = self._numbers()
+        numbers, parts = self._numbers(), self._parts()
         saved["state"] = dict(saved["state"])
         for weight in self._weights:
-            number = numbers[weight.param]
-            saved["state"][number] = {**saved["state"].get(number, {}), **entries_of(weight, self._saved_chance())}
+            number, entries = numbers[weight.param], entries_of(weight, parts[weight], self._saved_chance())
+            saved["state"][number] = {**saved["state"].get(number, {}), **entries}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, saved)
             saved = saved if result is None else result
@@ -726,15 +733,15 @@ class MasterWeights(torch.optim.Optimizer):
             state_dict: A dict with "state" and "param_groups".
 
         Raises:
-            ValueError: Groups or shapes do not match, or the entries belong to another method, rounding or dtype.
-                Nothing has been changed then.
+            ValueError: Groups or shapes do not match, the entries belong to another method, rounding or dtype, or an
+                entry is damaged. Nothing has been changed then.
         """
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError('the state_dict of an optimizer must have "state" and "param_groups"')
+        check_form(state_dict)
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
+            check_form(state_dict)
         ours, of_inner = separated(state_dict["state"])
         numbers = self._numbers(state_dict["param_groups"])
         low = {numbers[weight.param] for weight in self._weights}
@@ -744,14 +751,19 @@ class MasterWeights(torch.optim.Optimizer):
                 "narrow=... it was saved with"
             )
         settings = f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r}"
+        parts, by_element = self._parts(), self._reach is Reach.ELEMENT
         for weight in self._weights:
+            check_state(weight, of_inner.get(numbers[weight.param], {}), by_element=by_element)
             if entries := ours.get(numbers[weight.param]):
-                check_entries(weight, entries, settings)
+                check_entries(weight, parts[weight], entries, settings)
+        chance = chance_in(ours)
         low_params = {weight.param for weight in self._weights}
         load_inner(self._inner, {**state_dict, "state": of_inner}, low_params, self._low_state)
         for weight in self._weights:
             if entries := ours.get(numbers[weight.param]):
-                load_entries(weight, entries, self._saved_chance())
+                load_entries(weight, parts[weight], entries)
+        if chance is not None and self._saved_chance() is not None:
+            self._chance.set(*chance)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -842,6 +854,14 @@ class MasterWeights(torch.optim.Optimizer):
             _OWNERS[weight.param] = ref(self)
 
     # -- facts --------------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[Weight, list[Part]]:
+        """Return the stretches of each weight with their buckets, in order."""
+        parts = defaultdict[Weight, list[Part]](list)
+        for bucket in self._buckets:
+            for stretch in bucket.stretches:
+                parts[stretch.weight].append(Part(bucket, stretch))
+        return parts
 
     def memory(self) -> dict[str, int]:
         """Return the memory of the 16-bit parameters on this rank.
