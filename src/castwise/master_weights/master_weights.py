@@ -122,7 +122,8 @@ class MasterWeights(torch.optim.Optimizer):
             or another argument has the wrong type.
         ValueError: An argument is out of range; a parameter is in another `MasterWeights`, or a wrapper keeps it from
             becoming 16-bit (DDP, FSDP1, an FSDP2 unit that would have two dtypes); a weight is too large for float16;
-            or `state_dtype` names state that the optimizer does not keep. Nothing has been changed then.
+            a parameter is on the meta device; or `state_dtype` names state that the optimizer does not keep. Nothing
+            has been changed then.
 
     Example:
         >>> import castwise
@@ -175,7 +176,6 @@ class MasterWeights(torch.optim.Optimizer):
         self._narrow, self._grad_dtype, self._compiles = narrow, grad_dtype, compile
         self._bucket_length = bucket_bytes // 4096 * 1024
         self._chance = Chance(0 if generator is None else generator.initial_seed(), compiled=compile)
-        self._low_state = _low_state(optimizer, state_dtype, self._chance)
         self._model: ref[nn.Module] | None = ref(model)
         self._reach = reach_of(optimizer)
         self._weights: list[Weight] = []
@@ -185,6 +185,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._clipped: tuple[Snapshot, torch.Tensor] | None = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
+        self._low_state = _low_state(optimizer, state_dtype, self._chance)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._share_hooks()
@@ -227,6 +228,12 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> set[torch.Tensor]:
         """Return the parameters that should be 16-bit, or raise without changing anything."""
         names = narrowing.names_of(model)
+        for param in params:
+            if param.is_meta:
+                raise ValueError(
+                    f"{names.get(param, 'a parameter')!r} is on the meta device and has no values: call "
+                    "model.to_empty(device=...) and initialize it before creating MasterWeights"
+                )
         chosen = narrowing.choose(model, self._narrow, self._dtype, params)
         low = [param for param in params if param in chosen or param.dtype is self._dtype]
         other = torch.float16 if self._dtype is torch.bfloat16 else torch.bfloat16
@@ -345,17 +352,24 @@ class MasterWeights(torch.optim.Optimizer):
             TypeError: `param_group` is not such a dict.
             ValueError: See the constructor, and the inner optimizer. Nothing has been changed then.
         """
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise RuntimeError("the model no longer exists, so parameters cannot be added: create a new MasterWeights")
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'param_group must be a dict with "params", got {param_group!r}')
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else [*params]
         tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+        model = self._find_model({each for each in tensors if isinstance(each, torch.Tensor)})
+        if model is None:
+            raise RuntimeError("the model no longer exists, so parameters cannot be added: create a new MasterWeights")
         chosen = self._check_params(self._inner, model, [each for each in tensors if isinstance(each, torch.Tensor)])
         self._inner.add_param_group({**param_group, "params": params})
         self._adopt(model, tensors, chosen)
+
+    def _find_model(self, new: set[torch.Tensor]) -> nn.Module | None:
+        """Return the model; of a copied or unpickled optimizer, the smallest module that has its weights and `new`."""
+        model = None if self._model is None else self._model()
+        if model is None and (model := narrowing.owner_of({weight.param for weight in self._weights}, new)) is not None:
+            self._model = ref(model)
+        return model
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -373,10 +387,12 @@ class MasterWeights(torch.optim.Optimizer):
             error_if_nonfinite: Raise if the norm is not finite. Syncs.
 
         Returns:
-            The p-norm before clipping: fp32, shape (), the same as torch's function gives for fp32 gradients.
+            The p-norm before clipping: shape (), the same as torch's function gives for fp32 gradients; fp32, or fp64
+            if a gradient is. After an earlier call for the same gradients, their norm as clipped then.
 
         Raises:
-            RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or the model is in FSDP1.
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is set, a backward has added to gradients
+                after an earlier call, or the model is in FSDP1.
             TypeError: An argument has the wrong type.
             ValueError: An argument is out of range.
         """
@@ -387,30 +403,41 @@ class MasterWeights(torch.optim.Optimizer):
         if not grads:
             return torch.zeros(())
         with torch.no_grad():
-            norms: list[Any] = list(torch._foreach_norm(grads, norm_type, dtype=torch.float32))
-            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in _norms(grads, norm_type)]
             stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
             norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+            before = self._clip_factor(grads)
+            if before is not None:
+                norm = norm * before
             if error_if_nonfinite and not norm.isfinite():
                 raise RuntimeError(
                     f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped"
                 )
-            self._clipped = Snapshot(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            self._clipped = Snapshot(grads), factor if before is None else factor * before
         return norm
 
-    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
-        """Return the factor that unscales or clips gradients; None if there is none."""
-        clipped, self._clipped = self._clipped, None
-        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
-            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
-            return factor if is_fused or factor is not None else reciprocal(scale)
-        if clipped is None:
+    def _clip_factor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the factor by which earlier calls clip these gradients; None if there were none for them."""
+        if self._clipped is None:
             return None
-        snapshot, factor = clipped
-        written, _ = snapshot.changed(grads := _grads(self.param_groups))
+        snapshot, factor = self._clipped
+        written, _ = snapshot.changed(grads)
         if written:
             raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
         return factor if snapshot.matches(grads) else None
+
+    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
+        """Return the factor that unscales or clips gradients; None if there is none."""
+        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
+            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
+            return factor if is_fused or factor is not None else reciprocal(scale)
+        if self._clipped is None:
+            return None
+        try:
+            return self._clip_factor(_grads(self.param_groups))
+        finally:
+            self._clipped = None
 
     @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -842,8 +869,10 @@ class MasterWeights(torch.optim.Optimizer):
         self._take_over_written()
         # Hooks, patches by schedulers, and the model are not pickled, as with torch's optimizers.
         state = {name: value for name, value in self.__dict__.items() if name in _STATE}
+        # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
-        return {**state, **made, "_model": None, "_narrow": None, "_clipped": None}
+        narrow = narrowing.without_model(self._narrow)
+        return {**state, **made, "_model": None, "_narrow": narrow, "_clipped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -904,6 +933,17 @@ def _owner_of(param: torch.Tensor) -> object:
 
 def _grads(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [param.grad for group in groups for param in group["params"] if param.grad is not None]
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float) -> list[Any]:
+    """Return the norm of each gradient: fp32, or in the gradient's own precision if that is higher."""
+    norms: dict[int, torch.Tensor] = {}
+    for is_low in (True, False):
+        here = {index: grad for index, grad in enumerate(grads) if (grad.dtype in _DTYPES) is is_low}
+        if here:
+            dtype = torch.float32 if is_low else None
+            norms.update(zip(here, torch._foreach_norm([*here.values()], norm_type, dtype=dtype), strict=True))
+    return [norms[index] for index in range(len(grads))]
 
 
 def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
