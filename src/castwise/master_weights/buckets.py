@@ -354,10 +354,16 @@ def _columns(words: int) -> int:
     return columns
 
 
+def hashed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of a strided tensor's bits in logical order: int32, shape (1,). Does not sync."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return _row_digests(values.resolve_neg().reshape(1, -1))
+
+
 def _row_digests(rows: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each row of a matrix of 16-bit weights: int32, never `NO_DIGEST`."""
+    """Return a hash of the bits of each row of a matrix: int32, never `NO_DIGEST`."""
     height, width = rows.shape
-    bits = rows.view(torch.int16)
+    bits = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
     digests = torch.zeros(height, dtype=torch.int64, device=rows.device)
     wide = max(1, min(width, _PIECE))
     tall = max(1, _PIECE // wide)

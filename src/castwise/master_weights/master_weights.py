@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_fsdp_flattened, never_traced
+from castwise._torch_private import is_fsdp_flattened, never_traced, wraps_compiled
 from castwise._warnings import warn
+from castwise.amp.autocast_mode import autocast
 from castwise.amp.closures import given, no_momentum_of_a_skipped_step
 from castwise.amp.iteration import Snapshot
 from castwise.amp.measure import check_bound, check_norm_type, reciprocal
@@ -63,6 +64,8 @@ from castwise.master_weights.inner_optimizers import (
     step_without_hooks,
 )
 from castwise.master_weights.lending import Created, LowState, lent, loans_of
+from castwise.master_weights.narrowing_report import NarrowingReport, compare_forwards
+from castwise.policy.bound_policy import BoundPolicy
 
 _METHODS = ("split", "fp32", "stochastic", "kahan")
 _ROUNDINGS = ("nearest_even", "nearest_away")
@@ -90,7 +93,8 @@ class MasterWeights(torch.optim.Optimizer):
     A bfloat16 weight and 16 extra bits form an fp32 weight. `step` joins them, a few megabytes at a time, lets the
     inner optimizer step the fp32 weights with fp32 gradients and state, and splits them again. A weight takes 4 bytes
     instead of 4 + 2 with autocast's copies, and a gradient 2 instead of 4. By default the parameters that autocast
-    casts become 16-bit. Training under autocast then gives the same losses and weights as fp32 weights, bit for bit.
+    casts become 16-bit. Training under autocast then gives the same losses and weights as fp32 weights, bit for bit,
+    unless the model's own code reads a weight or its dtype, which `narrowing_report` finds.
 
     Use this optimizer instead of the inner one: pass it to schedulers, scalers and frameworks. `param_groups` and
     `state` are those of the inner optimizer. Create it after moving the model to its device and before DDP or a
@@ -891,6 +895,47 @@ class MasterWeights(torch.optim.Optimizer):
             for stretch in bucket.stretches:
                 parts[stretch.weight].append(Part(bucket, stretch))
         return parts
+
+    def narrowing_report(self, model: nn.Module, *args: Any, **kwargs: Any) -> NarrowingReport:
+        """Compare one forward of the model with one of fp32 weights, and name the modules that differ.
+
+        16-bit weights give the same bits as fp32 weights under autocast, unless the model's own code reads a weight or
+        its dtype, for example to cast activations to it. Call this once, with the first training batch, before DDP
+        or `torch.compile` wraps the model. Both forwards run in the active autocast region, or else in one of `dtype`.
+        They change no weight, buffer, gradient, hook or random state, and need memory for the fp32 weights. Syncs.
+
+        Args:
+            model: The model.
+            *args: What the model is called with.
+            **kwargs: What the model is called with, by keyword.
+
+        Raises:
+            RuntimeError: The model is sharded or compiled.
+            ValueError: The model has none of the 16-bit weights.
+
+        Example:
+            >>> import castwise
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = MasterWeights(torch.optim.SGD(model.parameters()), model)
+            >>> optimizer.narrowing_report(model, torch.ones(1, 2)).is_same
+            True
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        if any(is_dtensor(param) or is_fsdp_flattened(param) for param in model.parameters()):
+            raise RuntimeError("the model is sharded: call narrowing_report in one process, before sharding the model")
+        if wraps_compiled(model):
+            raise RuntimeError("the model is compiled: give narrowing_report the model that torch.compile was given")
+        named = self._named(model)
+        self._take_over_written()
+        values = {weight: nn.Parameter(value) for weight, value in self._fp32_of(set(named.values())).items()}
+        for weight, value in values.items():
+            value.requires_grad_(weight.param.requires_grad)
+        kind = next((weight.layout.device.type for weight in values), "cpu")
+        policy = self._narrow if isinstance(self._narrow, BoundPolicy) else None
+        region: Any = nullcontext() if torch.is_autocast_enabled(kind) else autocast(kind, self._dtype, policy=policy)
+        with region:
+            return compare_forwards(model, {name: values[weight] for name, weight in named.items()}, args, kwargs)
 
     def memory(self) -> dict[str, int]:
         """Return the memory of the 16-bit parameters on this rank.
