@@ -5,6 +5,7 @@ Run by `test_master_weights_ranks.py`, once for each rank: `python master_weight
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
@@ -188,10 +189,30 @@ def resharded(rank: int, folder: Path) -> dict[str, Any]:
     return {"same": same, "losses": losses}
 
 
+def of_another_step(how: str, rank: int) -> list[list[str]]:
+    """What is warned of when the model of an optimizer's step is loaded, and that of an earlier one."""
+    saved = []
+    model, optimizer = HOW[how](rank, "split")
+    for start in (0, STEPS):
+        train(model, optimizer, 0, start=start)
+        saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    warned = []
+    for step in (1, 0):
+        again, of_again = HOW[how](rank, "split")
+        of_again.load_state_dict(saved[1][1])
+        again.load_state_dict(saved[step][0])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            of_again.fp32_state_dict(again)
+        warned.append([str(warning.message).partition(" since")[0] for warning in caught])
+    return warned
+
+
 def main() -> None:
     rank, _, folder = join(sys.argv)
     report = {how: {method: run(how, rank, method) for method in ("split", "fp32")} for how in HOW}
     result = {"runs": report, "fsdp1": fsdp1(rank), "errors": errors(), "resharded": resharded(rank, Path(folder))}
+    result["other step"] = {how: of_another_step(how, rank) for how in ("FSDP2", "tensor parallel")}
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(result), flush=True)

@@ -54,3 +54,13 @@ def test_checkpoints_are_resharded_without_losing_a_bit(ranks: list[dict[str, An
         assert rank["resharded"]["same"]
         uninterrupted, resumed = rank["resharded"]["losses"]
         assert resumed == uninterrupted
+
+
+def test_a_model_of_another_step_is_noticed_on_each_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        same, other = rank["other step"]["FSDP2"]
+        assert same == []
+        assert other == ["6 weights were written"]
+        same, other = rank["other step"]["tensor parallel"]
+        assert same == []
+        assert other == ["5 weights were written"]  # no rank has rows of the weight that is sharded by columns

@@ -217,3 +217,13 @@ def test_weights_that_do_not_pair_are_not_compiled() -> None:
         weights = torch.empty(length + offset, dtype=torch.bfloat16)[offset:]
         made.encode(values, weights)
         assert torch.equal(made.decode(weights, torch.empty(length)), values)
+
+
+def test_steps_that_several_devices_have_counted_are_added() -> None:
+    counted, expected = Chance(3), Chance(3)
+    counted._taken_on = {CPU: torch.tensor(2), torch.device("cpu", 0): torch.tensor(3)}
+    expected.taken = 5
+    assert counted.steps() == 5
+    values = torch.rand(64)
+    rounded = counted.round(values, torch.bfloat16, "weights")
+    assert torch.equal(rounded, expected.round(values, torch.bfloat16, "weights"))

@@ -282,6 +282,55 @@ def test_clipping_is_for_the_gradients_there_were() -> None:
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_gradients_in_higher_precision_are_clipped_with_the_others(norm_type: float) -> None:
+    results = []
+    for with_master in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(30, 20)
+        model.exact = nn.Parameter(torch.full((3,), 1 / 3, dtype=torch.float64))
+        model.phase = nn.Parameter(torch.tensor([3.0 + 4.0j]))
+        optimizer: Any = optim.SGD(model.parameters(), lr=0.1)
+        if with_master:
+            optimizer = MasterWeights(optimizer, model)
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(4, 30)).float().sum()
+        (loss + model.exact.sum() + model.phase.abs().sum()).backward()
+        if with_master:
+            norm = optimizer.clip_grad_norm_(0.5, norm_type)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+        optimizer.step()
+        results.append((norm, optimizer.fp32_state_dict(model) if with_master else model.state_dict()))
+    (norm, weights), (ours, same) = results
+    assert ours.dtype is norm.dtype is torch.float64
+    assert ours.item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, value in weights.items():
+        assert same[name].dtype is value.dtype
+        assert torch.allclose(same[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("bounds", [(0.1, 100.0), (100.0, 0.1), (0.2, 0.1), (0.1, 0.2)])
+def test_a_gradient_that_is_clipped_twice_keeps_to_both_bounds(bounds: tuple[float, float]) -> None:
+    results = []
+    for with_master in (False, True):
+        model = net()
+        optimizer: Any = optim.SGD(model.parameters(), lr=1.0)
+        if with_master:
+            optimizer = MasterWeights(optimizer, model)
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(next(batches(1))).float().square().mean().backward()
+        if with_master:
+            norms = [optimizer.clip_grad_norm_(bound).item() for bound in bounds]
+        else:
+            norms = [nn.utils.clip_grad_norm_(model.parameters(), bound).item() for bound in bounds]
+        optimizer.step()
+        results.append((norms, optimizer.fp32_state_dict(model) if with_master else model.state_dict()))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    for name, value in results[0][1].items():
+        assert torch.allclose(results[1][1][name], value, rtol=1e-5, atol=1e-7)
+
+
 def test_accumulation_in_fp32_is_exact() -> None:
     def accumulate(model: Net, optimizer: Any) -> dict[str, Any]:
         for step in range(4):

@@ -84,7 +84,7 @@ def no_momentum_of_a_skipped_step(optimizer: torch.optim.SGD, found_inf: torch.T
 
     On a CPU, call this only if the step is skipped.
     """
-    params = [param for param in params_of(optimizer) if "momentum_buffer" not in optimizer.state.get(param, {})]
+    params = [param for param in params_of(optimizer) if optimizer.state.get(param, {}).get("momentum_buffer") is None]
     yield
     for param in params:
         made = optimizer.state.get(param, {}).get("momentum_buffer")

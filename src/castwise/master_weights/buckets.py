@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from castwise.amp.gradients import is_plain
 from castwise.master_weights.codecs import Codec
 
 _ALIGNED = 8  # elements: 32 bytes of fp32
-_PIECE, _ODD = 1 << 20, 0x9E3779B97F4A7C15 - (1 << 64)
+_PIECE = 1 << 20  # elements that a digest converts at once
+_ODD, _OTHER_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
+NO_DIGEST = -1
+"""Stands for an unknown digest."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -75,37 +79,45 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A parameter in 16 bits."""
+    """A parameter in 16 bits.
+
+    It does not refer to its stretches, which refer to it: a cycle would keep parameters alive until Python's garbage
+    collector runs.
+    """
 
     param: torch.Tensor
     name: str
     layout: Layout
-    stretches: list[Stretch] = field(default_factory=list)
+    is_cut: bool = False
+    """Whether the weight is split over several buckets."""
     version: int | None = 0
     """Version counter of the parameter when its fp32 weight was last known. None: compare with `bits` instead."""
-    bits: int | None = None
-    """Digest of the 16-bit weights that match the kept data, before the first step and after loading a checkpoint.
-    Frameworks rewrite weights with the same values (DDP broadcasts them), and model checkpoints may be loaded later."""
+    bits: torch.Tensor | None = None
+    """`digest()` or `row_digests()` of the 16-bit weights that match the kept data, before the first step and after
+    loading a checkpoint. Frameworks rewrite weights with the same values (DDP broadcasts them), and model checkpoints
+    may be loaded later."""
     awaits_weights: bool = False
     """Whether a checkpoint without a digest was loaded, so that the next write is the model's checkpoint."""
 
-    def is_cut(self) -> bool:
-        """Return True if the weight is split over several buckets."""
-        return len(self.stretches) > 1
+    def digest(self) -> torch.Tensor:
+        """Return a hash of the 16-bit weights on this rank, in memory order: int32, shape (). Does not sync."""
+        return _row_digests(flat(local(self.param))[None]).view(())
 
-    def digest(self) -> int:
-        """Return a hash of the 16-bit weights that depends on values and order. Syncs."""
-        here = flat(local(self.param)).view(torch.int16)
-        total = 0
-        for start in range(0, here.numel(), _PIECE):
-            piece = here[start : start + _PIECE].to(torch.int64)
-            places = torch.arange(start + 1, start + 1 + len(piece), device=piece.device)
-            total += int((piece * (places * _ODD)).sum().item())
-        return total % (1 << 62)
+    def row_digests(self) -> torch.Tensor:
+        """Return a hash of each row on this rank, a slice along the first dimension: int32. Does not sync.
+
+        Unlike `digest`, it depends neither on strides nor on how a DTensor's rows are distributed over ranks.
+        """
+        here = local(self.param)
+        rows = here.shape[0] if here.dim() else 1
+        return _row_digests(here.reshape(rows, math.prod(here.shape[1:]))).view(here.shape[:1])
 
     def matches_kept(self) -> bool:
         """Return True if the weights that were written match the kept data. Syncs."""
-        return self.awaits_weights if self.bits is None else self.bits == self.digest()
+        if self.bits is None:
+            return self.awaits_weights
+        now = self.row_digests() if self.bits.dim() else self.digest()
+        return bool(((now == self.bits) | (self.bits == NO_DIGEST)).all())
 
     def note_written(self) -> None:
         """Record that the parameter now holds the rounded fp32 weight."""
@@ -120,9 +132,10 @@ class Stretch:
     weight: Weight
     start: int
     length: int
-    bucket: Bucket
     offset: int
     """Start position in the bucket."""
+    is_last: bool
+    """Whether it is the last stretch of its weight."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this part of a tensor with the strides of the weight; flat."""
@@ -137,14 +150,6 @@ class Stretch:
     def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
         """Return this part of a bucket's values; flat."""
         return values[self.offset : self.offset + self.length]
-
-    def saved(self) -> dict[str, torch.Tensor]:
-        """Return the checkpoint entries of this part; flat."""
-        return self.bucket.codec.saved(self.offset, self.offset + self.length)
-
-    def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Load the checkpoint entries of this part; flat."""
-        self.bucket.codec.load(self.offset, self.offset + self.length, saved)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +192,7 @@ class BucketViews:
                 for memory in (self.values, grads, self.weights)
             )
             weight = stretch.weight
-            self.loans.append(Loan(stretch, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut()))
+            self.loans.append(Loan(stretch, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut))
 
     def copy_values_back(self) -> None:
         """Copy back fp32 weights that an optimizer has moved to other memory by assigning to `.data`."""
@@ -234,14 +239,16 @@ class Bucket:
     length: int = 0
     has_gaps: bool = False
     """Whether alignment leaves gaps between stretches."""
-    sum: int | None = None
-    """Checksum of the 16-bit weights when they were last written: their sum as integers. CPU only."""
+    digest: int | None = None
+    """`_digest` of the 16-bit weights when they were last written. CPU only."""
     codec: Codec = field(init=False)
 
     def add(self, weight: Weight, start: int, length: int) -> None:
         """Add a stretch of a weight."""
-        stretch = Stretch(weight, start, length, self, math.ceil(self.length / _ALIGNED) * _ALIGNED)
-        weight.stretches.append(stretch)
+        size = local(weight.param).numel()
+        weight.is_cut |= length < size
+        offset = math.ceil(self.length / _ALIGNED) * _ALIGNED
+        stretch = Stretch(weight, start, length, offset, is_last=start + length == size)
         self.stretches.append(stretch)
         self.has_gaps |= stretch.offset > self.length
         self.length = stretch.offset + length
@@ -249,6 +256,14 @@ class Bucket:
     def has_grads(self) -> bool:
         """Return True if any weight has a gradient."""
         return any(stretch.weight.param.grad is not None for stretch in self.stretches)
+
+    def saved(self, stretch: Stretch) -> dict[str, torch.Tensor]:
+        """Return the checkpoint entries of a stretch; flat."""
+        return self.codec.saved(stretch.offset, stretch.offset + stretch.length)
+
+    def load(self, stretch: Stretch, saved: dict[str, torch.Tensor]) -> None:
+        """Load the checkpoint entries of a stretch; flat."""
+        self.codec.load(stretch.offset, stretch.offset + stretch.length, saved)
 
     def decode(self, views: BucketViews) -> list[Stretch]:
         """Write the fp32 weights to `views.values`.
@@ -264,11 +279,9 @@ class Bucket:
                 weights.zero_()
             torch._foreach_copy_([loan.low for loan in views.loans], [each.of_param() for each in self.stretches])
         self.codec.decode(weights, views.values)
-        if self.sum is None or self.sum == _sum(weights):
+        if self.digest is None or self.digest == _digest(weights):
             return []
-        written = [
-            each for each in self.stretches if each.weight.bits is None or each.weight.bits != each.weight.digest()
-        ]
+        written = [each for each in self.stretches if each.weight.bits is None or not each.weight.matches_kept()]
         for stretch in written:
             stretch.in_bucket(views.values).copy_(stretch.in_bucket(weights))
         return written
@@ -276,18 +289,18 @@ class Bucket:
     def encode(self, views: BucketViews, stepped: list[Stretch]) -> None:
         """Encode the fp32 weights of some stretches in `views.values`, and write their 16-bit weights."""
         others = set() if len(stepped) == len(self.stretches) else {*self.stretches} - {*stepped}
-        kept = [{name: tensor.clone() for name, tensor in other.saved().items()} for other in others]
+        kept = [{name: tensor.clone() for name, tensor in self.saved(other).items()} for other in others]
         weights = self._weights(views)
         self.codec.encode(views.values, weights)
         for other, saved in zip(others, kept, strict=True):
-            other.load(saved)
+            self.load(other, saved)
         if len(self.stretches) > 1:
             for other in others:  # restore those that stochastic rounding has changed
                 other.in_bucket(weights).copy_(flat(other.of_param()))
             loans = [loan for loan in views.loans if loan.stretch not in others]
             torch._foreach_copy_([loan.stretch.of_param() for loan in loans], [loan.low for loan in loans])
         if self.device.type == "cpu" and not self.codec.is_empty():
-            self.sum = _sum(weights)
+            self.digest = _digest(weights)
         for stretch in stepped:
             stretch.weight.note_written()
 
@@ -296,13 +309,82 @@ class Bucket:
         return views.weights if len(self.stretches) > 1 else flat(self.stretches[0].of_param())
 
 
-def _sum(weights: torch.Tensor) -> int:
+class Part(NamedTuple):
+    """A stretch and its bucket."""
+
+    bucket: Bucket
+    stretch: Stretch
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint entries of the stretch; flat."""
+        return self.bucket.saved(self.stretch)
+
+    def load(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load the checkpoint entries of the stretch; flat."""
+        self.bucket.load(self.stretch, saved)
+
+
+def _digest(weights: torch.Tensor) -> int:
+    """Return a hash of flat 16-bit weights on a CPU, in one pass over them.
+
+    It is the same after a permutation only if no value moves but by a multiple of four times `_columns` elements.
+    """
     if weights.storage_offset() % 4:
-        return int(weights.view(torch.int16).sum(dtype=torch.int64).item())
-    rest = weights.numel() % 4  # eight bytes at a time is eight times as fast
-    if rest:
-        return _sum(weights[:-rest]) + int(weights[-rest:].view(torch.int16).sum(dtype=torch.int64).item())
-    return int(weights.view(torch.int64).sum().item())
+        weights = weights.clone()
+    length = weights.numel() // 4 * 4
+    words, rest = weights[:length].view(torch.int64), weights[length:].view(torch.int16)  # eight bytes are fastest
+    columns = _columns(len(words))
+    sums = words
+    if columns < len(words):
+        rows = len(words) // columns
+        sums = words[: rows * columns].view(rows, columns).sum(0)
+        remaining = words[rows * columns :]
+        sums[: len(remaining)].add_(remaining)
+    # A product passes on no bit to lower ones, so the signs in the top bits would get lost without the shift.
+    total = torch.dot(sums.bitwise_xor(sums >> 31), _known_multipliers(columns)[: len(sums)]).item()
+    return int(total) if not len(rest) else hash((total, *rest.tolist()))
+
+
+@functools.cache
+def _columns(words: int) -> int:
+    """Return the number of columns in which `_digest` arranges words: a prime, so that no row of a weight fits in."""
+    columns = max(4096, words // 16)
+    while any(columns % divisor == 0 for divisor in range(2, math.isqrt(columns) + 1)):
+        columns += 1
+    return columns
+
+
+def hashed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of a strided tensor's bits in logical order: int32, shape (1,). Does not sync."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return _row_digests(values.resolve_neg().reshape(1, -1))
+
+
+def _row_digests(rows: torch.Tensor) -> torch.Tensor:
+    """Return a hash of the bits of each row of a matrix: int32, never `NO_DIGEST`."""
+    height, width = rows.shape
+    bits = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.dtype.itemsize])
+    digests = torch.zeros(height, dtype=torch.int64, device=rows.device)
+    wide = max(1, min(width, _PIECE))
+    tall = max(1, _PIECE // wide)
+    for column in range(0, width, wide):
+        multipliers = _multipliers(column, min(column + wide, width), rows.device)
+        for row in range(0, height, tall):
+            digests[row : row + tall] += (bits[row : row + tall, column : column + wide] * multipliers).sum(1)
+    folded = digests.bitwise_xor(digests >> 32).to(torch.int32)
+    return folded.masked_fill_(folded == NO_DIGEST, 0)
+
+
+def _multipliers(begin: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return an odd pseudo-random number for each position, without structure: swaps must not cancel each other."""
+    numbers = torch.arange(begin + 1, end + 1, device=device).mul_(_ODD)
+    numbers.bitwise_xor_(numbers >> 29).mul_(_OTHER_ODD)
+    return numbers.bitwise_xor_(numbers >> 32).bitwise_or_(1)
+
+
+@functools.cache
+def _known_multipliers(length: int) -> torch.Tensor:
+    return _multipliers(0, length, torch.device("cpu"))
 
 
 def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:

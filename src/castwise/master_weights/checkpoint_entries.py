@@ -9,29 +9,70 @@ from typing import Any
 import torch
 
 from castwise._suggestions import listed
-from castwise.master_weights.buckets import Weight, as_dtensor, is_dtensor, laid_out_as, local
+from castwise._torch_private import is_fsdp_flattened
+from castwise.master_weights.buckets import NO_DIGEST, Part, Weight, as_dtensor, is_dtensor, laid_out_as, local
 from castwise.master_weights.codecs import Chance
 from castwise.master_weights.lending import LowState
 
 PREFIX = "master_weights."
 _DIGEST, _SEED, _STEPS = (PREFIX + name for name in ("digest", "seed", "steps"))
-_NO_DIGEST = -1
+_UNSIGNED = 1 << 64  # seeds are unsigned, torch's integers are not
 
 
-def entries_of(weight: Weight, chance: Chance | None) -> dict[str, torch.Tensor]:
-    """Return the checkpoint entries of a weight, in its shape, including the state of `chance` if given."""
+def entries_of(weight: Weight, parts: list[Part], chance: Chance | None) -> dict[str, torch.Tensor]:
+    """Return the checkpoint entries of a weight, including the state of `chance` if given."""
     here = local(weight.param)
     entries = {}
-    for name, dtype in weight.stretches[0].bucket.codec.entries().items():
+    for name, dtype in parts[0].bucket.codec.entries().items():
         entry = torch.empty_like(here, dtype=dtype)
-        for stretch in weight.stretches:
-            stretch.of(entry).copy_(stretch.saved()[name])
+        for part in parts:
+            part.stretch.of(entry).copy_(part.saved()[name])
         entries[PREFIX + name] = as_dtensor(entry, weight.param)
-    if entries:  # no digest for a DTensor: the part on this rank may differ when loaded
-        entries[_DIGEST] = torch.tensor(_NO_DIGEST if is_dtensor(weight.param) else weight.digest())
+    if entries:
+        entries[_DIGEST] = _digest_of(weight)
     if chance is not None:
-        entries[_SEED], entries[_STEPS] = torch.tensor(chance.seed), torch.tensor(chance.steps())
+        signed = chance.seed - _UNSIGNED * (chance.seed >= _UNSIGNED // 2)
+        entries[_SEED], entries[_STEPS] = torch.tensor(signed), torch.tensor(chance.steps())
     return entries
+
+
+def _digest_of(weight: Weight) -> torch.Tensor:
+    """Return digests of the rows of a weight, which stay right when a checkpoint is loaded on other ranks."""
+    param: Any = weight.param
+    if is_fsdp_flattened(param):  # FSDP1 takes each entry with dimensions for a flattened parameter
+        return weight.digest()
+    if not is_dtensor(param):
+        return weight.row_digests()
+    from torch.distributed.tensor import DTensor, Replicate
+
+    digests, placements = weight.row_digests(), param.placements
+    if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
+        # No rank has all of a row.
+        digests = torch.full(param.shape[:1], NO_DIGEST, dtype=torch.int32, device=digests.device)
+        placements = [Replicate()] * param.device_mesh.ndim
+    stride = (1,) * digests.dim()
+    return DTensor.from_local(
+        digests, param.device_mesh, placements, run_check=False, shape=param.shape[:1], stride=stride
+    )
+
+
+def check_form(state_dict: object) -> None:
+    """Raise a ValueError unless a value has the form of an optimizer's `state_dict()`."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError('the state_dict of an optimizer must have "state" and "param_groups"')
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        raise ValueError(f'"state" of the checkpoint must be a dict, got {type(state).__name__}')
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f'"param_groups" of the checkpoint must be a list of dicts, got {type(groups).__name__}')
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f'each group of the checkpoint must be a dict with a list of "params", got {group!r}')
+        for number in group["params"]:
+            if not isinstance(number, (int, str)):
+                raise ValueError(
+                    f"the parameters of a group of the checkpoint must be numbers or names, got {number!r}"
+                )
 
 
 def separated(state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict[Any, Any]]:
@@ -50,15 +91,16 @@ def separated(state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict
     return ours, of_inner
 
 
-def check_entries(weight: Weight, entries: Mapping[str, torch.Tensor], settings: str) -> None:
+def check_entries(weight: Weight, parts: list[Part], entries: Mapping[str, Any], settings: str) -> None:
     """Raise a ValueError if checkpoint entries do not fit a weight.
 
     Args:
         weight: The weight.
+        parts: Its parts.
         entries: Its entries in the checkpoint.
         settings: The method and its settings, for the error message.
     """
-    expected = {PREFIX + name: dtype for name, dtype in weight.stretches[0].bucket.codec.entries().items()}
+    expected = {PREFIX + name: dtype for name, dtype in parts[0].bucket.codec.entries().items()}
     given_names = entries.keys() - {_DIGEST, _SEED, _STEPS}
     if given_names != expected.keys():
         raise ValueError(
@@ -66,34 +108,142 @@ def check_entries(weight: Weight, entries: Mapping[str, torch.Tensor], settings:
             f"needs {listed(sorted(expected)) or 'none'}: use the settings it was saved with"
         )
     for name, dtype in expected.items():
-        if entries[name].dtype is not dtype:
+        _check_entry(weight, name, entries[name], dtype)
+    digest = entries.get(_DIGEST)
+    if digest is not None and not (
+        _has_values(digest)
+        and digest.dtype in (torch.int32, torch.int64)
+        and digest.shape in ((), weight.layout.shape[:1])
+        and not (is_dtensor(digest) and digest.dim() and not is_dtensor(weight.param))
+    ):
+        raise ValueError(
+            f"{_DIGEST!r} of {weight.name!r} must be an int32 tensor of shape {tuple(weight.layout.shape[:1])}, got "
+            f"{_described(digest)}: the checkpoint is damaged"
+        )
+
+
+def _check_entry(weight: Weight, name: str, entry: Any, dtype: torch.dtype) -> None:
+    if not _has_values(entry):
+        raise ValueError(
+            f"{name!r} of {weight.name!r} must be a dense {dtype} tensor, got {_described(entry)}: the checkpoint is "
+            "damaged"
+        )
+    if entry.dtype is not dtype:
+        raise ValueError(
+            f"{name!r} of {weight.name!r} is {entry.dtype} in the checkpoint, not {dtype}: another "
+            "optimizer loaded and cast it. To keep the rest of its state, remove the entries that begin with "
+            f"{PREFIX!r}"
+        )
+    if entry.shape != weight.layout.shape:
+        raise ValueError(
+            f"{name!r} of {weight.name!r} has shape {tuple(entry.shape)} in the checkpoint, but the "
+            f"parameter has {tuple(weight.layout.shape)}"
+        )
+    if _sharding(entry) != _sharding(weight.param):
+        raise ValueError(
+            f"{name!r} of {weight.name!r} is {_sharding(entry)} in the checkpoint, but the parameter is "
+            f"{_sharding(weight.param)}: load it with torch.distributed.checkpoint, which converts it"
+        )
+
+
+def _has_values(entry: object) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.layout is torch.strided and not entry.is_meta
+
+
+def _described(entry: object) -> str:
+    if not isinstance(entry, torch.Tensor):
+        return repr(entry)
+    return f"{entry.dtype} of shape {tuple(entry.shape)}, layout {entry.layout}, on {entry.device}"
+
+
+def _sharding(tensor: Any) -> str:
+    """Return how a tensor is distributed over ranks, for comparisons and messages."""
+    if not is_dtensor(tensor):
+        return "not sharded"
+    return f"placed as {tuple(tensor.placements)} on {tensor.device_mesh}"
+
+
+def check_state(weight: Weight, of_param: object, *, by_element: bool) -> None:
+    """Raise a ValueError if the inner optimizer's state of a 16-bit weight cannot belong to it.
+
+    Args:
+        weight: The weight.
+        of_param: Its state in the checkpoint, without our entries.
+        by_element: Whether the inner optimizer steps each element independently, so that its state has the shape of
+            the weight.
+    """
+    if not isinstance(of_param, Mapping):
+        raise ValueError(f"the state of {weight.name!r} in the checkpoint must be a dict, got {of_param!r}")
+    for name, value in of_param.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        fits = value.numel() == 1 or value.shape == weight.layout.shape or not by_element
+        if not fits or not _has_values(value):
             raise ValueError(
-                f"{name!r} of {weight.name!r} is {entries[name].dtype} in the checkpoint, not {dtype}: another "
-                "optimizer loaded and cast it. To keep the rest of its state, remove the entries that begin with "
-                f"{PREFIX!r}"
-            )
-        if entries[name].shape != weight.layout.shape:
-            raise ValueError(
-                f"{name!r} of {weight.name!r} has shape {tuple(entries[name].shape)} in the checkpoint, but the "
-                f"parameter has {tuple(weight.layout.shape)}"
+                f"{name!r} of {weight.name!r} must be a dense tensor of shape {tuple(weight.layout.shape)}, got "
+                f"{_described(value)}: the checkpoint is of another model, or damaged"
             )
 
 
-def load_entries(weight: Weight, entries: Mapping[str, torch.Tensor], chance: Chance | None) -> None:
+def chance_in(ours: Mapping[Any, Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Return the seed and the number of steps that a checkpoint has for stochastic rounding; None if it has none.
+
+    Raises:
+        ValueError: They are damaged, or differ between weights.
+    """
+    states = set()
+    for entries in ours.values():
+        if _SEED not in entries and _STEPS not in entries:
+            continue
+        seed: Any = entries.get(_SEED)
+        steps: Any = entries.get(_STEPS)
+        if not _is_integer(seed) or not _is_integer(steps) or int(steps) < 0:
+            raise ValueError(
+                f"{_SEED!r} and {_STEPS!r} must be integers, and the steps >= 0; the checkpoint has {seed!r} and "
+                f"{steps!r}: it is damaged"
+            )
+        states.add((int(seed) % _UNSIGNED, int(steps)))
+    if len(states) > 1:
+        raise ValueError(
+            f"{_SEED!r} and {_STEPS!r} must be the same for all weights, but the checkpoint has "
+            f"{sorted(states)}: it is damaged, or merged from several"
+        )
+    return next(iter(states), None)
+
+
+def _is_integer(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int)
+    is_integral = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
+    return _has_values(value) and value.dim() == 0 and is_integral
+
+
+def load_entries(weight: Weight, parts: list[Part], entries: Mapping[str, torch.Tensor]) -> None:
     """Load checked entries. The weights that they belong to may be loaded before or after."""
-    whole = {
-        name: laid_out_as(local(entries[PREFIX + name]), local(weight.param))
-        for name in weight.stretches[0].bucket.codec.entries()
+    here = local(weight.param)
+    full = {
+        name: laid_out_as(local(entries[PREFIX + name]).to(here.device), here)
+        for name in parts[0].bucket.codec.entries()
     }
-    for stretch in weight.stretches:
-        stretch.load({name: stretch.of(entry) for name, entry in whole.items()})
-    digest = int(entries.get(_DIGEST, _NO_DIGEST))
-    if digest == _NO_DIGEST or is_dtensor(weight.param):
+    for part in parts:
+        part.load({name: part.stretch.of(entry) for name, entry in full.items()})
+        part.bucket.digest = None
+    digest = _known_digest(weight, entries.get(_DIGEST))
+    if digest is None:
         weight.bits, weight.awaits_weights = None, True
     else:
         weight.bits, weight.version, weight.awaits_weights = digest, None, False
-    if chance is not None and _SEED in entries:
-        chance.set(int(entries[_SEED]), int(entries[_STEPS]))
+
+
+def _known_digest(weight: Weight, entry: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the digests of a weight's rows on this rank, or of all of it; None if the checkpoint has none. Syncs."""
+    if entry is None or entry.dtype is not torch.int32:  # castwise 0.2 saved an int64 of another kind
+        return None
+    digest = local(entry).to(local(weight.param).device)
+    now = weight.row_digests() if entry.dim() else weight.digest()
+    if digest.shape != now.shape or bool((digest == NO_DIGEST).all()):
+        return None
+    return digest.clone()
 
 
 def load_inner(
@@ -109,33 +259,31 @@ def load_inner(
         low: The 16-bit parameters.
         low_state: How their state is stored.
     """
-    groups, state_before = optimizer.param_groups, optimizer.state
+    groups, before = optimizer.param_groups, dict(vars(optimizer))
+    contents = [dict(group) for group in groups]
     stand_ins = {
         param: torch.zeros((), device=local(param).device).expand(param.shape) if param in low else param
         for group in groups
         for param in group["params"]
     }
-    params_before = [group["params"] for group in groups]
+    param_of = {id(stand_in): param for param, stand_in in stand_ins.items()}
+    state: defaultdict[Any, Any] = defaultdict(dict)
     try:
         for group in groups:
             group["params"] = [stand_ins[param] for param in group["params"]]
         optimizer.load_state_dict(state_dict)
-        loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
+        loaded_groups = [dict(group) for group in optimizer.param_groups]
+        for key, value in optimizer.state.items():
+            param = param_of.get(id(key), key)
+            state[param] = low_state.stored(value, param) if param in low else value
     except BaseException:
-        optimizer.state = state_before
-        raise
-    finally:
-        optimizer.param_groups = groups
-        for group, params in zip(groups, params_before, strict=True):
-            group["params"] = params
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    param_of = {id(stand_in): param for param, stand_in in stand_ins.items()}
-    for key, value in loaded_state.items():
-        param = param_of.get(id(key), key)
-        state[param] = low_state.stored(value, param) if param in low else value
-    optimizer.state = state
-    for group, loaded in zip(groups, loaded_groups, strict=True):
-        if group is not loaded:
-            params = group["params"]
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        for group, content in zip(groups, contents, strict=True):
             group.clear()
-            group.update({**loaded, "params": params})
+            group.update(content)
+        raise
+    optimizer.param_groups, optimizer.state = groups, state
+    for group, loaded, content in zip(groups, loaded_groups, contents, strict=True):
+        group.clear()
+        group.update({**loaded, "params": content["params"]})

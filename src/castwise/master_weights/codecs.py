@@ -375,7 +375,7 @@ class Chance:
 
     def steps(self) -> int:
         """Return the number of steps taken. Syncs if a device decided whether to take them."""
-        return self.taken + max((int(taken.item()) for taken in self._taken_on.values()), default=0)
+        return self.taken + sum(int(taken.item()) for taken in self._taken_on.values())
 
     def set(self, seed: int, taken: int) -> None:
         """Restore the state of a checkpoint."""
@@ -386,8 +386,8 @@ class Chance:
         key = torch.full((), _signed(zlib.crc32(f"{self.seed} {stream}".encode())), dtype=torch.int32)
         step = torch.full((), _signed(self.taken), dtype=torch.int32)
         key, step = key.to(values.device), step.to(values.device)
-        if values.device in self._taken_on:
-            step = step + self._taken_on[values.device]
+        for taken in self._taken_on.values():  # of each device that has decided about steps
+            step = step + taken.to(values.device)
         # Flat, because compiled code would be recompiled for each number of dimensions.
         rounded = (_compiled(_round) if self._is_compiled else _round)(values.reshape(-1), key, step, dtype)
         return rounded.view(values.shape)

@@ -13,6 +13,13 @@ import torch
 from castwise.amp.gradients import is_plain
 from castwise.master_weights.buckets import BucketViews, Loan, as_dtensor, is_dtensor, laid_out_as, local
 
+Created = dict[torch.Tensor, dict[Any, Any]]
+"""State that an optimizer creates in this step for weights that are cut, by parameter and name.
+
+It is kept apart until the last part is stepped: what an optimizer does with a part depends on the state that it finds,
+so each part must find what the first one found.
+"""
+
 
 @dataclass(slots=True)
 class LowState:
@@ -80,7 +87,7 @@ def lent(
     optimizer: torch.optim.Optimizer,
     members: dict[int, list[Loan | torch.Tensor]],
     low_state: LowState,
-    new: set[torch.Tensor],
+    created: Created,
     *,
     all_: bool,
 ) -> Iterator[None]:
@@ -90,7 +97,7 @@ def lent(
         optimizer: The optimizer, whose `param_groups` and `state` are replaced inside the body.
         members: By group index, the members of the group: loans, and parameters that are used directly.
         low_state: Which state is stored in 16 bits.
-        new: Parameters without state before this step; each part of one creates its own.
+        created: Filled with the state that parts of cut weights create, until their last part is stepped.
         all_: Whether `members` are all parameters, so that state that belongs to no parameter is included.
 
     Raises:
@@ -105,7 +112,7 @@ def lent(
             if isinstance(member, Loan):
                 loans.append(member)
                 param = member.stretch.weight.param
-                if param not in new and (of_param := state.get(param)) is not None:
+                if (of_param := state.get(param)) is not None:
                     borrowed[member.stand_in] = _lent_state(of_param, member, low_state)
             elif member in state:
                 borrowed[member] = state[member]
@@ -126,7 +133,7 @@ def lent(
             loan.grad = loan.stand_in.grad = None
     for loan in loans:
         if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
-            _take_over(state, of_stand_in, loan, low_state)
+            _take_over(state, of_stand_in, loan, low_state, created)
     if borrowed:
         known = {param for group in groups for param in group["params"]}
         if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
@@ -151,27 +158,34 @@ def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> di
     return lent_state
 
 
-def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState) -> None:
+def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState, created: Created) -> None:
+    """Store the state of a stand-in as that of its parameter; `created` has the one that later parts must not find."""
     param, stretch, is_part = loan.stretch.weight.param, loan.stretch, loan.is_part
     if not is_part and not low_state.dtypes:
         state[param] = of_stand_in
         return
-    of_param = state[param]
+    of_param = state.get(param, {}) if is_part else state[param]
+    is_last = not is_part or stretch.is_last
+    new = created.setdefault(param, {}) if is_part else {}
     for name, value in of_stand_in.items():
         if not _is_of_weight(value, loan.stand_in):
-            if not is_part or stretch is stretch.weight.stretches[-1]:  # otherwise later parts need the old value
-                of_param[name] = value
+            new[name] = value  # of a cut weight, that of the last part
             continue
         low = low_state.dtypes.get(str(name))
-        if not _is_of_weight(of_param.get(name), param):
-            of_param[name] = torch.empty_like(param.detach(), dtype=low or value.dtype)
-        stored = local(of_param[name])
-        stored = stretch.of(stored) if is_part else stored
-        new = local(value)
+        stored = of_param.get(name)
+        if not _is_of_weight(stored, param):
+            stored = new.get(name)
+            if not _is_of_weight(stored, param):
+                stored = new[name] = torch.empty_like(param.detach(), dtype=low or value.dtype)
+        here = local(stored)
+        here = stretch.of(here) if is_part else here
+        values = local(value)
         if low is not None and low.itemsize < 4 and str(name) not in low_state.nearest:
-            new = low_state.round(new, low, f"{name} of {stretch.weight.name} from {stretch.start}")
-        if stored.data_ptr() != new.data_ptr():
-            stored.copy_(new)
+            values = low_state.round(values, low, f"{name} of {stretch.weight.name} from {stretch.start}")
+        if here.data_ptr() != values.data_ptr():
+            here.copy_(values)
+    if is_last:
+        state[param].update(created.pop(param, new))
 
 
 def _is_of_weight(value: Any, weight: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_fsdp_flattened, never_traced
+from castwise._torch_private import is_fsdp_flattened, never_traced, wraps_compiled
 from castwise._warnings import warn
+from castwise.amp.autocast_mode import autocast
 from castwise.amp.closures import given, no_momentum_of_a_skipped_step
 from castwise.amp.iteration import Snapshot
 from castwise.amp.measure import check_bound, check_norm_type, reciprocal
@@ -31,6 +32,7 @@ from castwise.master_weights.buckets import (
     BucketViews,
     Layout,
     Loan,
+    Part,
     Stretch,
     Weight,
     Workspace,
@@ -43,7 +45,10 @@ from castwise.master_weights.buckets import (
 )
 from castwise.master_weights.checkpoint_entries import (
     PREFIX,
+    chance_in,
     check_entries,
+    check_form,
+    check_state,
     entries_of,
     load_entries,
     load_inner,
@@ -58,7 +63,9 @@ from castwise.master_weights.inner_optimizers import (
     state_names,
     step_without_hooks,
 )
-from castwise.master_weights.lending import LowState, lent, loans_of
+from castwise.master_weights.lending import Created, LowState, lent, loans_of
+from castwise.master_weights.narrowing_report import NarrowingReport, compare_forwards
+from castwise.policy.bound_policy import BoundPolicy
 
 _METHODS = ("split", "fp32", "stochastic", "kahan")
 _ROUNDINGS = ("nearest_even", "nearest_away")
@@ -86,7 +93,8 @@ class MasterWeights(torch.optim.Optimizer):
     A bfloat16 weight and 16 extra bits form an fp32 weight. `step` joins them, a few megabytes at a time, lets the
     inner optimizer step the fp32 weights with fp32 gradients and state, and splits them again. A weight takes 4 bytes
     instead of 4 + 2 with autocast's copies, and a gradient 2 instead of 4. By default the parameters that autocast
-    casts become 16-bit. Training under autocast then gives the same losses and weights as fp32 weights, bit for bit.
+    casts become 16-bit. Training under autocast then gives the same losses and weights as fp32 weights, bit for bit,
+    unless the model's own code reads a weight or its dtype, which `narrowing_report` finds.
 
     Use this optimizer instead of the inner one: pass it to schedulers, scalers and frameworks. `param_groups` and
     `state` are those of the inner optimizer. Create it after moving the model to its device and before DDP or a
@@ -118,7 +126,8 @@ class MasterWeights(torch.optim.Optimizer):
             or another argument has the wrong type.
         ValueError: An argument is out of range; a parameter is in another `MasterWeights`, or a wrapper keeps it from
             becoming 16-bit (DDP, FSDP1, an FSDP2 unit that would have two dtypes); a weight is too large for float16;
-            or `state_dtype` names state that the optimizer does not keep. Nothing has been changed then.
+            a parameter is on the meta device; or `state_dtype` names state that the optimizer does not keep. Nothing
+            has been changed then.
 
     Example:
         >>> import castwise
@@ -171,7 +180,6 @@ class MasterWeights(torch.optim.Optimizer):
         self._narrow, self._grad_dtype, self._compiles = narrow, grad_dtype, compile
         self._bucket_length = bucket_bytes // 4096 * 1024
         self._chance = Chance(0 if generator is None else generator.initial_seed(), compiled=compile)
-        self._low_state = _low_state(optimizer, state_dtype, self._chance)
         self._model: ref[nn.Module] | None = ref(model)
         self._reach = reach_of(optimizer)
         self._weights: list[Weight] = []
@@ -181,6 +189,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._clipped: tuple[Snapshot, torch.Tensor] | None = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
+        self._low_state = _low_state(optimizer, state_dtype, self._chance)
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._share_hooks()
@@ -223,6 +232,12 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> set[torch.Tensor]:
         """Return the parameters that should be 16-bit, or raise without changing anything."""
         names = narrowing.names_of(model)
+        for param in params:
+            if param.is_meta:
+                raise ValueError(
+                    f"{names.get(param, 'a parameter')!r} is on the meta device and has no values: call "
+                    "model.to_empty(device=...) and initialize it before creating MasterWeights"
+                )
         chosen = narrowing.choose(model, self._narrow, self._dtype, params)
         low = [param for param in params if param in chosen or param.dtype is self._dtype]
         other = torch.float16 if self._dtype is torch.bfloat16 else torch.bfloat16
@@ -341,17 +356,24 @@ class MasterWeights(torch.optim.Optimizer):
             TypeError: `param_group` is not such a dict.
             ValueError: See the constructor, and the inner optimizer. Nothing has been changed then.
         """
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise RuntimeError("the model no longer exists, so parameters cannot be added: create a new MasterWeights")
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'param_group must be a dict with "params", got {param_group!r}')
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else [*params]
         tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+        model = self._find_model({each for each in tensors if isinstance(each, torch.Tensor)})
+        if model is None:
+            raise RuntimeError("the model no longer exists, so parameters cannot be added: create a new MasterWeights")
         chosen = self._check_params(self._inner, model, [each for each in tensors if isinstance(each, torch.Tensor)])
         self._inner.add_param_group({**param_group, "params": params})
         self._adopt(model, tensors, chosen)
+
+    def _find_model(self, new: set[torch.Tensor]) -> nn.Module | None:
+        """Return the model; of a copied or unpickled optimizer, the smallest module that has its weights and `new`."""
+        model = None if self._model is None else self._model()
+        if model is None and (model := narrowing.owner_of({weight.param for weight in self._weights}, new)) is not None:
+            self._model = ref(model)
+        return model
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -369,10 +391,12 @@ class MasterWeights(torch.optim.Optimizer):
             error_if_nonfinite: Raise if the norm is not finite. Syncs.
 
         Returns:
-            The p-norm before clipping: fp32, shape (), the same as torch's function gives for fp32 gradients.
+            The p-norm before clipping: shape (), the same as torch's function gives for fp32 gradients; fp32, or fp64
+            if a gradient is. After an earlier call for the same gradients, their norm as clipped then.
 
         Raises:
-            RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or the model is in FSDP1.
+            RuntimeError: The norm is not finite and `error_if_nonfinite` is set, a backward has added to gradients
+                after an earlier call, or the model is in FSDP1.
             TypeError: An argument has the wrong type.
             ValueError: An argument is out of range.
         """
@@ -383,30 +407,41 @@ class MasterWeights(torch.optim.Optimizer):
         if not grads:
             return torch.zeros(())
         with torch.no_grad():
-            norms: list[Any] = list(torch._foreach_norm(grads, norm_type, dtype=torch.float32))
-            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in _norms(grads, norm_type)]
             stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
             norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+            before = self._clip_factor(grads)
+            if before is not None:
+                norm = norm * before
             if error_if_nonfinite and not norm.isfinite():
                 raise RuntimeError(
                     f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped"
                 )
-            self._clipped = Snapshot(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            self._clipped = Snapshot(grads), factor if before is None else factor * before
         return norm
 
-    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
-        """Return the factor that unscales or clips gradients; None if there is none."""
-        clipped, self._clipped = self._clipped, None
-        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
-            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
-            return factor if is_fused or factor is not None else reciprocal(scale)
-        if clipped is None:
+    def _clip_factor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the factor by which earlier calls clip these gradients; None if there were none for them."""
+        if self._clipped is None:
             return None
-        snapshot, factor = clipped
-        written, _ = snapshot.changed(grads := _grads(self.param_groups))
+        snapshot, factor = self._clipped
+        written, _ = snapshot.changed(grads)
         if written:
             raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
         return factor if snapshot.matches(grads) else None
+
+    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
+        """Return the factor that unscales or clips gradients; None if there is none."""
+        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
+            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
+            return factor if is_fused or factor is not None else reciprocal(scale)
+        if self._clipped is None:
+            return None
+        try:
+            return self._clip_factor(_grads(self.param_groups))
+        finally:
+            self._clipped = None
 
     @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -453,21 +488,15 @@ class MasterWeights(torch.optim.Optimizer):
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
         factor, returned = self._factor(scale, is_fused=is_fused), None
-        # Each part of a split parameter creates its state in the first step.
-        new = {weight.param for weight in self._weights if weight.is_cut() and not self.state.get(weight.param)}
+        created: Created = {}
         written: list[Weight] = []
-        try:
-            with torch.no_grad(), ExitStack() as stack:
-                if is_fused:
-                    stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
-                    if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
-                        stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
-                for round_ in rounds:
-                    returned = self._step_round(round_, factor, new, written, writes_grads=scale is not None)
-        except BaseException:
-            for param in new:  # some parts may not have created theirs
-                self.state.pop(param, None)
-            raise
+        with torch.no_grad(), ExitStack() as stack:
+            if is_fused:
+                stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
+                if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
+                    stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
+            for round_ in rounds:
+                returned = self._step_round(round_, factor, created, written, writes_grads=scale is not None)
         note_stepped(self._inner)
         self._chance.count(found_inf)
         self._warn_of(written, is_counted=False)
@@ -502,7 +531,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _whole(self) -> _Round:
         """Return one call with all parameters, for an optimizer that needs them together."""
-        of_param = {weight.param: weight.stretches[0] for weight in self._weights}
+        of_param = {stretch.weight.param: stretch for bucket in self._buckets for stretch in bucket.stretches}
         members: dict[int, list[Stretch | torch.Tensor]] = {
             index: [of_param.get(param, param) for param in group["params"]]
             for index, group in enumerate(self.param_groups)
@@ -513,13 +542,13 @@ class MasterWeights(torch.optim.Optimizer):
         self,
         round_: _Round,
         factor: torch.Tensor | None,
-        new: set[torch.Tensor],
+        created: Created,
         written: list[Weight],
         *,
         writes_grads: bool,
     ) -> Any:
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._lent(round_, new, written) as loans:
+        with self._lent(round_, created, written) as loans:
             groups = self._inner.param_groups
             if not loans and self._reach is not Reach.ALL and not _grads(groups):
                 return None
@@ -536,13 +565,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _lent(
-        self, round_: _Round, new: set[torch.Tensor], written: list[Weight], *, all_: bool = False
+        self, round_: _Round, created: Created, written: list[Weight], *, all_: bool = False
     ) -> Iterator[list[Loan]]:
         """Lend fp32 weights to the inner optimizer in the body; write their rounded values if it does not raise.
 
         Args:
             round_: The call, with the members to lend.
-            new: Parameters without state before this step.
+            created: State that parts of cut weights have created in this step.
             written: Weights found to be written from outside are appended.
             all_: Whether to also lend weights without gradients.
         """
@@ -562,7 +591,7 @@ class MasterWeights(torch.optim.Optimizer):
             ]
             for index, of_group in round_.members.items()
         }
-        with lent(self._inner, members, self._low_state, new, all_=all_):
+        with lent(self._inner, members, self._low_state, created, all_=all_):
             yield [*loans.values()]
         if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
@@ -586,7 +615,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _switch(self, method: Callable[[], object]) -> None:
         self._checked_rounds()
         written: list[Weight] = []
-        with torch.no_grad(), self._lent(self._whole(), set(), written, all_=True):
+        with torch.no_grad(), self._lent(self._whole(), {}, written, all_=True):
             method()
         self._warn_of(written, is_counted=False)
 
@@ -615,25 +644,33 @@ class MasterWeights(torch.optim.Optimizer):
         written: list[Weight] = []
         if self._method == "stochastic":  # keeps no data that could belong to other weights
             return written
+        loaded = set[Weight]()
         for weight in self._weights:
             if (count := write_count(weight.param)) == weight.version:
                 continue
-            for stretch in weight.stretches:
-                stretch.bucket.sum = None
             if weight.matches_kept():
+                if weight.awaits_weights:
+                    loaded.add(weight)
                 weight.version, weight.awaits_weights = count, False
             else:
                 written.append(weight)
+        self._forget_digests(loaded)
         if written:
             self._set_values({weight: local(weight.param).float() for weight in written})
         return written
+
+    def _forget_digests(self, weights: set[Weight]) -> None:
+        """Forget the digests of buckets whose weights or kept data have been replaced."""
+        for bucket in self._buckets if weights else ():
+            if any(stretch.weight in weights for stretch in bucket.stretches):
+                bucket.digest = None
 
     def _take_over_written(self) -> None:
         """Adopt all weights that were written from outside as the new fp32 weights."""
         self._warn_of(self._take_over_counted(), is_counted=True)
         written: list[Weight] = []
         with torch.no_grad():
-            for bucket in (each for each in self._buckets if each.sum is not None):
+            for bucket in (each for each in self._buckets if each.digest is not None):
                 views = self._workspace.views_of(bucket)
                 if changed := bucket.decode(views):
                     bucket.encode(views, changed)
@@ -668,7 +705,7 @@ class MasterWeights(torch.optim.Optimizer):
             for bucket in self._buckets:
                 given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
                 if given_here:
-                    bucket.sum = None
+                    bucket.digest = None
                     views = self._workspace.views_of(bucket)
                     bucket.decode(views)
                     for stretch in given_here:
@@ -684,18 +721,19 @@ class MasterWeights(torch.optim.Optimizer):
             "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
             its shape that depend on the method: "master_weights.residue" (int16; "half_residue" with float16) and
             "master_weights.ties" (bool), "master_weights.compensation" (in its dtype), or "master_weights.master"
-            (fp32). It also has a "master_weights.digest" of the weight they belong to, -1 for a DTensor; and, with
-            stochastic rounding, "master_weights.seed" and "master_weights.steps". These entries are copies.
+            (fp32). It also has a "master_weights.digest" of each row of the weight they belong to (int32; -1 for a
+            DTensor that is not sharded by rows; a single one under FSDP1); and, with stochastic rounding,
+            "master_weights.seed" and "master_weights.steps". These entries are copies.
         """
         self._take_over_written()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         saved = self._inner.state_dict()
-        numbers = self._numbers()
+        numbers, parts = self._numbers(), self._parts()
         saved["state"] = dict(saved["state"])
         for weight in self._weights:
-            number = numbers[weight.param]
-            saved["state"][number] = {**saved["state"].get(number, {}), **entries_of(weight, self._saved_chance())}
+            number, entries = numbers[weight.param], entries_of(weight, parts[weight], self._saved_chance())
+            saved["state"][number] = {**saved["state"].get(number, {}), **entries}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, saved)
             saved = saved if result is None else result
@@ -726,15 +764,15 @@ class MasterWeights(torch.optim.Optimizer):
             state_dict: A dict with "state" and "param_groups".
 
         Raises:
-            ValueError: Groups or shapes do not match, or the entries belong to another method, rounding or dtype.
-                Nothing has been changed then.
+            ValueError: Groups or shapes do not match, the entries belong to another method, rounding or dtype, or an
+                entry is damaged. Nothing has been changed then.
         """
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError('the state_dict of an optimizer must have "state" and "param_groups"')
+        check_form(state_dict)
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
+            check_form(state_dict)
         ours, of_inner = separated(state_dict["state"])
         numbers = self._numbers(state_dict["param_groups"])
         low = {numbers[weight.param] for weight in self._weights}
@@ -744,14 +782,19 @@ class MasterWeights(torch.optim.Optimizer):
                 "narrow=... it was saved with"
             )
         settings = f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r}"
+        parts, by_element = self._parts(), self._reach is Reach.ELEMENT
         for weight in self._weights:
+            check_state(weight, of_inner.get(numbers[weight.param], {}), by_element=by_element)
             if entries := ours.get(numbers[weight.param]):
-                check_entries(weight, entries, settings)
+                check_entries(weight, parts[weight], entries, settings)
+        chance = chance_in(ours)
         low_params = {weight.param for weight in self._weights}
         load_inner(self._inner, {**state_dict, "state": of_inner}, low_params, self._low_state)
         for weight in self._weights:
             if entries := ours.get(numbers[weight.param]):
-                load_entries(weight, entries, self._saved_chance())
+                load_entries(weight, parts[weight], entries)
+        if chance is not None and self._saved_chance() is not None:
+            self._chance.set(*chance)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -830,8 +873,10 @@ class MasterWeights(torch.optim.Optimizer):
         self._take_over_written()
         # Hooks, patches by schedulers, and the model are not pickled, as with torch's optimizers.
         state = {name: value for name, value in self.__dict__.items() if name in _STATE}
+        # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
-        return {**state, **made, "_model": None, "_narrow": None, "_clipped": None}
+        narrow = narrowing.without_model(self._narrow)
+        return {**state, **made, "_model": None, "_narrow": narrow, "_clipped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -842,6 +887,55 @@ class MasterWeights(torch.optim.Optimizer):
             _OWNERS[weight.param] = ref(self)
 
     # -- facts --------------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[Weight, list[Part]]:
+        """Return the stretches of each weight with their buckets, in order."""
+        parts = defaultdict[Weight, list[Part]](list)
+        for bucket in self._buckets:
+            for stretch in bucket.stretches:
+                parts[stretch.weight].append(Part(bucket, stretch))
+        return parts
+
+    def narrowing_report(self, model: nn.Module, *args: Any, **kwargs: Any) -> NarrowingReport:
+        """Compare one forward of the model with one of fp32 weights, and name the modules that differ.
+
+        16-bit weights give the same bits as fp32 weights under autocast, unless the model's own code reads a weight or
+        its dtype, for example to cast activations to it. Call this once, with the first training batch, before DDP
+        or `torch.compile` wraps the model. Both forwards run in the active autocast region, or else in one of `dtype`.
+        They change no weight, buffer, gradient, hook or random state, and need memory for the fp32 weights. Syncs.
+
+        Args:
+            model: The model.
+            *args: What the model is called with.
+            **kwargs: What the model is called with, by keyword.
+
+        Raises:
+            RuntimeError: The model is sharded or compiled.
+            ValueError: The model has none of the 16-bit weights.
+
+        Example:
+            >>> import castwise
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = MasterWeights(torch.optim.SGD(model.parameters()), model)
+            >>> optimizer.narrowing_report(model, torch.ones(1, 2)).is_same
+            True
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        if any(is_dtensor(param) or is_fsdp_flattened(param) for param in model.parameters()):
+            raise RuntimeError("the model is sharded: call narrowing_report in one process, before sharding the model")
+        if wraps_compiled(model):
+            raise RuntimeError("the model is compiled: give narrowing_report the model that torch.compile was given")
+        named = self._named(model)
+        self._take_over_written()
+        values = {weight: nn.Parameter(value) for weight, value in self._fp32_of(set(named.values())).items()}
+        for weight, value in values.items():
+            value.requires_grad_(weight.param.requires_grad)
+        kind = next((weight.layout.device.type for weight in values), "cpu")
+        policy = self._narrow if isinstance(self._narrow, BoundPolicy) else None
+        region: Any = nullcontext() if torch.is_autocast_enabled(kind) else autocast(kind, self._dtype, policy=policy)
+        with region:
+            return compare_forwards(model, {name: values[weight] for name, weight in named.items()}, args, kwargs)
 
     def memory(self) -> dict[str, int]:
         """Return the memory of the 16-bit parameters on this rank.
@@ -884,6 +978,17 @@ def _owner_of(param: torch.Tensor) -> object:
 
 def _grads(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [param.grad for group in groups for param in group["params"] if param.grad is not None]
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float) -> list[Any]:
+    """Return the norm of each gradient: fp32, or in the gradient's own precision if that is higher."""
+    norms: dict[int, torch.Tensor] = {}
+    for is_low in (True, False):
+        here = {index: grad for index, grad in enumerate(grads) if (grad.dtype in _DTYPES) is is_low}
+        if here:
+            dtype = torch.float32 if is_low else None
+            norms.update(zip(here, torch._foreach_norm([*here.values()], norm_type, dtype=dtype), strict=True))
+    return [norms[index] for index in range(len(grads))]
 
 
 def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:

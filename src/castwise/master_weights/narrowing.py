@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +17,23 @@ from castwise._torch_private import is_fsdp_flattened
 from castwise._warnings import warn
 from castwise.policy.bound_policy import BoundPolicy, note_dtypes
 from castwise.policy.module_rules import decide
+from castwise.policy.policy import Policy
 
 _CAST_BY_AUTOCAST = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+
+
+class Rules(NamedTuple):
+    """What a copied `MasterWeights` keeps of a bound policy, which belongs to the first model."""
+
+    policy: Policy
+
+
+def without_model(narrow: object) -> object:
+    """Return a `narrow` argument for a copy of the model."""
+    return Rules(narrow.policy) if isinstance(narrow, BoundPolicy) else narrow
 
 
 def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterable[torch.Tensor]) -> set[torch.Tensor]:
@@ -46,7 +59,7 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
             listed = ", ".join(sorted({f"{names.get(param, 'a parameter')} ({param.dtype})" for param in strange}))
             warn(f"MasterWeights leaves these parameters unchanged: {listed}", UserWarning)
         return of_optimizer.difference(strange)
-    if isinstance(narrow, BoundPolicy):
+    if isinstance(narrow, (BoundPolicy, Rules)):
         wanted = str(dtype).removeprefix("torch.")
         computes = {decision.module: decision.compute == wanted for decision in decide(narrow.policy, model)}
     elif narrow is None:
@@ -77,6 +90,22 @@ def _casts_its_weights(module: nn.Module) -> bool:
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
     """Return the name of each parameter of a model."""
     return {param: name for name, param in model.named_parameters()}
+
+
+def owner_of(params: set[torch.Tensor], others: set[torch.Tensor]) -> nn.Module | None:
+    """Search memory for the module that has some parameters; None if there is none.
+
+    Args:
+        params: Parameters that the module must have.
+        others: Of several such modules, one with most of these is returned, and of those the smallest.
+    """
+    best, best_key = None, (0, 0)
+    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+        own = set(module.parameters()) if params else set[torch.Tensor]()
+        key = len(own & others), -len(own)
+        if params and params <= own and (best is None or key > best_key):
+            best, best_key = module, key
+    return best
 
 
 def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:

@@ -1,0 +1,168 @@
+"""`MasterWeights.load_state_dict` with damaged checkpoints: it raises before it changes anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.master_weights.training import same_bits, train, wrapped
+from torch import nn, optim
+
+from castwise import MasterWeights
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "stochastic": {"method": "stochastic", "state_dtype": {"exp_avg": torch.bfloat16}},
+    "kahan": {"method": "kahan", "rounding": "nearest_away"},
+    "float16": {"dtype": torch.float16},
+}
+
+
+def made(settings: dict[str, Any], steps: int) -> tuple[Any, MasterWeights]:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)  # its weight is cut
+    optimizer = MasterWeights(optim.AdamW(model.parameters(), lr=1e-2), model, bucket_bytes=4096, **settings)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return model, optimizer
+
+
+def snapshot(model: Any, optimizer: MasterWeights) -> Any:
+    return copy.deepcopy(
+        (
+            model.state_dict(),
+            optimizer.state_dict(),
+            (optimizer._chance.seed, optimizer._chance.steps()),
+            [(weight.version, weight.bits, weight.awaits_weights) for weight in optimizer._weights],
+            torch.get_rng_state(),
+        )
+    )
+
+
+def assert_unchanged(before: Any, after: Any) -> None:
+    assert same_bits(after[0], before[0])
+    assert after[1]["param_groups"] == before[1]["param_groups"]
+    assert after[1]["state"].keys() == before[1]["state"].keys()
+    assert all(same_bits(after[1]["state"][number], before[1]["state"][number]) for number in before[1]["state"])
+    assert after[2:4] == before[2:4]
+    assert torch.equal(after[4], before[4])
+
+
+DAMAGES: dict[str, Callable[[Any], Any]] = {
+    "a string": lambda value: "damaged",
+    "nothing": lambda value: None,
+    "a list": lambda value: [1, 2],
+    "a dict": lambda value: {"a": 1},
+    "another shape": lambda value: torch.zeros(2, 3, 5, dtype=getattr(value, "dtype", torch.float32)),
+    "NaN": lambda value: torch.tensor(float("nan")),
+    "complex": lambda value: torch.zeros(value.shape if torch.is_tensor(value) else (), dtype=torch.complex64),
+    "sparse": lambda value: torch.zeros(3, 3).to_sparse(),
+    "without values": lambda value: torch.zeros(value.shape if torch.is_tensor(value) else (), device="meta"),
+    "removed": lambda value: REMOVED,
+}
+REMOVED = object()
+
+
+def entries(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each entry of a state dict."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from entries(value, (*path, key))
+
+
+def damaged(saved: Any, path: tuple[Any, ...], damage: Callable[[Any], Any]) -> Any:
+    """A copy of a state dict in which one entry is damaged."""
+    if not path:
+        return damage(saved)
+    copied = saved.copy()
+    value = damaged(saved[path[0]], path[1:], damage)
+    if value is REMOVED:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = value
+    return copied
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(settings: str) -> None:
+    saved = made(SETTINGS[settings], 2)[1].state_dict()
+    model, optimizer = made(SETTINGS[settings], 3)
+    before = snapshot(model, optimizer)
+    refused = set()
+    for path in entries(saved):
+        for name, damage in DAMAGES.items():
+            try:
+                optimizer.load_state_dict(damaged(saved, path, damage))
+            except Exception as error:  # of entries of the inner optimizer, torch's errors are of any kind
+                refused.add((path[-1], name, isinstance(error, ValueError)))
+                assert_unchanged(before, snapshot(model, optimizer))
+            else:  # torch takes it, too: another learning rate, a missing momentum
+                model, optimizer = made(SETTINGS[settings], 3)
+
+    def ours_of(entry: str) -> set[str]:
+        return {name for key, name, is_ours in refused if key == entry and is_ours}
+
+    ours = {path[-1] for path in entries(saved) if str(path[-1]).startswith("master_weights.")}
+    numbers = ours & {"master_weights.seed", "master_weights.steps"}
+    assert len(ours) > len(numbers) or settings == "stochastic"
+    for entry in ours:
+        expected = set(DAMAGES) - ({"removed"} if entry == "master_weights.digest" else set())
+        expected -= {"nothing"} if entry == "master_weights.digest" else set()
+        assert ours_of(entry) == expected, entry
+    for entry in ("state", "param_groups", "params"):
+        assert {"a string", "nothing", "removed"} <= {
+            name for key, name, is_ours in refused if key == entry and is_ours
+        }
+    of_state = {name for key, name, is_ours in refused if key == "exp_avg" and is_ours}
+    assert {"another shape", "sparse", "without values"} <= of_state
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "text"),
+    [
+        ("seed", torch.tensor(1.5), r"^'master_weights.seed' and 'master_weights.steps' must be integers"),
+        ("steps", torch.tensor(-1), r"^'master_weights.seed' and 'master_weights.steps' must be integers, and the st"),
+        ("seed", torch.tensor(7), r"must be the same for all weights, but the checkpoint has \[\(0, 2\), \(7, 2\)\]"),
+    ],
+)
+def test_random_states_that_cannot_be_are_refused(entry: str, value: torch.Tensor, text: str) -> None:
+    saved = made(SETTINGS["stochastic"], 2)[1].state_dict()
+    model, optimizer = made(SETTINGS["stochastic"], 3)
+    before = snapshot(model, optimizer)
+    saved["state"][0][f"master_weights.{entry}"] = value
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(saved)
+    assert_unchanged(before, snapshot(model, optimizer))
+
+
+def test_seeds_of_64_bits_are_saved() -> None:
+    generator = torch.Generator().manual_seed(-1)
+    _, optimizer = made({"method": "stochastic", "generator": generator}, 1)
+    _, other = made({"method": "stochastic"}, 2)
+    other.load_state_dict(optimizer.state_dict())
+    assert other._chance.seed == generator.initial_seed() > 1 << 63
+
+
+class FailsToLoad(optim.SGD):
+    """Changes its groups and its state before its `load_state_dict` raises."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for group in self.param_groups:
+            group["lr"] = 7.0
+        self.state = {}  # type: ignore[assignment]
+        raise RuntimeError("as optimizers may")
+
+
+def test_an_inner_optimizer_that_fails_to_load_is_restored() -> None:
+    model, optimizer = wrapped(lambda params: FailsToLoad(params, lr=0.1, momentum=0.9))
+    train(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match="as optimizers may"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_unchanged(before, snapshot(model, optimizer))
