@@ -209,7 +209,7 @@ class Monitor:
         self._numbers.start(scaler._outcomes.steps if self._is_scaled else self._steps.iteration - 1)
         self._by_hand = StepsByHand(len(self._optimizers))
         self._scaler_steps = ScalerSteps(
-            self._sample_skipped, self._model, self._optimizers, scaler if self._is_scaled else None
+            self._sample_skipped, self._model, self._optimizers, scaler if self._is_scaled else None, self._guard
         )
         self._handles = [self._scaler_steps]
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))

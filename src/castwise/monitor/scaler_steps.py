@@ -30,17 +30,23 @@ class ScalerSteps(Observer):
         model: The monitored model.
         optimizers: The monitor's optimizers.
         scaler: The monitor's scaler; None if it observes only the optimizers.
+        guard: The monitor's guard, so that a fault is reported once.
     """
 
     def __init__(
-        self, on_skip: Callable[..., None], model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any
+        self,
+        on_skip: Callable[..., None],
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: Any,
+        guard: Guard,
     ) -> None:
         self._on_skip = weakref.WeakMethod(on_skip, self.remove)
         self._model, self._optimizers = weakref.ref(model), weakref.WeakSet(optimizers)
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self.is_stepping = False
         self._is_over = False
-        self._guard = Guard()
+        self._guard = guard
         self._unseen: str | None = None
         self._updates = 0
         OBSERVERS.append(self)
