@@ -15,7 +15,8 @@ from castwise.master_weights.codecs import Chance
 from castwise.master_weights.lending import LowState
 
 PREFIX = "master_weights."
-_DIGEST, _SEED, _STEPS = (PREFIX + name for name in ("digest", "seed", "steps"))
+_DIGESTS, _SEED, _STEPS = (PREFIX + name for name in ("row_digests", "seed", "steps"))
+_DIGEST_OF_0_2 = PREFIX + "digest"  # of another kind: ignored
 _UNSIGNED = 1 << 64  # seeds are unsigned, torch's integers are not
 
 
@@ -29,7 +30,7 @@ def entries_of(weight: Weight, parts: list[Part], chance: Chance | None) -> dict
             part.stretch.of(entry).copy_(part.saved()[name])
         entries[PREFIX + name] = as_dtensor(entry, weight.param)
     if entries:
-        entries[_DIGEST] = _digest_of(weight)
+        entries[_DIGESTS] = _digest_of(weight)
     if chance is not None:
         signed = chance.seed - _UNSIGNED * (chance.seed >= _UNSIGNED // 2)
         entries[_SEED], entries[_STEPS] = torch.tensor(signed), torch.tensor(chance.steps())
@@ -101,7 +102,7 @@ def check_entries(weight: Weight, parts: list[Part], entries: Mapping[str, Any],
         settings: The method and its settings, for the error message.
     """
     expected = {PREFIX + name: dtype for name, dtype in parts[0].bucket.codec.entries().items()}
-    given_names = entries.keys() - {_DIGEST, _SEED, _STEPS}
+    given_names = entries.keys() - {_DIGESTS, _DIGEST_OF_0_2, _SEED, _STEPS}
     if given_names != expected.keys():
         raise ValueError(
             f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, but {settings} "
@@ -109,15 +110,15 @@ def check_entries(weight: Weight, parts: list[Part], entries: Mapping[str, Any],
         )
     for name, dtype in expected.items():
         _check_entry(weight, name, entries[name], dtype)
-    digest = entries.get(_DIGEST)
+    digest = entries.get(_DIGESTS)
     if digest is not None and not (
         _has_values(digest)
-        and digest.dtype in (torch.int32, torch.int64)
+        and digest.dtype is torch.int32
         and digest.shape in ((), weight.layout.shape[:1])
         and not (is_dtensor(digest) and digest.dim() and not is_dtensor(weight.param))
     ):
         raise ValueError(
-            f"{_DIGEST!r} of {weight.name!r} must be an int32 tensor of shape {tuple(weight.layout.shape[:1])}, got "
+            f"{_DIGESTS!r} of {weight.name!r} must be an int32 tensor of shape {tuple(weight.layout.shape[:1])}, got "
             f"{_described(digest)}: the checkpoint is damaged"
         )
 
@@ -228,7 +229,7 @@ def load_entries(weight: Weight, parts: list[Part], entries: Mapping[str, torch.
     for part in parts:
         part.load({name: part.stretch.of(entry) for name, entry in full.items()})
         part.bucket.digest = None
-    digest = _known_digest(weight, entries.get(_DIGEST))
+    digest = _known_digest(weight, entries.get(_DIGESTS))
     if digest is None:
         weight.bits, weight.awaits_weights = None, True
     else:
@@ -237,7 +238,7 @@ def load_entries(weight: Weight, parts: list[Part], entries: Mapping[str, torch.
 
 def _known_digest(weight: Weight, entry: torch.Tensor | None) -> torch.Tensor | None:
     """Return the digests of a weight's rows on this rank, or of all of it; None if the checkpoint has none. Syncs."""
-    if entry is None or entry.dtype is not torch.int32:  # castwise 0.2 saved an int64 of another kind
+    if entry is None:
         return None
     digest = local(entry).to(local(weight.param).device)
     now = weight.row_digests() if entry.dim() else weight.digest()

@@ -721,7 +721,7 @@ class MasterWeights(torch.optim.Optimizer):
             "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
             its shape that depend on the method: "master_weights.residue" (int16; "half_residue" with float16) and
             "master_weights.ties" (bool), "master_weights.compensation" (in its dtype), or "master_weights.master"
-            (fp32). It also has a "master_weights.digest" of each row of the weight they belong to (int32; -1 for a
+            (fp32). It also has a "master_weights.row_digests" of each row of the weight they belong to (int32; -1 for a
             DTensor that is not sharded by rows; a single one under FSDP1); and, with stochastic rounding,
             "master_weights.seed" and "master_weights.steps". These entries are copies.
         """
