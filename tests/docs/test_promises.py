@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["SECURITY.md", "docs/explanation/testing.md", "docs/explanation/ranks.md", "docs/integrations/run.md"]
@@ -25,7 +26,7 @@ LEFT_OUT = {
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Return the heading above and the text of each paragraph, list item and table row."""
     heading, lines = "", text.splitlines()
-    for token, inside in pairwise(MarkdownIt("commonmark").enable("table").parse(text)):
+    for token, inside in pairwise([*MarkdownIt("commonmark").enable("table").parse(text), Token("end", "", 0)]):
         if token.type == "heading_open":
             heading = inside.content
         elif token.type == "tr_open" and inside.type == "td_open" and token.map is not None:
