@@ -300,16 +300,23 @@ def test_models_that_are_made_after_the_first_region_have_no_rules_and_no_kept_c
     monkeypatch.setattr("castwise.weights.weight_cache._MIN_TRAINED", 0)
     first, x = small_model(), torch.randn(2, 8)
     policy = castwise.Policy(compute="bfloat16", modules={"type:Linear": "float32"})
-    with castwise.installed(policy=policy), torch.autocast("cpu"):
-        assert first(x).dtype is torch.float32
-        assert nn.Linear(8, 8)(x).dtype is torch.bfloat16
-    with castwise.installed(weight_cache=True), torch.autocast("cpu"):
-        first(x)
-        cache = installation._INSTALLED[0][0]._settings._cache
-        assert cache is not None
-        before = cache.report().refreshes
-        nn.Linear(8, 8)(x)
-        assert cache.report().refreshes == before > 0
+    with castwise.installed(policy=policy):
+        with torch.autocast("cpu"):
+            assert first(x).dtype is torch.float32
+        later = nn.Linear(8, 8)
+        with torch.autocast("cpu"):
+            assert later(x).dtype is torch.bfloat16
+    del later
+    with castwise.installed(weight_cache=True):
+        with torch.autocast("cpu"):
+            first(x)
+        later = nn.Linear(8, 8)
+        with torch.autocast("cpu"):
+            cache = installation._INSTALLED[0][0]._settings._cache
+            assert cache is not None
+            before = cache.report().refreshes
+            later(x)
+            assert cache.report().refreshes == before > 0
 
 
 def test_regions_inside_compiled_functions_have_no_policy_and_that_is_said() -> None:
