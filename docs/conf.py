@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "commands",
+    "comments",
     "identifiers",
     "op_tables",
     "pictures",

@@ -7,6 +7,9 @@ import hashlib
 import os
 import pickle
 import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,57 @@ def test_the_test_can_fail(code: str) -> None:
     assert not what_may_run_code(
         "torch.load(path, weights_only=True); model.eval(); ast.literal_eval(text); re.compile(x)"
     )
+
+
+NETWORK = {"aiohttp", "asyncio", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}
+
+
+def network_modules(code: str) -> set[str]:
+    """Return the modules that open connections, among those that code imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+    return {name for name in names if name.partition(".")[0] in NETWORK}
+
+
+def test_nothing_in_the_library_opens_a_connection() -> None:
+    assert {path: found for path in SOURCE.rglob("*.py") if (found := network_modules(path.read_text()))} == {}
+    assert network_modules("import json\ndef f():\n    from urllib.request import urlopen") == {"urllib.request"}
+
+
+def work(read: Callable[[], object]) -> int:
+    """Return the number of calls and returns, of Python's and of C's functions, that reading takes."""
+    events = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: events.update([event]))
+    try:
+        read()
+    finally:
+        sys.setprofile(None)
+    return events.total()
+
+
+def policy_of(count: int, path: Path) -> Callable[[], object]:
+    castwise.Policy("bfloat16", modules={f"block.{i}": "float32" for i in range(count)}).to_file(path)
+    return lambda: castwise.Policy.from_file(path)
+
+
+def trace_of(count: int, path: Path) -> Callable[[], object]:
+    steps = [castwise.schedules.GradientRange(1.0, dict.fromkeys(range(20), 1)) for _ in range(count)]
+    castwise.schedules.write_trace(path, steps)
+    return lambda: castwise.schedules.read_trace(path)
+
+
+@pytest.mark.parametrize(("write", "name"), [(policy_of, "a.toml"), (policy_of, "a.json"), (trace_of, "a.trace")])
+def test_a_file_of_twice_the_size_takes_twice_the_work(
+    write: Callable[[int, Path], Callable[[], object]], name: str, tmp_path: Path
+) -> None:
+    write(10, tmp_path / name)()  # imports what it needs
+    once, twice = (work(write(count, tmp_path / name)) for count in (200, 400))
+    assert once > 400
+    assert twice < 2.1 * once
 
 
 class Bomb:

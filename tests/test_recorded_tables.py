@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -31,6 +32,19 @@ def test_the_page_shows_what_was_recorded(script: str, name: str, monkeypatch: p
     page = (BENCHMARKS / "README.md").read_text()
     shown = page.partition(f"<!-- {name} begins -->\n")[2].partition(f"\n<!-- {name} ends -->")[0]
     assert shown == importlib.import_module(script).table(record)
+
+
+@pytest.mark.parametrize(("lines", "branches", "fails"), [(950, 95, ""), (949, 95, "lines"), (950, 94, "branches")])
+def test_coverage_below_95_percent_fails(
+    lines: int, branches: int, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    script = importlib.import_module("core_coverage")
+    found = {"lines": [1000, lines], "branches": [100, branches]}
+    monkeypatch.setattr(script, "measure", lambda: {"both": found})
+    monkeypatch.setattr(script.recording, "write", lambda *_: None)
+    with pytest.raises(SystemExit, match=f"coverage is below 95% of {fails}") if fails else contextlib.nullcontext():
+        script.main()
 
 
 def test_every_table_is_tied_to_a_record() -> None:

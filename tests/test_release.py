@@ -229,6 +229,36 @@ def test_ci_runs_the_same_script_on_every_python_that_is_classified() -> None:
     assert "run: .ci/run" in workflow
 
 
+def test_ci_installs_the_torch_that_the_manual_says() -> None:
+    page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
+    said = re.search(r"CI runs torch (\d+\.\d+) on Python (3\.\d+) to (3\.\d+)", page)
+    assert said is not None
+    pinned = re.search(r"^torch==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert said.groups() == (pinned[1], pythons[0], pythons[-1])
+
+
+def test_the_oldest_torch_has_a_session_of_its_own() -> None:
+    page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
+    source = (ROOT / "noxfile.py").read_text()
+    said = re.search(
+        r"`nox -s oldest_torch` runs all tests except `(\S+)` with torch (\d+\.\d+) on Python (3\.\d+)", page
+    )
+    assert said is not None
+    session = source.partition(f'@nox.session(python="{said[3]}")\ndef oldest_torch(')[2].partition("\n@nox")[0]
+    assert f'"torch=={said[2]}.*"' in session
+    assert f'["tests", "--ignore", "{said[1]}",' in session
+
+
+def test_tests_that_need_a_gpu_run_only_if_they_are_asked_for(request: pytest.FixtureRequest) -> None:
+    options = re.search(r'^addopts = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert options is not None
+    assert options[1].endswith(" -m 'not gpu'")
+    files = {str(item.path): item.path.read_text() for item in request.session.items if item.get_closest_marker("gpu")}
+    assert files == {} or request.config.getoption("-m") != "not gpu"
+
+
 def test_every_hook_runs_a_tool_that_the_extra_dev_installs() -> None:
     entries = re.findall(r"entry: \.venv/bin/([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text())
     assert set(entries) == {"ruff", "mypy", "codespell", "python"}

@@ -312,6 +312,55 @@ def iteration_left_out(rank: int, _: int, kind: str, where: str) -> Any:
     return {"error": "", "weights": training.weights()}
 
 
+def in_turn(rank: int, _: int, kind: str, how: str) -> Any:
+    """The collectives of two optimizers that are unscaled and stepped in turn, or clipped one by one."""
+    training = Training(kind, 2)
+    training.backward()
+    for optimizer in training.optimizers:
+        if how == "clipped":
+            training.scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            training.scaler.unscale_(optimizer)
+            training.scaler.step(optimizer)
+    if how == "clipped":
+        for optimizer in training.optimizers:
+            training.scaler.step(optimizer)
+    training.scaler.update()
+    return list(training.collectives)
+
+
+def changed_after_clipping(rank: int, _: int, kind: str) -> Any:
+    """The last rank changes its gradients after clipping, and steps with the others again in the next iteration."""
+    training, errors = Training(kind), []
+    for iteration in range(2):
+        try:
+            training.backward()
+            training.scaler.clip_grad_norm_(training.optimizers[0], 1.0)
+            if rank == 1 and iteration == 0:
+                training.scaler.scale(training.params[0].sum()).backward()
+            training.scaler.step(training.optimizers[0])
+        except RuntimeError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+        if iteration == 0:
+            training.scaler.update()
+    return {"errors": errors, "weights": training.weights()}
+
+
+def one_clips_by_five(rank: int, _: int, kind: str, one: str) -> Any:
+    """One rank alone clips, by p = 5: it needs the maximum over the ranks, where the others need the sum."""
+    training = Training(kind)
+    training.backward()
+    try:
+        if rank == int(one):
+            training.scaler.clip_grad_norm_(training.optimizers[0], 1.0, 5.0)
+        training.step()
+    except RuntimeError as error:
+        return {"error": str(error), "weights": training.weights()}
+    return None
+
+
 def hang(rank: int, _: int, kind: str) -> Any:
     """The last rank does not come to the step in time."""
     training = Training(kind)

@@ -37,6 +37,8 @@ CASES = {
         *(f"only_sparse|{fault}" for fault in ("0", "1", "none")),
         *(f"iteration_left_out|{kind}|{where}" for kind in KINDS for where in ("one", "all")),
         *(f"schedule|{kind}|{name}|{clip}" for kind in KINDS for name in SCHEDULES for clip in ("clip", "no")),
+        *(f"in_turn|{kind}|{how}" for kind in KINDS for how in ("stepped", "clipped")),
+        *(f"changed_after_clipping|{kind}" for kind in KINDS),
         "norms",
         "copied|fused",
     ],
@@ -44,6 +46,7 @@ CASES = {
         *(f"{name}|{kind}" for name in ("backward_after_clipping", "left_out") for kind in KINDS),
         *(f"difference|fused|{name}|{clip}" for name in NAMES for clip in CLIPS),
         *(f"different_calls|{name}" for name in CALLS),
+        *(f"one_clips_by_five|{kind}|{rank}" for kind in KINDS for rank in range(3)),
     ],
     4: ["several|foreach|9", "submesh"],
 }
@@ -81,6 +84,27 @@ def test_an_iteration_takes_one_collective_whatever_is_done_before_the_step(rank
     for rank in ranks(f"orders|{kind}"):
         assert {name: len(collectives) for name, collectives in rank.items()} == dict.fromkeys(rank, 1)
         assert max(nbytes for collectives in rank.values() for nbytes in collectives) <= 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["stepped", "clipped"])
+def test_optimizers_that_are_stepped_in_turn_or_clipped_one_by_one_take_a_collective_each(
+    ranks: Any, kind: str, how: str
+) -> None:
+    assert ranks(f"in_turn|{kind}|{how}") == [[64, 64]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_whose_gradients_change_after_clipping_raises_and_the_others_fail_in_the_next_collective(
+    ranks: Any, kind: str
+) -> None:
+    first, second = ranks(f"changed_after_clipping|{kind}")
+    assert first["errors"][0] == ""
+    assert "a backward has added to gradients that were already clipped" in second["errors"][0]
+    assert first["weights"][0] < 1.0  # it has stepped
+    assert second["weights"] == [1.0]
+    for rank in (first, second):
+        assert "the ranks no longer use their scalers in the same way" in rank["errors"][1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,6 +192,16 @@ def test_calls_that_one_rank_leaves_out_are_found_out_by_the_next_collective(ran
         assert "the ranks no longer use their scalers in the same way" in rank
         assert "ranks [0, 1] report: " in rank
         assert "ranks [2] report: " in rank
+
+
+@pytest.mark.parametrize("one", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_alone_clips_by_a_norm_of_high_order_is_named(ranks: Any, kind: str, one: int) -> None:
+    others = [rank for rank in range(3) if rank != one]
+    for rank in ranks(f"one_clips_by_five|{kind}|{one}", 3):
+        assert f"ranks [{one}] report: clip_grad_norm_(1.0, 5.0) with " in rank["error"]
+        assert f"ranks {others} report: step() with " in rank["error"]
+        assert rank["weights"] == [1.0]
 
 
 @pytest.mark.parametrize("fault", ["0", "1", "none"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +271,26 @@ def test_a_new_start_ends_what_ranks_did_apart(world: Callable[[int], World]) ->
         return ranks.any_(flags(of=1), "step")
 
     assert world(2).run(meet) == [None, None]
+
+
+def test_a_rank_that_leaves_out_a_whole_iteration_raises_nothing_and_the_others_wait(
+    world: Callable[[int], World],
+) -> None:
+    of = world(2)
+    of.world.meets = threading.Barrier(2, timeout=0.3)
+
+    def meet(rank: int) -> Any:
+        ranks, agreed_on = agreed(), 0
+        for _ in range(3 - rank):  # as after a rank's accumulation without a step
+            try:
+                ranks.any_(flags(of=1), "step")
+            except RuntimeError as error:
+                return agreed_on, type(error.__cause__ or error)
+            ranks.note_update(None)
+            agreed_on += 1
+        return agreed_on
+
+    assert of.run(meet) == [(2, threading.BrokenBarrierError), 2]
 
 
 # On an accelerator

@@ -81,5 +81,6 @@ def test_what_fsdp_has_flattened_is_held_by_as_many_as_hold_copies(
     flattened = torch.nn.Parameter(torch.ones(3))
     flattened.grad = torch.ones(3)
     monkeypatch.setattr(shards, "is_fsdp_flattened", lambda param: param is flattened)
+    assert local(1, flattened)[1] == [1.0]  # also if every rank holds all of it, as with NO_SHARD
     assert local(2, flattened)[1] == [1 / 2]
     assert local(2, flattened, of_ones(mesh, [Shard(0), Shard(1)]))[1] == [1 / 2, 1.0]

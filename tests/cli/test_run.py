@@ -293,6 +293,7 @@ def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).mean().backward()
     optimizer.step()
+    print(torch.autocast.__module__.partition(".")[0], flush=True)
 
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 1).share_memory()
@@ -314,19 +315,22 @@ optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("source", "seen"),
+    ("source", "seen", "printed"),
     [
-        (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16"),
-        (HOGWILD, "2 child processes"),
-        (NO_MODULE, "1 optimizer without a module"),
+        (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16", ""),
+        (HOGWILD, "2 child processes", "torch\ntorch\n0\n"),  # a process that is spawned has torch's classes
+        (NO_MODULE, "1 optimizer without a module", ""),
     ],
     ids=["weights updated by hand", "hogwild", "no module"],
 )
-def test_a_run_without_a_modules_optimizer_says_what_was_seen(source: str, seen: str, tmp_path: Path) -> None:
+def test_a_run_without_a_modules_optimizer_says_what_was_seen(
+    source: str, seen: str, printed: str, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
+    assert run.stdout == printed
     assert run.stderr.splitlines()[-1].startswith(
         f"castwise: no optimizer of a module has stepped in this process, which saw {seen}"
     )
@@ -337,6 +341,7 @@ def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> N
     script.write_text(HOGWILD.replace('"spawn"', '"fork"'))
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
+    assert run.stdout == "castwise\ncastwise\n0\n"
     assert run.stderr.rstrip().endswith(f"left records: run castwise report {tmp_path / 'out'}")
     files = [*(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
     assert len(files) == 2
@@ -374,11 +379,13 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
         + TRAINING.replace("model(torch.ones(2, 4)).float()", "(output := model(torch.ones(2, 4))).float()")
         + "print(output.dtype, scaler.schedule.init_scale, sys.argv[1:], __name__, __file__ == sys.argv[0])\n"
     )
-    settings = ["--policy", str(policy), "--schedule", "Headroom(init_scale=8.0)", "--weight-cache"]
+    settings = ["--policy", str(policy), "--schedule", "Headroom(init_scale=8.0)", "--weight-cache", "--every", "7"]
     run = forked("--out", tmp_path / "out", *settings, script, "--lr", "1", "-m", "--out", "x")
     assert run.returncode == 0, run.stderr
     told = run.stdout.splitlines()[-1]
     assert told == "torch.bfloat16 8.0 ['--lr', '1', '-m', '--out', 'x'] __main__ True"
+    (begin,) = (record for record in records(tmp_path / "out") if record["kind"] == "run")
+    assert begin["settings"].items() >= {"every": 7}.items()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

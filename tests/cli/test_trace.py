@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def mismatched():
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "traced_by_test.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # as in the program `castwise`
     return tmp_path
 
 

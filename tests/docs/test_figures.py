@@ -55,6 +55,7 @@ DEFINITIONS = {
         *(f"{alpha} us" for alpha in ALPHAS),
         *("1 s", "10 ms", f"{100 * MODEL[100_000] * 5e-6:.2f}%", f"{100 * MODEL[100_000] * 5e-6 / 10e-3:.1f}%"),
         *("25 GB/s", "a second"),
+        *("2 KB", "5 s"),  # the size of an error, and how long ranks wait for each other's
     },
 }
 

@@ -65,6 +65,18 @@ def test_every_test_that_is_named_exists() -> None:
         assert {name for of, name in NAMED if of == file} <= functions, file
 
 
+def test_tests_of_differences_show_that_torch_goes_wrong() -> None:
+    file = "tests/amp/test_torch_is_wrong.py"
+    page = (ROOT / "docs" / "reference" / "differences.md").read_text()
+    source = (ROOT / file).read_text()
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    named = re.findall(rf"`{file}::(\w+)`", page)
+    assert len(named) > 12
+    only_ours = {name for name in named if "THEIRS" not in {*re.findall(r"\w+", ast.unparse(functions[name]))}}
+    # There torch's result depends on the addresses of objects.
+    assert only_ours == {"test_the_inf_of_an_optimizer_that_only_the_scaler_holds_still_counts"}
+
+
 def test_each_difference_names_its_test() -> None:
     page = (ROOT / "docs" / "reference" / "differences.md").read_text()
     rows = [row for row in re.findall(r"^\|.*\|$", page, re.M) if not row.startswith(("|---", "| torch", "| | |"))]

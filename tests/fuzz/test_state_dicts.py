@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,20 @@ def state(scaler: castwise.GradScaler) -> Any:
 
 SAVED = [trained(castwise.GradScaler, schedule, (1.0, torch.inf, 1.0)).state_dict() for schedule in SCHEDULES]
 SAVED.append(torch.amp.GradScaler("cpu").state_dict())
+
+
+def types_in(value: Any) -> set[type]:
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return {type(value)}.union(*map(types_in, inner))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_state_holds_only_what_torch_loads_without_running_code(saved: dict[str, Any]) -> None:
+    assert types_in(saved) <= {bool, int, float, str, list, dict, type(None)}
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == saved
 
 
 @pytest.fixture(scope="module", autouse=True)

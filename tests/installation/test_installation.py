@@ -6,6 +6,7 @@ import gc
 import importlib
 import math
 import pickle
+import subprocess
 import sys
 import types
 import warnings
@@ -294,6 +295,65 @@ def test_a_policy_is_in_force_in_all_regions_under_names_that_begin_with_the_mod
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_models_that_are_made_after_the_first_region_have_no_rules_and_no_kept_casts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("castwise.weights.weight_cache._MIN_TRAINED", 0)
+    first, x = small_model(), torch.randn(2, 8)
+    policy = castwise.Policy(compute="bfloat16", modules={"type:Linear": "float32"})
+    with castwise.installed(policy=policy):
+        with torch.autocast("cpu"):
+            assert first(x).dtype is torch.float32
+        later = nn.Linear(8, 8)
+        with torch.autocast("cpu"):
+            assert later(x).dtype is torch.bfloat16
+    del later
+    with castwise.installed(weight_cache=True):
+        with torch.autocast("cpu"):
+            first(x)
+        later = nn.Linear(8, 8)
+        with torch.autocast("cpu"):
+            cache = installation._INSTALLED[0][0]._settings._cache
+            assert cache is not None
+            before = cache.report().refreshes
+            later(x)
+            assert cache.report().refreshes == before > 0
+
+
+def test_regions_inside_compiled_functions_have_no_policy_and_that_is_said() -> None:
+    model, x = small_model(), torch.randn(2, 8)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(x)  # type: ignore[no-any-return]
+
+    with castwise.installed(policy=castwise.Policy(compute="bfloat16")):
+        torch.compiler.reset()
+        with pytest.warns(UserWarning, match="policy and the weight cache do not apply to regions inside compiled"):
+            assert torch.compile(forward, backend="eager")().dtype is torch.float16
+        torch.compiler.reset()
+
+
+def test_what_is_loaded_at_the_start_the_first_optimizer_loads_and_the_report_at_the_end(tmp_path: Path) -> None:
+    code = f"""
+import sys, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = set(sys.modules)
+import castwise
+castwise.install({str(tmp_path)!r})
+others = {{name for name in set(sys.modules) - before if name.partition(".")[0] != "castwise"}}
+print(*others - {{"torch.distributed.fsdp.sharded_grad_scaler"}})  # of which the scaler is replaced
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+print(*[name for name in ("jinja2", "plotly") if name in sys.modules])
+castwise.uninstall()
+print(*[name for name in ("jinja2", "plotly") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["", "", "jinja2 plotly"]
+
+
 def test_a_policys_output_is_said_to_have_no_effect_on_several_models() -> None:
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     castwise.install(policy=castwise.Policy(compute="bfloat16", output="float32"))
@@ -419,6 +479,7 @@ def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Pa
 def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert account.MOST_BYTES == 2**26
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4 - 1)
     with (
         castwise.installed(tmp_path, on_skip="diagnose"),

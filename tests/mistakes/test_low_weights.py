@@ -58,6 +58,27 @@ def test_later_steps_are_measured_more_rarely() -> None:
     assert "100% of the updates of step 200" in mistake.text
 
 
+@pytest.mark.parametrize(
+    ("lost", "is_measured"),
+    [*((step, True) for step in (1, 2, 4, 64, 100, 200)), *((step, False) for step in (3, 63, 96, 128, 150))],
+)
+def test_powers_of_two_below_a_hundred_and_every_hundredth_step_are_measured(lost: int, is_measured: bool) -> None:
+    weight = weight_of(256.0)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    for number in range(1, 201):
+        with torch.no_grad():
+            weight.fill_(256.0)
+        step(optimizer, weight, 1.0 if number == lost else 4.0)
+    assert len(WATCH.found) == is_measured
+
+
+@pytest.mark.parametrize(("size", "is_reported"), [(20, True), (21, False)])
+def test_one_lost_update_of_twenty_is_reported(size: int, is_reported: bool) -> None:
+    weight = weight_of(256.0, *[1.0] * (size - 1))
+    step(torch.optim.SGD([weight], lr=0.5), weight, *[1.0] * size)
+    assert len(WATCH.found) == is_reported
+
+
 def test_large_updates_are_not_lost() -> None:
     weight = weight_of(1.0, -1.0)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -434,6 +434,52 @@ def test_a_monitor_finds_and_records_mistakes_by_itself(mistake: str) -> None:
     assert OBSERVERS == []
 
 
+def clip(training: Training) -> None:
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+
+
+def measure(training: Training) -> None:
+    norm(training.model)
+
+
+def save(training: Training) -> None:
+    torch.save({"optimizer": training.optimizer.state_dict()}, io.BytesIO())
+
+
+def load(training: Training) -> None:
+    low = nn.Linear(8, 1).bfloat16()
+    high = torch.optim.AdamW(nn.Linear(8, 1).parameters())
+    for param in high.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    high.step()
+    torch.optim.AdamW(low.parameters()).load_state_dict(high.state_dict())
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+@pytest.mark.parametrize(
+    ("mistaken", "name"),
+    [
+        (clip, "clipped-while-scaled"),
+        (measure, "measured-while-scaled"),
+        (save, "scaler-not-saved"),
+        (load, "state-narrowed"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::castwise.MixedPrecisionMistake")
+def test_four_mistakes_are_found_only_while_castwise_is_installed(
+    mistaken: Callable[[Training], None], name: str, is_installed: bool
+) -> None:
+    training = Training()
+    monitor = castwise.Monitor(training.model, training.optimizer, training.scaler)
+    with castwise.installed() if is_installed else contextlib.nullcontext(), monitor:
+        for _ in range(2):
+            training.backward()
+            mistaken(training)
+            training.finish()
+        found = {mistake.name for mistake in WATCH.found}
+    assert found == ({name} if is_installed else set())
+
+
 @pytest.mark.parametrize("on_skip", [None, "diagnose"])
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_monitor_leaves_the_class_of_gradients_alone(every: int, on_skip: Any) -> None:

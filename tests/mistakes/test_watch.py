@@ -13,7 +13,7 @@ from tests.mistakes.test_no_false_positives import Training, training
 
 import castwise
 from castwise.mistakes import backwards, checkpoints
-from castwise.mistakes.scaled_gradients import Window
+from castwise.mistakes.scaled_gradients import ScaledGradient, Window
 from castwise.mistakes.unscaling import Unscaling
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.sinks import FILE_NAME
@@ -60,6 +60,17 @@ def test_a_finder_that_fails_is_told_of_once_and_ends_nothing(
         train_and_look(training)
     assert len([each for each in told if each.category is RuntimeWarning]) == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+
+
+def test_the_first_twelve_iterations_and_the_first_and_the_last_of_every_fifty_are_checked(training: Training) -> None:
+    param, hooked, changed = training.model[0].weight, [], []
+    for iteration in range(1, 121):
+        training.backward()
+        hooked += [iteration] if param._post_accumulate_grad_hooks else []
+        changed += [iteration] if type(param.grad) is ScaledGradient else []
+        training.finish()
+    assert changed == [*range(1, 13), 50, 51, 100, 101]
+    assert hooked == changed[1:]  # the optimizer is known from its first step on
 
 
 def test_a_training_in_another_thread_is_not_looked_at_and_disturbs_nothing(training: Training) -> None:

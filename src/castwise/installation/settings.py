@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from castwise._torch_private import never_traced
 from castwise._warnings import warn
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
@@ -41,7 +42,6 @@ class Settings:
         self._bound: BoundPolicy | None = None
         self._cache: WeightCache | None = None
         self._is_bound = False
-        self._has_warned = False
         self._has_scheduled = False
 
     @property
@@ -64,14 +64,10 @@ class Settings:
     def _note_scheduled(self) -> None:
         self._has_scheduled = True
 
+    @never_traced  # in a region around a compiled function
     def apply(self, region: Any) -> None:
         """Apply the policy and the weight cache to a region before it is entered, if it is enabled."""
         if not region._enabled or region._policy is not None:
-            return
-        if is_dynamo_compiling():
-            if not self._has_warned:
-                self._has_warned = True
-                warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning)
             return
         if not self._is_bound:
             self._bind()
@@ -104,10 +100,13 @@ class Settings:
 
 def _region(base: type[autocast], settings: Settings) -> type[autocast]:
     def enter(self: Any) -> Any:
-        settings.apply(self)
+        if is_dynamo_compiling():  # which cannot trace `Settings`, not even as a variable of this function
+            warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning)
+        else:
+            self._settings.apply(self)
         return base.__enter__(self)
 
-    namespace = {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__}
+    namespace = {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__, "_settings": settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated classes warn when a subclass is defined
         return type(base.__name__, (base,), namespace)
