@@ -22,7 +22,7 @@ from castwise.cli import app, names
 from castwise.demo.gpt import SIZES
 from castwise.demo.ranks import STRATEGIES
 from castwise.demo.settings import WEIGHTS
-from castwise.monitor.sinks import FILE_NAME
+from castwise.monitor.record_file import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
 
