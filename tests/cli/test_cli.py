@@ -172,7 +172,7 @@ def test_every_command_prints_json(name: str) -> None:
         ("tune --model", "castwise tune: option '--model' requires an argument"),
         ("tune --tolerance x", "castwise tune: invalid value for '--tolerance'"),
         ("doctor extra", "castwise doctor: got unexpected extra argument"),
-        ("report", "castwise report: missing argument 'RUN'"),
+        ("bench extra", "castwise bench: got unexpected extra argument"),
         ("run --every 0 x.py", "castwise run: --every must be at least 1, got 0"),
     ],
 )

@@ -501,3 +501,17 @@ def test_a_monitor_that_records_into_the_same_folder_is_left_alone(tmp_path: Pat
             trained(small_model())
         optimizer.step()
     assert len(Run.read(tmp_path / "Mine").steps) == 2
+
+
+def test_ranks_that_start_together_find_nothing_to_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object, *_: object, **__: object) -> None:
+        raise FileNotFoundError(f"another rank has just removed {path}")
+
+    for name in ("Sequential", "Sequential-process7", "Sequential-rank1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "monitor.jsonl").write_text("{}\n")
+    monkeypatch.setattr(Path, "unlink", fail)
+    with castwise.installed(tmp_path):
+        trained(small_model())
+    assert len(Run.read(run_in(tmp_path) / "Sequential").steps) == 3
+    assert {file.read_text() for file in tmp_path.glob("Seq*/monitor.jsonl")} == {"{}\n"}

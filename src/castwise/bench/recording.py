@@ -48,7 +48,7 @@ def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmar
         UserError: The folder is not writable, or has another file of this name.
     """
     try:
-        refuse_foreign(folder / name, "results", _is_result)
+        refuse_foreign(folder / name, "a result", _is_result)
     except OSError as error:
         raise cannot_write(folder / name, error) from error
     write_json(folder / name, record)

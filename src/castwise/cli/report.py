@@ -26,7 +26,7 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN]...",
+            metavar="RUN",
             help=f"Folders (of a {RECORDS}, of a run, or of several runs: then the latest), or record files. [default: "
             f"{RUNS}]",
             show_default=False,

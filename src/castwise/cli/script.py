@@ -85,7 +85,6 @@ class Script:
         ending: Ending,
     ) -> None:
         """Run the script and re-raise its exceptions; the report is written when the process exits."""
-        out = out.absolute()  # the script may change the current folder
         account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
         account.report_failure = _print_failure
         try:

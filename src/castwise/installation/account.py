@@ -65,7 +65,7 @@ class Account(Observer):
         self._diagnoses = diagnoses
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
-        self.out, self._every = None if out is None else Path(out).absolute(), every  # scripts may change folders
+        self.out, self._every = None if out is None else _absolute(Path(out)), every
         self._folder = None if self.out is None else RunFolder(self.out)
         self.failure = ""
         """Why nothing is recorded; empty if there was no error."""
@@ -277,6 +277,14 @@ class _LocalMonitor(Monitor):
             if self._skips[facts.cause] > self._most_diagnoses:
                 return None
         return Monitor._diagnosed(self, facts, batches)
+
+
+def _absolute(path: Path) -> Path:
+    """Return an absolute path, because scripts may change folders; a relative one where the current folder is gone."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path
 
 
 def _processes_started() -> int:
