@@ -197,6 +197,20 @@ def test_a_file_that_disappears_is_begun_again_with_one_warning(
     assert [record["step"] for record in again.steps] == ([3] if lose is deleted else [2, 3])
 
 
+def test_a_script_that_changes_folders_continues_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "CHECK_SECONDS", 0.0)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sink = JSONL("run")
+    sink(HEAD)
+    monkeypatch.chdir(tmp_path / "other")
+    sink(step(1))
+    sink.close()
+    sink(step(2))
+    assert steps_in(tmp_path / "run") == [1, 2]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_another_file_that_appears_instead_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_file, "CHECK_SECONDS", 0.0)
     sinks, file = Sinks([tmp_path / "run"]), tmp_path / "run" / "monitor.jsonl"

@@ -194,6 +194,7 @@ class RecordFile:
     # -- opening ------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
+        self.path = self.path.absolute()  # a script may change folders
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _files.sweep(self.path.parent)
         file = self._take(self.path)
