@@ -8,16 +8,26 @@ from pathlib import Path
 
 import pytest
 from tests.monitor import recorded
+from typer.testing import CliRunner
 
 from castwise import Policy, _files, schedules
+from castwise._locks import try_lock
+from castwise._user_error import UserError
+from castwise.bench import recording
+from castwise.cli import app
+from castwise.demo import account, run_folder
 from castwise.report.report import write_report
+
+
+def replace(path: Path, content: bytes) -> None:
+    _files.replace(path, content, "a file", lambda head: True)
 
 
 def test_a_file_is_replaced_and_so_is_what_a_link_leads_to(tmp_path: Path) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(path)
     for content in (b"one", b"two"):
-        _files.replace(link, content)
+        replace(link, content)
         assert path.read_bytes() == content
     assert link.is_symlink()
     assert sorted(tmp_path.iterdir()) == [path, link]
@@ -26,9 +36,9 @@ def test_a_file_is_replaced_and_so_is_what_a_link_leads_to(tmp_path: Path) -> No
 def test_permissions_stay(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(mode=0o600)
-    _files.replace(path, b"secret")
+    replace(path, b"secret")
     assert path.stat().st_mode & 0o777 == 0o600
-    _files.replace(tmp_path / "new", b"")
+    replace(tmp_path / "new", b"")
     (tmp_path / "plain").touch()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -36,7 +46,7 @@ def test_permissions_stay(tmp_path: Path) -> None:
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    _files.replace(pipe, b"through")
+    replace(pipe, b"through")
     assert os.read(reader, 100) == b"through"
     os.close(reader)
     assert pipe.is_fifo()
@@ -44,11 +54,11 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_a_name_and_errors_have_it(tmp_path: Path) -> None:
-    _files.replace(tmp_path / ("n" * 255), b"")
+    replace(tmp_path / ("n" * 255), b"")
     with pytest.raises(OSError, match="n" * 256):
-        _files.replace(tmp_path / ("n" * 256), b"")
+        replace(tmp_path / ("n" * 256), b"")
     with pytest.raises(FileNotFoundError) as raised:
-        _files.replace(tmp_path / "no folder" / "file", b"")
+        replace(tmp_path / "no folder" / "file", b"")
     assert raised.value.filename == str(tmp_path / "no folder" / "file")
 
 
@@ -71,11 +81,12 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
 def test_what_cannot_be_written_leaves_all_as_it_was(
     name: str, there: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / name
+    path, before = tmp_path / name, b""
     if there == "a folder":
         path.mkdir()
     else:
-        path.write_bytes(b"before")
+        WRITERS[name](path, run)
+        before = path.read_bytes()
 
         def full(*_: object) -> None:
             raise OSError("disk full")
@@ -84,4 +95,84 @@ def test_what_cannot_be_written_leaves_all_as_it_was(
     with pytest.raises(OSError, match=r"disk full|directory"):
         WRITERS[name](path, run)
     assert list(tmp_path.iterdir()) == [path]
-    assert path.is_dir() or path.read_bytes() == b"before"
+    assert path.is_dir() or path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "content", [b"mine", b"# by hand\ncompute = 'x'\n", b'{"a": 1}', b"<!doctype html>\n<title>mine"]
+)
+def test_a_file_that_castwise_has_not_written_is_refused_and_left_as_it_is(
+    name: str, content: bytes, run: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(FileExistsError, match=f"it exists and is not a.* that castwise has written; .*{name}"):
+        WRITERS[name](path, run)
+    assert path.read_bytes() == content
+    path.write_bytes(b"")  # as `mktemp` creates it
+    for _ in range(2):
+        WRITERS[name](path, run)
+        assert len(path.read_bytes()) > 10
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_private_files_new_content_is_private_from_the_first_byte_on(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=mode)
+    path.chmod(mode)
+    modes = []
+    fsync = os.fsync
+
+    def look(file: int) -> None:
+        modes.extend(entry.stat().st_mode & 0o077 & ~mode for entry in tmp_path.iterdir() if entry != path)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", look)
+    replace(path, b"secret")
+    assert modes == [0]
+    assert path.stat().st_mode & 0o777 == mode
+
+
+def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    left, written = (tmp_path / f".castwise-{number:016x}.tmp" for number in (1, 2))
+    left.touch()
+    others = [tmp_path / ".castwise-mine.tmp", tmp_path / ".0123456789abcdef", tmp_path / "x.tmp"]
+    for other in others:
+        other.touch()
+    file = os.open(written, os.O_RDWR | os.O_CREAT)
+    assert try_lock(file)
+    replace(tmp_path / "new", b"content")
+    os.close(file)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, written, tmp_path / "new"])
+    replace(tmp_path / "new", b"content")
+    assert not written.exists()
+
+
+def test_results_and_records_of_a_demo_that_castwise_has_not_written_stay(tmp_path: Path) -> None:
+    result, record = tmp_path / "imports-cpu.json", tmp_path / "monitor.jsonl"
+    for file in (result, record):
+        file.write_text("mine")
+    with pytest.raises(UserError, match="it exists and is not a result that castwise has written"):
+        recording.write(tmp_path, result.name, {"machine": {}}, [])
+    with pytest.raises(UserError, match="it exists and is not a record that castwise has written"):
+        account.train_under_monitor(tmp_path, object())  # type: ignore[arg-type]
+    assert [file.read_text() for file in (result, record)] == ["mine", "mine"]
+
+
+def test_metrics_that_castwise_has_not_written_are_not_cut(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"epoch": 1}\n')
+    with pytest.raises(UserError, match="was not written by castwise demo"):
+        run_folder.MetricsFile(metrics, 0)
+    assert metrics.read_text() == '{"epoch": 1}\n'
+
+
+def test_a_long_search_does_not_begin_if_its_policy_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("# mine\n")
+    told = CliRunner().invoke(app, ["tune", "-o", str(tmp_path / "policy.toml")])
+    assert told.exit_code == 2
+    assert "it exists and is not a policy that castwise has written" in told.stderr
+    assert (tmp_path / "policy.toml").read_text() == "# mine\n"

@@ -22,7 +22,7 @@ from castwise.cli import app, names
 from castwise.demo.gpt import SIZES
 from castwise.demo.ranks import STRATEGIES
 from castwise.demo.settings import WEIGHTS
-from castwise.monitor.sinks import FILE_NAME
+from castwise.monitor.record_file import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
 
@@ -172,7 +172,7 @@ def test_every_command_prints_json(name: str) -> None:
         ("tune --model", "castwise tune: option '--model' requires an argument"),
         ("tune --tolerance x", "castwise tune: invalid value for '--tolerance'"),
         ("doctor extra", "castwise doctor: got unexpected extra argument"),
-        ("report", "castwise report: missing argument 'RUN'"),
+        ("bench extra", "castwise bench: got unexpected extra argument"),
         ("run --every 0 x.py", "castwise run: --every must be at least 1, got 0"),
     ],
 )

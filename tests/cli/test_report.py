@@ -132,3 +132,41 @@ def test_a_missing_extra_is_one_line_that_names_it(runs: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert report(runs / "bad") == (2, "castwise report: a report needs plotly: pip install 'castwise[report]'\n")
     assert report("--text", runs / "bad")[0] == 0
+
+
+def test_without_an_argument_the_latest_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "castwise-run"
+    for name, steps in (("20261123-133208-1f3a", 10), ("20261123-140000-00ab", 20)):
+        recorded.healthy(out / name / "Net", steps=steps, layers=1)
+        (out / name / ".run-0123456789abcdef").touch()
+    for given in ([], ["castwise-run"], ["castwise-run/20261123-140000-00ab"]):
+        assert report(*given) == (0, "wrote castwise-run/20261123-140000-00ab/report.html\n")
+        assert "20 steps" in report(*given, "--text")[1]
+    assert "10 steps" in report("castwise-run/20261123-133208-1f3a", "--text")[1]
+    assert report(out / "missing")[0] == 2
+
+
+def test_without_an_argument_and_without_runs_the_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed = report()
+    assert (code, printed.splitlines()[0]) == (
+        2,
+        "castwise report: there is no castwise-run: give the folder of a run, which has a monitor.jsonl",
+    )
+
+
+@pytest.mark.parametrize("kind", [[], ["--json"], ["--text"]])
+def test_a_record_or_any_other_file_is_not_replaced_by_a_report(kind: list[str], tmp_path: Path) -> None:
+    recorded.healthy(tmp_path / "run", steps=10, layers=1)
+    (tmp_path / "notes").write_text("mine")
+    for file in (tmp_path / "run" / "monitor.jsonl", tmp_path / "notes"):
+        before = file.read_bytes()
+        code, printed = report(tmp_path / "run", *kind, "-o", file)
+        assert code == 2
+        assert printed.startswith(f"castwise report: cannot write {file}: it exists and is not a")
+        assert file.read_bytes() == before
+    for _ in range(2):
+        assert report(tmp_path / "run", *kind, "-o", tmp_path / "new")[0] == 0

@@ -26,6 +26,7 @@ from castwise import Policy, schedules
 from castwise.cli import app
 from castwise.cli.policies import read_schedule
 from castwise.cli.script import Script
+from castwise.monitor.run_files import run_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "castwise", "run"]
@@ -88,7 +89,7 @@ def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def records(out: Path) -> list[dict[str, object]]:
-    files = sorted(out.glob("*/monitor.jsonl"))
+    files = sorted(run_in(out).glob("*/monitor.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -106,8 +107,8 @@ def test_a_script_prints_what_it_prints_without_castwise_and_no_mistakes(
     assert run.returncode == 0, run.stderr
     assert run.stdout == plain
     assert "weights " in run.stdout
-    assert f"castwise: report: {tmp_path / 'report.html'}" in run.stderr
-    assert (tmp_path / "report.html").stat().st_size > 1e6
+    assert f"castwise: report: {run_in(tmp_path) / 'report.html'}" in run.stderr
+    assert (run_in(tmp_path) / "report.html").stat().st_size > 1e6
     kinds = [record["kind"] for record in records(tmp_path)]
     assert kinds.count("step") >= 10
     assert kinds.count("sample") >= 2
@@ -121,7 +122,7 @@ def test_a_resumed_script_goes_on_as_it_does_without(tmp_path: Path) -> None:
     assert forked(script, "--out", "a", "--stop-after", "27", folder=tmp_path).returncode == 0
     second = forked("--out", "second", script, "--out", "a", "--resume", folder=tmp_path)
     assert second.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
-    assert (tmp_path / "castwise-run" / "report.html").is_file()
+    assert (run_in(tmp_path / "castwise-run") / "report.html").is_file()
     assert not [record for record in records(tmp_path / "second") if record["kind"] == "mistake"]
 
 
@@ -131,10 +132,10 @@ def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     run = call([*launcher, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
     assert run.returncode == 0, run.stderr
     assert run.stdout == "".join(plain)
-    folders = sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl"))
+    folders = sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl"))
     assert len(folders) == 2
     assert folders[1] == folders[0] + "-rank1"
-    assert (tmp_path / "report.html").is_file()
+    assert (run_in(tmp_path) / "report.html").is_file()
     assert run.stderr.count("castwise: report: ") == 1
 
 
@@ -173,14 +174,14 @@ dist.destroy_process_group()
 def test_what_went_wrong_on_rank_1_is_not_taken_for_an_overflow_of_rank_0(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAULTS_OF_RANK_1)
     on_ranks(2, ["-m", "castwise", "run", "--out", tmp_path / "out", "train.py"], tmp_path)
-    as_ranks_know = {file.name: causes_in(file) for file in (tmp_path / "out").iterdir() if file.is_dir()}
+    as_ranks_know = {file.name: causes_in(file) for file in run_in(tmp_path / "out").iterdir() if file.is_dir()}
     assert as_ranks_know == {
         "Sequential": ["overflow"],
         "Sequential-rank1": ["non-finite loss"],
         "Linear": ["another rank"],
         "Linear-rank1": ["overflow"],
     }
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (run_in(tmp_path / "out") / "report.html").read_text()
     text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
     for shown in (page, text):
         assert (
@@ -235,9 +236,9 @@ def test_a_script_that_ends_badly_ends_as_without_and_has_a_report(ending: str, 
     assert run.stderr.count("Traceback") == plain.stderr.count("Traceback")
     assert "castwise/cli" not in run.stderr
     if ending in ("os-exit", "killed"):
-        assert not (tmp_path / "out" / "report.html").exists()
+        assert not (run_in(tmp_path / "out") / "report.html").exists()
         assert CliRunner().invoke(app, ["report", str(tmp_path / "out")]).exit_code == 0
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert (run_in(tmp_path / "out") / "report.html").is_file()
     assert [record["step"] for record in records(tmp_path / "out") if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
 
 
@@ -254,9 +255,9 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     assert counts.startswith("castwise: ")
     assert "; skipped: " in counts
     assert mistake.startswith(f"castwise: mistake: {script}:{line}: ")
-    assert report == f"castwise: report: {tmp_path / 'out' / 'report.html'}"
+    assert report == f"castwise: report: {run_in(tmp_path / 'out') / 'report.html'}"
     assert f"correct: scaler.unscale_(optimizer)\n             {wrong}" in run.stderr
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (run_in(tmp_path / "out") / "report.html").read_text()
     assert f"{script}:{line}" in page
     assert page.count("Mistakes in the script") == 1
     text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")]).stdout
@@ -342,8 +343,8 @@ def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> N
     run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "castwise\ncastwise\n0\n"
-    assert run.stderr.rstrip().endswith(f"left records: run castwise report {tmp_path / 'out'}")
-    files = [*(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
+    assert run.stderr.rstrip().endswith(f"left records: run castwise report {run_in(tmp_path / 'out')}")
+    files = [*run_in(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
     assert len(files) == 2
     assert all('"kind":"run"' in file.read_text() for file in files)
 
@@ -454,7 +455,7 @@ def finding(run: subprocess.CompletedProcess[str], out: Path) -> str:
     """The first finding on the terminal, which the report has as well."""
     (line,) = (line for line in run.stderr.splitlines() if line.startswith(("castwise: critical", "castwise: warning")))
     sentence = line.split(": ", 2)[2]
-    page = html.unescape(re.sub(r"<[^>]*>", "", (out / "report.html").read_text()))
+    page = html.unescape(re.sub(r"<[^>]*>", "", (run_in(out) / "report.html").read_text()))
     assert sentence.partition(" 2^")[0][:60] in page  # where it is set as a power
     return sentence
 
@@ -517,7 +518,7 @@ def test_a_finding_fails_a_run_in_ci_if_it_is_asked_to(options: list[str], code:
     run = forked("--out", tmp_path, *options, "broken.py", "--nan-batch", 2, "--steps", 4)
     assert run.returncode == code
     assert len(run.stdout.splitlines()) == 2
-    assert (tmp_path / "report.html").is_file()
+    assert (run_in(tmp_path) / "report.html").is_file()
 
 
 def test_a_script_that_fails_keeps_its_exit_code(tmp_path: Path) -> None:
@@ -529,7 +530,7 @@ def test_json_at_the_end_is_one_line_for_programs(tmp_path: Path) -> None:
     run = forked("--out", tmp_path, "--json", "broken.py", "--nan-batch", 2, "--steps", 4)
     *_, last = run.stderr.splitlines()
     found = json.loads(last)
-    assert found["report"] == str(tmp_path / "report.html")
+    assert found["report"] == str(run_in(tmp_path) / "report.html")
     assert found["runs"][0]["skipped"] == {"non-finite loss": 1}
     assert found["runs"][0]["findings"][0]["severity"] == "warning"
 

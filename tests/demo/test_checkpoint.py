@@ -68,12 +68,13 @@ def test_another_programs_torch_file_is_refused(path: Path) -> None:
 
 def test_lines_after_the_checkpoint_are_cut_even_half_ones(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    metrics = MetricsFile(path, n_bytes=12)
-    metrics.append({"step": 2})
-    assert metrics.sync() == 24
+    lines = b'{"precision": 1}\n{"precision": 2}\n'
+    path.write_bytes(lines + b'{"pre')
+    metrics = MetricsFile(path, n_bytes=17)
+    metrics.append({"precision": 2})
+    assert metrics.sync() == 34
     metrics.close()
-    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert path.read_bytes() == lines
 
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:

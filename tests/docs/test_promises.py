@@ -15,26 +15,18 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parents[2]
 PAGES = ["SECURITY.md", "docs/explanation/testing.md", "docs/explanation/ranks.md", "docs/integrations/run.md"]
 COMMENT = re.compile(r"<!--\s+(no promise|tests/[\w/]+\.py::\w+(?:\s+tests/[\w/]+\.py::\w+)*)\s+-->")
-# Temporary: blocks that change at the moment, as patterns of "heading: text".
-LEFT_OUT = {
-    "SECURITY.md": [r"^Files that castwise reads: \|", r": Ranks of a process group trust each other"],
-    "docs/explanation/ranks.md": [r"^Whose fault a skip was: A \{py:class\}`castwise.Monitor` combines"],
-    "docs/integrations/run.md": [r"^Run a script unchanged: \| `--out", "^The summary: ", "^Several ranks: "],
-}
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Return the heading above and the text of each paragraph, list item and table row."""
-    heading, lines = "", text.splitlines()
+def blocks(text: str) -> Iterator[str]:
+    """Return the text of each paragraph, list item and table row."""
+    lines = text.splitlines()
     for token, inside in pairwise([*MarkdownIt("commonmark").enable("table").parse(text), Token("end", "", 0)]):
-        if token.type == "heading_open":
-            heading = inside.content
-        elif token.type == "tr_open" and inside.type == "td_open" and token.map is not None:
-            yield heading, lines[token.map[0]]
+        if token.type == "tr_open" and inside.type == "td_open" and token.map is not None:
+            yield lines[token.map[0]]
         elif token.type == "paragraph_open":
-            yield heading, inside.content
+            yield inside.content
         elif token.type == "html_block" and COMMENT.search(token.content):
-            yield heading, f"outside a sentence: {token.content}"
+            yield f"outside a sentence: {token.content}"
 
 
 def functions(file: str) -> set[str]:
@@ -43,12 +35,10 @@ def functions(file: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def wrong(text: str, left_out: list[str]) -> list[str]:
+def wrong(text: str) -> list[str]:
     """Return blocks without a comment or with one in the wrong place, and names of tests that do not exist."""
     found = []
-    for heading, block in blocks(text):
-        if any(re.search(pattern, f"{heading}: {block}") for pattern in left_out):
-            continue
+    for block in blocks(text):
         if not COMMENT.search(block) or block.startswith("outside"):
             found.append(block)
         found += [f"no comment of ours: {other}" for other in re.findall("<!--.*?-->", COMMENT.sub("", block), re.S)]
@@ -60,7 +50,7 @@ def wrong(text: str, left_out: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_promise_names_its_test(page: str) -> None:
-    assert wrong((ROOT / page).read_text(), LEFT_OUT.get(page, [])) == []
+    assert wrong((ROOT / page).read_text()) == []
 
 
 THIS = "<!-- tests/docs/test_promises.py::test_each_promise_names_its_test -->"
@@ -68,10 +58,9 @@ THIS = "<!-- tests/docs/test_promises.py::test_each_promise_names_its_test -->"
 
 def test_a_promise_without_a_test_is_found() -> None:
     right = f"# A\n\na {THIS} b\n\n- c {THIS}\n\n```text\nd\n```\n\n| e | f |\n|---|---|\n| g | h {THIS} |\n"
-    assert wrong(right + "\n<!-- setup\nx = 1\n-->\n\ni <!-- no promise -->\n", []) == []
-    assert wrong(right.replace(f" {THIS}", ""), []) == ["a b", "c", "| g | h |"]
-    assert wrong(right.replace(f" {THIS}", ""), ["^A: c"]) == ["a b", "| g | h |"]
-    assert wrong("a\n" + THIS + " b", []) == ["a", f"outside a sentence: {THIS} b"]
-    assert wrong("a <!-- no test -->", []) == ["a <!-- no test -->", "no comment of ours: <!-- no test -->"]
+    assert wrong(right + "\n<!-- setup\nx = 1\n-->\n\ni <!-- no promise -->\n") == []
+    assert wrong(right.replace(f" {THIS}", "")) == ["a b", "c", "| g | h |"]
+    assert wrong("a\n" + THIS + " b") == ["a", f"outside a sentence: {THIS} b"]
+    assert wrong("a <!-- no test -->") == ["a <!-- no test -->", "no comment of ours: <!-- no test -->"]
     missing = ["tests/docs/test_promises.py::test_nothing", "tests/nowhere.py::test_a", "tests/conftest.py::blocks"]
-    assert wrong(f"a <!-- {' '.join(missing)} -->", []) == missing
+    assert wrong(f"a <!-- {' '.join(missing)} -->") == missing

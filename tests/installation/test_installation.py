@@ -29,6 +29,7 @@ from castwise.installation.account import Account
 from castwise.installation.replacement import _NAMES
 from castwise.installation.settings import Settings
 from castwise.monitor.run import Run
+from castwise.monitor.run_files import read_runs, run_in
 
 load_compiler()  # by which torch itself changes torch.manual_seed, as it does when the first optimizer is made
 PLACES = [(module, name) for module, names in _NAMES.items() for name in names]
@@ -151,13 +152,13 @@ def test_a_training_ends_with_the_same_bits_and_a_report(tmp_path: Path) -> None
     with castwise.installed(tmp_path, every=2):
         got = trained(small_model())
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    run = Run.read(tmp_path / "Sequential")
+    run = Run.read(run_in(tmp_path) / "Sequential")
     assert [step["step"] for step in run.steps] == [1, 2, 3]
     assert [sample["step"] for sample in run.samples] == [1, 2]
     assert run.samples[0]["gradients"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert run.samples[1]["activations"].keys() == {"", "0", "1", "2"}
     assert run.ended
-    assert (tmp_path / "report.html").is_file()
+    assert (run_in(tmp_path) / "report.html").is_file()
 
 
 def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: Path) -> None:
@@ -176,8 +177,8 @@ def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: 
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert sorted(file.parent.name for file in tmp_path.glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
-    assert Run.read(tmp_path / "Sequential").settings["optimizer"] == "SGD, AdamW"
+    assert sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
+    assert Run.read(run_in(tmp_path) / "Sequential").settings["optimizer"] == "SGD, AdamW"
 
 
 def test_steps_of_master_weights_are_counted_once(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_steps_of_master_weights_are_counted_once(tmp_path: Path) -> None:
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
-    (file,) = tmp_path.glob("*/monitor.jsonl")
+    (file,) = run_in(tmp_path).glob("*/monitor.jsonl")
     run = Run.read(file)
     assert run.settings["optimizer"] == "MasterWeights, MasterWeights"
     assert len(run.steps) == 6  # as of two plain optimizers without a scaler
@@ -207,16 +208,19 @@ def test_models_that_the_script_lets_go_of_are_not_kept_alive(tmp_path: Path) ->
                 first = weakref.ref(model)
         gc.collect()
         assert first() is None
-    runs = [Run.read(file) for file in sorted(tmp_path.glob("*/monitor.jsonl"))]
+    runs = [Run.read(file) for file in sorted(run_in(tmp_path).glob("*/monitor.jsonl"))]
     assert [run.path.parent.name for run in runs] == ["Sequential", "Sequential-2", "Sequential-3"]
     assert all(run.ended and len(run.steps) == 3 for run in runs)
 
 
-def test_a_second_run_replaces_the_first(tmp_path: Path) -> None:
+def test_a_second_run_gets_a_folder_of_its_own_and_is_the_latest(tmp_path: Path) -> None:
+    folders = []
     for steps in (4, 2):
         with castwise.installed(tmp_path):
             trained(small_model(), steps)
-    assert len(Run.read(tmp_path / "Sequential").steps) == 2
+        folders.append(run_in(tmp_path))
+        assert (tmp_path / "latest").read_text() == f"{folders[-1].name}\n"
+    assert [len(Run.read(folder / "Sequential").steps) for folder in folders] == [4, 2]
 
 
 def test_regions_inside_of_compiled_code_are_castwises_in_one_graph() -> None:
@@ -254,7 +258,7 @@ def test_a_step_inside_of_compiled_code_is_recorded(tmp_path: Path, capfd: pytes
         for _ in range(4):
             compiled(torch.randn(2, 8))
     torch.compiler.reset()
-    run = Run.read(tmp_path / "Compiled")
+    run = Run.read(run_in(tmp_path) / "Compiled")
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4]
     assert "castwise" not in capfd.readouterr().err
 
@@ -420,7 +424,7 @@ GOOD, BAD = torch.ones(4, 8), torch.ones(4, 8).index_fill(0, torch.tensor([2]), 
 def test_skipped_steps_are_diagnosed_from_the_first_one_on(tmp_path: Path) -> None:
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
-    run = Run.read(tmp_path / "Sequential")
+    run = Run.read(run_in(tmp_path) / "Sequential")
     assert [diagnosis["step"] for diagnosis in run.diagnoses] == [1, 3, 4, 5, 6]
     assert {diagnosis["phase"] for diagnosis in run.diagnoses} == {"input"}
 
@@ -430,7 +434,7 @@ def test_no_more_skips_are_diagnosed_than_are_asked_for(most: int, diagnosed: li
     installation.begin(Account(tmp_path, 100, most), Settings(None, None, False))
     trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
     castwise.uninstall()
-    assert [diagnosis["step"] for diagnosis in Run.read(tmp_path / "Sequential").diagnoses] == diagnosed
+    assert [diagnosis["step"] for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == diagnosed
 
 
 def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) -> None:
@@ -445,7 +449,7 @@ def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) 
         scaler.update()
         optimizer.zero_grad()
     castwise.uninstall()
-    diagnoses = Run.read(tmp_path / "Sequential").diagnoses
+    diagnoses = Run.read(run_in(tmp_path) / "Sequential").diagnoses
     assert [diagnosis["cause"] for diagnosis in diagnoses] == ["overflow", "overflow", "non-finite loss"]
     assert diagnoses[-1]["phase"] == "input"
 
@@ -468,7 +472,7 @@ def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Pa
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
-    run, of_generator_run = Run.read(tmp_path / "Critic"), Run.read(tmp_path / "Sequential")
+    run, of_generator_run = Run.read(run_in(tmp_path) / "Critic"), Run.read(run_in(tmp_path) / "Sequential")
     assert [step["step"] for step in run.steps] == [step["step"] for step in of_generator_run.steps] == [1, 2, 3, 4]
     assert [step["cause"] for step in run.steps] == [None, None, "non-finite loss", None]
     assert [diagnosis["phase"] for diagnosis in run.diagnoses] == ["input"]
@@ -486,7 +490,7 @@ def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
         pytest.warns(UserWarning, match="takes more than .* MiB, so skipped steps are not diagnosed any more"),
     ):
         trained_on([BAD, BAD], small_model())
-    run = Run.read(tmp_path / "Sequential")
+    run = Run.read(run_in(tmp_path) / "Sequential")
     assert [step["skipped"] for step in run.steps] == [True, True]
     assert run.diagnoses == []
 
@@ -497,7 +501,7 @@ def test_where_gradients_of_outputs_are_too_large_faults_of_the_forward_are_foun
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4)
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD], small_model())
-    assert [diagnosis["step"] for diagnosis in Run.read(tmp_path / "Sequential").diagnoses] == [1]
+    assert [diagnosis["step"] for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == [1]
 
 
 def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: Path) -> None:
@@ -514,7 +518,7 @@ def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: P
 
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD], Running())
-    (diagnosis,) = Run.read(tmp_path / "Running").diagnoses
+    (diagnosis,) = Run.read(run_in(tmp_path) / "Running").diagnoses
     assert diagnosis["phase"] == "input"
 
 
@@ -523,3 +527,53 @@ def test_diagnoses_need_a_folder() -> None:
         castwise.install(on_skip="diagnose")
     with pytest.raises(ValueError, match='on_skip must be "diagnose" or None, got 3'):
         castwise.install("x", on_skip=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../../x", "Gen[a/b]", "n" * 300, "", "CON"])
+def test_a_class_of_any_name_is_recorded_inside_of_the_folder(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b" / "out"
+    with castwise.installed(out):
+        trained(type(name, (nn.Sequential,), {})(nn.Linear(8, 8)), 2)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} <= set(out.rglob("*"))
+    (run,) = read_runs([out])
+    assert run.settings["model"] == name
+    assert len(run.steps) == 2
+    assert (run_in(out) / "report.html").is_file()
+
+
+def test_the_report_that_is_returned_is_in_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    castwise.install("runs")
+    trained(small_model())
+    monkeypatch.chdir("/")
+    page = castwise.uninstall()
+    assert page is not None
+    assert page == run_in(tmp_path / "runs") / "report.html"
+
+
+def test_a_monitor_that_records_into_the_same_folder_is_left_alone(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with castwise.Monitor(model, optimizer, sinks=[tmp_path / "Mine"]):
+        model(GOOD).mean().backward()
+        optimizer.step()
+        with castwise.installed(tmp_path):
+            trained(small_model())
+        optimizer.step()
+    assert len(Run.read(tmp_path / "Mine").steps) == 2
+
+
+def test_ranks_that_start_together_find_nothing_to_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object, *_: object, **__: object) -> None:
+        raise FileNotFoundError(f"another rank has just removed {path}")
+
+    for name in ("Sequential", "Sequential-process7", "Sequential-rank1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "monitor.jsonl").write_text("{}\n")
+    monkeypatch.setattr(Path, "unlink", fail)
+    with castwise.installed(tmp_path):
+        trained(small_model())
+    assert len(Run.read(run_in(tmp_path) / "Sequential").steps) == 3
+    assert {file.read_text() for file in tmp_path.glob("Seq*/monitor.jsonl")} == {"{}\n"}

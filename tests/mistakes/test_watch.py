@@ -16,7 +16,8 @@ from castwise.mistakes import backwards, checkpoints
 from castwise.mistakes.scaled_gradients import ScaledGradient, Window
 from castwise.mistakes.unscaling import Unscaling
 from castwise.mistakes.watch import WATCH
-from castwise.monitor.sinks import FILE_NAME
+from castwise.monitor.record_file import FILE_NAME
+from castwise.monitor.run_files import run_in
 
 __all__ = ["training"]
 
@@ -105,7 +106,7 @@ def test_what_was_found_before_there_was_a_monitor_is_in_the_record(tmp_path: Pa
             torch.amp.GradScaler("cuda")
         assert not list(tmp_path.iterdir())
         steps(Training())
-    (folder,) = (each for each in tmp_path.iterdir() if each.is_dir())
+    (folder,) = (each for each in run_in(tmp_path).iterdir() if each.is_dir())
     assert mistakes_in(folder) == ["scaler-without-cuda"]
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.monitor import sinks
+from castwise.monitor import packing, record_file
 from castwise.monitor.packing import in_full, shortened
 from castwise.monitor.run import Run
+from castwise.monitor.sinks import JSONL
 
 Record = dict[str, Any]
 
@@ -138,7 +139,7 @@ def test_names_are_written_once_where_steps_are_skipped(tmp_path: Path) -> None:
 def test_names_that_come_later_are_added_in_the_order_of_the_model(tmp_path: Path) -> None:
     samples = [record for record in recorded(tmp_path / "x", spoil=1) if record["kind"] == "sample"]
     skipped, full = samples[0] | {"activations": {}}, samples[1]
-    with sinks.JSONL(tmp_path) as sink:
+    with JSONL(tmp_path) as sink:
         for sample in (skipped, full, skipped):
             sink(sample)
     first, second = names_in(tmp_path)
@@ -194,7 +195,7 @@ def test_sixty_samples_of_three_hundred_modules_take_less_than_two_megabytes(tmp
 
 
 def test_older_samples_are_thinned_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "SAMPLES_BYTES", 20_000)
+    monkeypatch.setattr(record_file, "SAMPLES_BYTES", 20_000)
     recorded(tmp_path, steps=64)
     run = Run.read(tmp_path)
     kept = [sample["step"] for sample in run.samples]
@@ -232,7 +233,8 @@ def packed(content: bytes) -> str:
         (base64.b85encode(b"no xz").decode(), "it cannot be unpacked"),
         (packed(b"[" * 100_000), "it cannot be unpacked"),
         (packed(b"{}"), "its columns are not those of a sample"),
-        (packed(b" " * ((1 << 28) + 1)), "it is truncated or too large"),
+        (packed(b" " * ((64 << 20) + 1)), "it has more than 67,108,864 bytes, the limit for a record"),
+        (base64.b85encode(lzma.compress(b"{}" * 99)[:-9]).decode(), "it is truncated"),
     ],
 )
 def test_what_cannot_be_unpacked_is_no_record(data: str, told: str, tmp_path: Path) -> None:
@@ -257,3 +259,42 @@ def test_a_column_that_is_wrong_is_no_record(column: str, wrong: Any, tmp_path: 
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
     with pytest.raises(ValueError, match=r"monitor\.jsonl, line 4 is not a record of a monitor"):
         Run.read(tmp_path)
+
+
+def test_many_samples_that_each_unpack_to_less_than_the_limit_are_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MOST_UNPACKED", 1 << 16)
+    recorded(tmp_path, steps=1)
+    head, step, names, sample, end = (tmp_path / "monitor.jsonl").read_text().splitlines()
+    columns = lzma.decompress(base64.b85decode(json.loads(sample)["packed"]))
+    padded = json.dumps({**json.loads(sample), "packed": packed(columns + b" " * (60_000))})
+    given = [padded.replace('"step": 1', f'"step": {number}') for number in range(1, 400)]
+    (tmp_path / "monitor.jsonl").write_text("\n".join([head, step, names, *given, end]) + "\n")
+    size, unpacked = (tmp_path / "monitor.jsonl").stat().st_size, 0
+    decompressed = packing.Unpacker.decompressed
+
+    def count(self: packing.Unpacker, content: bytes) -> bytes:
+        nonlocal unpacked
+        got = decompressed(self, content)
+        unpacked += len(got)
+        return got
+
+    monkeypatch.setattr(packing.Unpacker, "decompressed", count)
+    with pytest.raises(ValueError, match=r"samples have more than .* bytes, the limit for a file of this size"):
+        Run.read(tmp_path)
+    assert unpacked <= (1 << 16) + 64 * size
+
+
+def test_owners_of_names_are_looked_up_by_name_and_not_for_each_sample() -> None:
+    looked_up = 0
+
+    class Owned(dict[str, list[str]]):
+        def items(self) -> Any:
+            nonlocal looked_up
+            looked_up += 1
+            return super().items()
+
+    names = packing.Names({**packing.NO_NAMES, "owned": Owned({"b": ["b.1", "b.0"], "a": ["a.0", "b.0"], "c": []})})
+    assert [names.owned(["a.0", "b.0", "b.1"]) for _ in range(5)] == [{"b": ["b.1", "b.0"], "a": ["a.0", "b.0"]}] * 5
+    assert looked_up == 1

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.monitor import recorded
 
+import castwise
 from castwise.monitor.run import Run
 from castwise.monitor.sinks import JSONL
 
@@ -157,3 +159,38 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Run.read(tmp_path / "nowhere")
+
+
+def test_a_clock_before_1970_leaves_a_record_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    for name, now in (("early", -1e9), ("late", 1e12)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        with castwise.Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), sinks=[tmp_path / name]):
+            pass
+    monkeypatch.undo()
+    assert [Run.read(tmp_path / name).about["time"] for name in ("early", "late")] == [0.0, 2.0**34 - 1]
+    write(tmp_path / "older", HEADER | {"time": -1e9})  # as castwise 0.2 has written it
+    assert Run.read(tmp_path / "older").about["time"] == 0.0
+
+
+def test_mistakes_are_read_in_linear_time(tmp_path: Path) -> None:
+    compared = 0
+
+    class Counting(dict[str, Any]):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    run = Run(tmp_path)
+    for line in [*range(300), *range(300)]:
+        run._add(Counting({"kind": "mistake", "name": "x", "line": line}))
+    assert len(run.mistakes) == 300
+    assert compared == 0
+
+
+def test_lost_records_are_counted(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, {"kind": "lost", "records": 7}, {"kind": "lost", "records": 2})
+    assert Run.read(tmp_path).lost == 9

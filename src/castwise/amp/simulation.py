@@ -51,14 +51,19 @@ def write_trace(path: str | os.PathLike[str], trace: Iterable[GradientRange]) ->
     """Write a trace to a file atomically, one line of JSON per step.
 
     Args:
-        path: The file; an existing one is replaced.
+        path: The file; an existing trace is replaced.
         trace: The steps in order.
 
     Raises:
+        FileExistsError: The file exists and is not a trace.
         OSError: The file cannot be written.
     """
     lines = (json.dumps([step.largest, step.loss_is_finite, step.exponents]) for step in trace)
-    _files.replace(Path(path), "".join(f"{line}\n" for line in lines).encode())
+    _files.replace(Path(path), "".join(f"{line}\n" for line in lines).encode(), "a trace", _is_trace)
+
+
+def _is_trace(head: bytes) -> bool:
+    return re.match(rb"\[[\d.eE+-]+, (true|false), [n{]", head) is not None
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[GradientRange]:

@@ -20,7 +20,7 @@ from castwise.demo.ranks import Ranks
 from castwise.demo.settings import CASTWISE, Training
 from castwise.demo.training import Trainer
 from castwise.monitor.monitor import Monitor
-from castwise.monitor.sinks import FILE_NAME
+from castwise.monitor.record_file import FILE_NAME
 
 EVERY: int = inspect.signature(Monitor).parameters["every"].default
 ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED = "alone", "alone again", "not sampled", "sampled"

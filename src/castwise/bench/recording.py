@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from castwise._files import refuse_foreign
 from castwise.bench.benchmark import Benchmark, Record
 from castwise.bench.machine import described
 from castwise.bench.pairing import CANNOT_TELL
-from castwise.demo.run_folder import write_atomically, write_json
+from castwise.demo.run_folder import cannot_write, write_atomically, write_json
 
 PAGE = "README.md"
 HEAD = """\
@@ -44,11 +45,19 @@ def write(folder: Path, name: str, record: Record, benchmarks: Iterable[Benchmar
     """Write a record to a folder, and update the page of all results there.
 
     Raises:
-        UserError: The folder is not writable.
+        UserError: The folder is not writable, or has another file of this name.
     """
+    try:
+        refuse_foreign(folder / name, "a result", _is_result)
+    except OSError as error:
+        raise cannot_write(folder / name, error) from error
     write_json(folder / name, record)
     text = page(folder, benchmarks)
     write_atomically(folder / PAGE, lambda file: file.write(text.encode()))
+
+
+def _is_result(head: bytes) -> bool:
+    return re.match(rb'\{\s*"machine": \{', head) is not None
 
 
 def page(folder: Path, benchmarks: Iterable[Benchmark[Any]]) -> str:

@@ -13,6 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from castwise._files import refuse_foreign
 from castwise._suggestions import listed, nearest
 from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
@@ -80,7 +81,7 @@ def compare(
     from castwise.comparison.precision_drift import Comparison
 
     with _one_line_errors("compare"):
-        _check_folder(page)
+        _check_page(page)
         _check_name("--vary", vary, VARIATIONS)
         net, batches, loss = find_task(model)
         names = _names(policy or ["bf16"])
@@ -138,13 +139,14 @@ def tune(
     The search compares the loss of single steps with float32; it does not prove that a long run ends in the same place.
     """
     from castwise.cli.traced_model import find_task
+    from castwise.policy.policy import is_policy
     from castwise.tuning.precision_search import Search
 
     with _one_line_errors("tune"):
         if output is not None and output.suffix not in {".toml", ".json"}:
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
-        _check_folder(output)
-        _check_folder(page)
+        _check_output(output, "a policy", is_policy)
+        _check_page(page)
         _check_name("--cost", cost, COSTS)
         for each in formats or ():
             _check_name("--format", each, (*FORMATS, *RECIPES))
@@ -238,12 +240,25 @@ def _read_reference(spelled: str) -> Any:
     return read_policy(spelled)
 
 
-def _check_folder(path: Path | None) -> None:
+def _check_page(page: Path | None) -> None:
+    from castwise.report.report import is_page
+
+    _check_output(page, "a page", is_page)
+
+
+def _check_output(path: Path | None, what: str, is_ours: Callable[[bytes], bool]) -> None:
     """Raise UserError before a long run if its results could not be written."""
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no folder {path.parent}; create it first")
-    if path is not None and path.is_dir():
+    if path.is_dir():
         raise UserError(f"cannot write {path}: it is a folder; give the path of a file")
+    try:
+        if path.is_file():
+            refuse_foreign(path, what, is_ours)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _save(policy: Policy, output: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,19 +13,25 @@ import typer
 from castwise._files import replace
 from castwise._terminal import new_console
 from castwise._user_error import UserError
-from castwise.cli.names import RECORDS
+from castwise.cli.names import RECORDS, RUNS
 
 if TYPE_CHECKING:
     from castwise.monitor.run import Run
 
 PAGE, WIDTH = "report.html", 120
+_RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}".encode()
 
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help=f"Run folders (with a {RECORDS}), folders of runs, or record files."),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN",
+            help=f"Folders (of a {RECORDS}, of a run, or of several runs: then the latest), or record files. [default: "
+            f"{RUNS}]",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help=f"File to write. [default: {PAGE} in the first RUN]"),
@@ -37,31 +44,41 @@ def report(
 ) -> None:
     """Write an HTML report of what happened to the numbers in one or more runs."""
     try:
-        read = _read_all([file for run in runs for file in _records_in(run)])
+        folders = [_run_in(run) for run in runs or [Path(RUNS)]]
+        read = _read_all([file for run in runs or [Path(RUNS)] for file in _records_in(run)])
         if as_json:
             _print_json(read, output)
         elif text:
             _print(read, output)
         else:
-            page = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / PAGE
+            page = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE
             typer.echo(f"wrote {_write(read, page)}")
     except UserError as error:
         typer.echo(f"castwise report: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _records_in(path: Path) -> list[Path]:
-    """Return a run's record file, or those of all runs in a folder."""
-    from castwise.monitor.sinks import FILE_NAME
+def _run_in(path: Path) -> Path:
+    """Return the folder of the latest run in a folder of runs, and other paths unchanged."""
+    from castwise.monitor.record_file import FILE_NAME
+    from castwise.monitor.run_files import run_in
 
     try:
         if not path.exists():
             raise UserError(f"there is no {path}: give the folder of a run, which has a {FILE_NAME}")
-        if not path.is_dir():
-            return [path]
-        own = path / FILE_NAME
-        found = [own] if own.is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
+        return run_in(path) if path.is_dir() else path
     except OSError as error:  # such as a name that is too long
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
+
+
+def _records_in(path: Path) -> list[Path]:
+    """Return a run's record file, or those of all models, ranks and attempts of the latest run in a folder."""
+    from castwise.monitor.record_file import FILE_NAME
+    from castwise.monitor.run_files import records_in
+
+    try:
+        found = records_in(path)
+    except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
     if not found:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
@@ -69,18 +86,13 @@ def _records_in(path: Path) -> list[Path]:
 
 
 def _read_all(files: list[Path]) -> list[Run]:
-    from castwise.monitor.merged_ranks import merge_ranks
-
-    return merge_ranks(map(_read, files))
-
-
-def _read(file: Path) -> Run:
-    from castwise.monitor.run import Run
+    from castwise.monitor.run_files import read_runs
 
     try:
-        return Run.read(file)
+        return read_runs(files)
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; check the file and its permissions") from None
+        where = error.filename or files[0]
+        raise UserError(f"cannot read {where}: {error.strerror}; check the file and its permissions") from None
     except (ValueError, KeyError) as error:
         raise UserError(str(error)) from None
 
@@ -104,7 +116,7 @@ def _print(runs: list[Run], output: Path | None) -> None:
         return
     text = io.StringIO()
     print_runs(runs, new_console(WIDTH, text))
-    _write_text(text.getvalue(), output)
+    _write_text(text.getvalue(), output, _is_text)
 
 
 def _print_json(runs: list[Run], output: Path | None) -> None:
@@ -114,12 +126,20 @@ def _print_json(runs: list[Run], output: Path | None) -> None:
     if output is None:
         typer.echo(text)
     else:
-        _write_text(f"{text}\n", output)
+        _write_text(f"{text}\n", output, _is_json)
 
 
-def _write_text(text: str, output: Path) -> None:
+def _is_text(head: bytes) -> bool:
+    return head.startswith(_RULE)  # above the first run
+
+
+def _is_json(head: bytes) -> bool:
+    return head.startswith(b'{\n  "report": ')
+
+
+def _write_text(text: str, output: Path, is_ours: Callable[[bytes], bool]) -> None:
     try:
-        replace(output, text.encode(errors="backslashreplace"))
+        replace(output, text.encode(errors="backslashreplace"), "a summary", is_ours)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
     typer.echo(f"wrote {output}")

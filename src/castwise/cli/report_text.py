@@ -50,7 +50,10 @@ def _summary(facts: RunFacts) -> str:
         scales = [scale for _, scale in facts.scales]
         span = f"from {power_of_two(min(scales))} to {power_of_two(max(scales))}"
         parts.append(f"scale {power_of_two(scales[-1])}, {span}")
-    return "; ".join([*parts, several(len(facts.run.samples), "sample")])
+    parts.append(several(len(facts.run.samples), "sample"))
+    if facts.run.lost:
+        parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
+    return "; ".join(parts)
 
 
 def _skips(facts: RunFacts) -> Table:

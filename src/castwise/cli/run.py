@@ -11,9 +11,9 @@ import typer
 
 from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
-from castwise.cli.names import LEVELS, POLICIES, SCHEDULES, complete_policy, completing
+from castwise.cli.names import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
 
-OUT = Path("castwise-run")
+OUT = Path(RUNS)
 
 
 # Largest number of diagnosed steps per model and cause, by `--on-skip`.
@@ -32,7 +32,7 @@ def run(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Folder for records and report; replaces those of an earlier run."
+            "--out", "-o", metavar="FOLDER", help="Folder of runs; each gets a new subfolder for records and report."
         ),
     ] = OUT,
     every: Annotated[int, typer.Option(metavar="N", help="Steps between samples of the numbers.")] = 100,
@@ -90,7 +90,9 @@ def run(
             _check_name("--fail-on", level, LEVELS)
         wanted = None if policy is None else read_policy(policy)
         moved_by = None if schedule is None else read_schedule(schedule)
-        _check_folder(out)
+        source = context.get_parameter_source("out")
+        if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
+            _check_folder(out)
         program = Script(script, arguments or [], is_module=module)
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)

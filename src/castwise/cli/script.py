@@ -27,7 +27,6 @@ from castwise.installation.settings import Settings
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.ranks import rank_now
-from castwise.monitor.sinks import FILE_NAME
 from castwise.policy.policy import Policy
 from castwise.report.summary import Level, Summary
 
@@ -87,9 +86,13 @@ class Script:
         ending: Ending,
     ) -> None:
         """Run the script and re-raise its exceptions; the report is written when the process exits."""
-        out = out.absolute()  # the script may change the current folder
         account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
-        castwise.installation.begin(account, settings)
+        account.report_failure = _print_failure
+        try:
+            castwise.installation.begin(account, settings)
+        except Exception as error:
+            account.failure = f"castwise could not be installed: {type(error).__name__}: {error}"
+            _print_failure(account.failure)
         self._termination = Termination(lambda: self._report_now(out, ending, account, settings))
         WATCH.warns = False  # scripts may filter warnings
         WATCH.subscribe(self._print_mistake)
@@ -166,9 +169,9 @@ class Script:
         summary: Summary | None,
         seen: str | None = None,
     ) -> None:
-        lines = [f"recorded in {out}"] if summary is None or summary.report is None else []
+        lines = [f"recorded in {account.run or out}"] if summary is None or summary.report is None else []
         if seen is not None:
-            lines = [_without_records(out, seen)]
+            lines = [] if account.failure else [_without_records(account.run, seen)]
         mistakes = [each.record() for each in WATCH.found]  # including those found only now
         notes = [*account.notes, *settings.notes]
         self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
@@ -185,11 +188,16 @@ class Script:
             os._exit(1)  # an exit handler cannot change the exit code in another way
 
 
-def _without_records(out: Path, seen: str) -> str:
+def _print_failure(text: str) -> None:
+    rank = rank_now()
+    print(f"castwise: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
+
+
+def _without_records(run: Path | None, seen: str) -> str:
     text = "no optimizer of a module has stepped"
     text += f" in this process, which saw {seen}" if seen else ", so nothing was recorded"
-    if any(out.glob(f"*-process*/{FILE_NAME}")):
-        text += f"; forked workers left records: run castwise report {out}"
+    if run is not None:
+        text += f"; forked workers left records: run castwise report {run}"
     return text
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from castwise._files import refuse_foreign
 from castwise.demo.run_folder import cannot_write
 from castwise.demo.training import Trainer
+from castwise.monitor.record_file import file_in, is_record
 from castwise.monitor.run import Run
-from castwise.monitor.sinks import file_in
 
 SAMPLE_EVERY = 5
 REPORT = "report.html"
@@ -18,8 +19,16 @@ def train_under_monitor(folder: Path, trainer: Trainer) -> str:
 
     Returns:
         The digest of the weights, which the monitor must not change.
+
+    Raises:
+        UserError: The records cannot be replaced, or are not castwise's.
     """
-    file_in(folder).unlink(missing_ok=True)
+    file = file_in(folder)
+    try:
+        refuse_foreign(file, "a record", is_record)
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(file, error) from error
     with trainer.monitor(SAMPLE_EVERY, folder):
         while trainer.steps_done < trainer.training.steps:
             trainer.step()

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from castwise import _files
 from castwise._user_error import UserError
 
 if sys.platform != "win32":
     import fcntl
 
+_FIRST_KEY = b'{"precision": '
 SETTINGS, METRICS, CHECKPOINT, SUMMARY = "settings.json", "metrics.jsonl", "checkpoint.pt", "summary.json"
 
 
@@ -70,9 +72,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Raises:
         UserError: The disk is full or the folder is not writable.
     """
-    aside = path.with_name(path.name + ".tmp")
+    aside: Path | None = None
     try:
-        with aside.open("w+b") as file:
+        _files.sweep(path.parent)
+        aside, descriptor = _files.open_aside(path.parent, 0o666)
+        with os.fdopen(descriptor, "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -82,7 +86,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         raise cannot_write(path, error) from error
     finally:  # also on Ctrl-C; after the rename there is nothing to delete
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            if aside is not None:
+                aside.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -136,6 +141,10 @@ class MetricsFile:
             _lock(self._file, path)
         except OSError as error:
             raise cannot_write(path, error) from error
+        head = self._file.read(len(_FIRST_KEY))
+        if head and head != _FIRST_KEY:
+            self._file.close()
+            raise UserError(f"{path} was not written by castwise demo: start a new run without --resume")
         found = self._file.seek(0, os.SEEK_END)
         if found < n_bytes:
             self._file.close()

@@ -45,8 +45,9 @@ def install(
     Each mistake is reported once, as a warning with file and line. The manual's page on `castwise run` lists them.
 
     Args:
-        out: A folder. Each model that an optimizer trains gets a `Monitor` before its first step, which writes to a
-            subfolder, and `uninstall` writes `report.html`. None records nothing.
+        out: A folder of runs. Each model that an optimizer trains gets a `Monitor` before its first step, which writes
+            to a new folder for this run, and `uninstall` writes `report.html` there. Ranks of a launch share the
+            folder; `castwise report OUT` finds it. None records nothing, and so does a folder that cannot be written.
         every: Steps between two samples of these monitors.
         policy: Active in all regions instead of their dtype. It is bound to the models that exist when the first region
             is entered. With several models, names of modules start with the model's class (`Generator.layers.0`).
@@ -62,6 +63,7 @@ def install(
         ValueError: `every` is not an integer >= 1, `on_skip` is invalid, or `on_skip` is set without `out`.
 
     Warns:
+        RuntimeWarning: At the first step, if `out` cannot be written.
         UserWarning: Some objects or classes could not be replaced.
 
     Example:
@@ -104,7 +106,7 @@ def uninstall() -> Path | None:
     Modules that imported castwise's classes from torch in the meantime keep them.
 
     Returns:
-        Path of the report; None if there is none.
+        Path of the report, in the folder of the run; None if there is none.
     """
     summary = end()
     return None if summary is None else summary.report

@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,14 @@ from castwise.amp.outcomes import Cause, StepFacts
 from castwise.diagnosis.diagnosis import Diagnosis
 from castwise.diagnosis.recording import MicroBatches, Recording
 from castwise.installation.models import Models, model_with
+from castwise.installation.run_folder import RunFolder, model_folder
 from castwise.mistakes.mistake import Mistake
 from castwise.mistakes.watch import WATCH
 from castwise.monitor.monitor import Monitor, check_every
 from castwise.monitor.ranks import Ranks, rank_now
+from castwise.monitor.record_file import FILE_NAME
 from castwise.monitor.shards import is_split_over_ranks
-from castwise.monitor.sinks import FILE_NAME, JSONL
+from castwise.monitor.sinks import JSONL
 
 if TYPE_CHECKING:
     from castwise.report.summary import Summary
@@ -44,11 +47,12 @@ _PROCESSES = "child process", "child processes"
 class Account(Observer):
     """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
-    With several processes, each writes its own folders, and none waits for another, because they may not train the same
-    model. Folders of forked workers that are not ranks have the process id in their name.
+    Each run has a folder of its own (`castwise.installation.run_folder`). With several processes, each writes its own
+    folders in it, and none waits for another, because they may not train the same model. Folders of forked workers that
+    are not ranks have the process id in their name.
 
     Args:
-        out: The folder; None records nothing, and only reports mistakes.
+        out: The folder of runs; None records nothing, and only reports mistakes.
         every: Steps between two samples of the monitors.
         diagnoses: Largest number of diagnosed skipped steps per model and cause.
 
@@ -61,7 +65,11 @@ class Account(Observer):
         self._diagnoses = diagnoses
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
-        self.out, self._every = None if out is None else Path(out), every
+        self.out, self._every = None if out is None else _absolute(Path(out)), every
+        self._folder = None if self.out is None else RunFolder(self.out)
+        self.failure = ""
+        """Why nothing is recorded; empty if there was no error."""
+        self.report_failure: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
         self._monitors: list[weakref.ref[Monitor]] = []
         self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
@@ -74,8 +82,6 @@ class Account(Observer):
 
     def begin(self) -> None:
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
-        for file in [] if self.out is None else self.out.glob(f"*-process*/{FILE_NAME}"):
-            file.unlink()  # records of workers of an earlier run
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         with self._guard:  # models are recorded anyway
@@ -101,13 +107,21 @@ class Account(Observer):
 
     def report(self) -> Summary | None:
         """Write the report of what is recorded so far, without waiting. Return its summary; None if there is none."""
-        if not self.has_recorded or self._rank or self.out is None:
+        if not self.has_recorded or self._rank or self._folder is None:
             return None
         from castwise.report.summary import end
 
-        summary = end(sorted(self.out.glob(f"*/{FILE_NAME}")), self.out / REPORT)
+        run = self._folder.run
+        if run is None:  # it was deleted
+            return None
+        summary = end([run], run / REPORT)
         self._has_nonfinite = summary is not None and summary.has_nonfinite
         return summary
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of this run; None if nothing was recorded."""
+        return None if self._folder is None else self._folder.run
 
     @property
     def notes(self) -> list[str]:
@@ -204,7 +218,10 @@ class Account(Observer):
         if self.out is None:
             WATCH.model_found(model)
             return
-        sink = self._sink(model)
+        sink = self._make_sink(model)
+        if sink is None:
+            WATCH.model_found(model)
+            return
         monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
         recording = self._recordings.pop(model, None)
         if self._diagnoses and scaler is not None:
@@ -216,20 +233,35 @@ class Account(Observer):
         self._monitors.append(weakref.ref(monitor))
         weakref.finalize(monitor, _end_record, sink).atexit = False
 
-    def _sink(self, model: nn.Module) -> JSONL:
+    def _make_sink(self, model: nn.Module) -> JSONL | None:
+        """Create the folder of a model's record; None if that fails, and from then on nothing is recorded."""
+        assert self._folder is not None
+        try:
+            return self._sink(model, self._folder.make())
+        except OSError as error:
+            self.failure = f"nothing is recorded, because {self.out} cannot be written: {error}"
+            self.out = None
+            if not self.has_recorded:
+                self._folder = None
+            self.report_failure(self.failure)
+            for recording in self._recordings.values():
+                recording.detach()
+            self._recordings.clear()
+            return None
+
+    def _sink(self, model: nn.Module, records: Path) -> JSONL:
         if self._rank is None:
             self._rank = rank_now()
-            if not self._is_worker():
-                _remove_records(self.out, self._rank)
         inner = getattr(model, "_orig_mod", getattr(model, "module", model))
         parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
         name = "+".join(parts) or type(inner if isinstance(inner, nn.Module) else model).__name__
+        name = model_folder(name, self._names)
+        of_rank = f"-rank{self._rank}" if self._rank else ""
+        of_process = f"-process{os.getpid()}" if self._is_worker() else ""
+        file = records / f"{name}{of_rank}{of_process}" / FILE_NAME
+        file.parent.mkdir(exist_ok=True)
         self._names.append(name)
-        count = self._names.count(name)
-        folder = name + (f"-{count}" if count > 1 else "") + (f"-rank{self._rank}" if self._rank else "")
-        folder += f"-process{os.getpid()}" if self._is_worker() else ""
-        assert self.out is not None
-        return JSONL(self.out / folder / FILE_NAME)
+        return JSONL(file)
 
 
 class _LocalMonitor(Monitor):
@@ -262,6 +294,14 @@ class _LocalMonitor(Monitor):
         return Monitor._diagnosed(self, facts, batches)
 
 
+def _absolute(path: Path) -> Path:
+    """Return an absolute path, because scripts may change folders; a relative one where the current folder is gone."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path
+
+
 def _processes_started() -> int:
     """Return the number of processes that this one started with multiprocessing."""
     if "multiprocessing.process" not in sys.modules:
@@ -287,14 +327,6 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
         if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):
             found.append(value)
     return [optimizer for optimizer in found if id(optimizer) not in inner]
-
-
-def _remove_records(out: Path | None, rank: int) -> None:
-    """Remove the records of an earlier run. Rank 0 removes those without a rank in their name, others their own."""
-    for file in [] if out is None else out.glob(f"*/{FILE_NAME}"):
-        _, dash, of_rank = file.parent.name.rpartition("-rank")
-        if (of_rank == str(rank)) if rank else not (dash and of_rank.isdigit()):
-            file.unlink()
 
 
 def _end_record(sink: JSONL) -> None:

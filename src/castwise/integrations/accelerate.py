@@ -17,7 +17,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ from castwise.amp.grad_scaler import GradScaler
 from castwise.amp.gradients import params_of
 from castwise.amp.schedules import Schedule
 from castwise.monitor.monitor import Monitor
+from castwise.monitor.sinks import JSONL
 from castwise.report.summary import end_and_summarize
 
 try:
@@ -158,6 +158,7 @@ def report(
         The monitor, for example to set its `step`, because Accelerate does not count steps.
 
     Raises:
+        FileExistsError: See `Monitor`.
         RuntimeError: The accelerator has not prepared exactly one model and its optimizers.
         TypeError: The accelerator's scaler is torch's.
         ValueError: See `Monitor`.
@@ -173,14 +174,15 @@ def report(
             f"this accelerator has prepared {len(models)} models and {len(optimizers)} optimizers: call report after "
             "accelerator.prepare(model, optimizer), and with several models create a castwise.Monitor for each"
         )
-    monitor = Monitor(models[0], optimizers, accelerator.scaler, every=every, sinks=[folder], on_skip=on_skip).attach()
+    sink = JSONL(folder)
+    monitor = Monitor(models[0], optimizers, accelerator.scaler, every=every, sinks=[sink], on_skip=on_skip).attach()
     theirs = accelerator.end_training
 
     def end_training() -> None:
         accelerator.end_training = theirs
         monitor.detach()  # on all processes, before the process group is destroyed
         if accelerator.is_main_process:
-            end_and_summarize([folder], Path(folder) / _PAGE)
+            end_and_summarize([sink.path], sink.path.parent / _PAGE)  # beside the folder if another run records there
         theirs()
 
     accelerator.end_training = end_training

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations.accelerate import unwrapped
 from castwise.monitor.monitor import Monitor
+from castwise.monitor.sinks import JSONL
 from castwise.report.summary import end_and_summarize
 
 try:
@@ -83,16 +84,17 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 "steps: call castwise.install() before creating the Trainer, or "
                 "castwise.integrations.accelerate.prepare(trainer.accelerator) before trainer.train()"
             )
+        sink = JSONL(self.folder)
         monitor = Monitor(
             model,
             unwrapped(optimizer),
             scaler,
             every=self._every,
-            sinks=[self.folder],
+            sinks=[sink],
             on_skip=self._on_skip,
         ).attach()
-        folder = self.folder if state.is_world_process_zero else None
-        self._end_if_failed = weakref.finalize(self, _end, monitor, folder, RuntimeError("training failed"))
+        record = sink if state.is_world_process_zero else None
+        self._end_if_failed = weakref.finalize(self, _end, monitor, record, RuntimeError("training failed"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,8 +111,8 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         """End the record and write the report."""
         pending = None if self._end_if_failed is None else self._end_if_failed.detach()
         if pending is not None:
-            monitor, folder, _ = pending[2]
-            _end(monitor, folder, None)
+            monitor, record, _ = pending[2]
+            _end(monitor, record, None)
 
     def close(self) -> None:
         """End the record of a failed run and write its report. Does nothing if there is none."""
@@ -118,7 +120,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             self._end_if_failed()
 
 
-def _end(monitor: Monitor, folder: Path | None, error: Exception | None) -> None:
+def _end(monitor: Monitor, record: JSONL | None, error: Exception | None) -> None:
     monitor.__exit__(None if error is None else type(error), error, None)
-    if folder is not None:
-        end_and_summarize([folder], folder / _PAGE)
+    if record is not None:
+        end_and_summarize([record.path], record.path.parent / _PAGE)  # not `folder` if another run records there

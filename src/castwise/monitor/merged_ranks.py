@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from castwise.monitor import causes
+from castwise.monitor.record_file import RUN_NAME
 from castwise.monitor.run import Record, Run
 from castwise.monitor.skips import Skip, agreed
+
+_LONGEST_LINE = 1 << 16
 
 
 def merge_ranks(runs: Iterable[Run]) -> list[Run]:
@@ -20,6 +24,8 @@ def merge_ranks(runs: Iterable[Run]) -> list[Run]:
     non-finite gradients on the others), the rank if only one is at fault, all named parameters, and the diagnoses of
     the ranks at fault. It has the mistakes of all ranks. Samples, losses and times are those of rank 0.
 
+    Ranks that had nothing in common to agree on one folder have folders of their own; those are merged as well.
+
     Ranks that skipped different steps stay separate runs. A rank that lags or was killed is compared as far as it goes.
 
     Args:
@@ -28,8 +34,9 @@ def merge_ranks(runs: Iterable[Run]) -> list[Run]:
     given = list(runs)
     by_rank: dict[tuple[Path, str, str], dict[int, Run]] = {}
     for run in given:
-        name, rank = _name_and_rank(run)
+        name, rank = name_and_rank(run.path)
         by_rank.setdefault((run.path.resolve().parent.parent, name, run.path.name), {}).setdefault(rank, run)
+    _join_folders(by_rank)
     for ranks in by_rank.values():
         if (first := ranks.get(0)) is None:
             continue
@@ -40,10 +47,44 @@ def merge_ranks(runs: Iterable[Run]) -> list[Run]:
     return given
 
 
-def _name_and_rank(run: Run) -> tuple[str, int]:
-    folder = run.path.resolve().parent.name
+def _join_folders(by_rank: dict[tuple[Path, str, str], dict[int, Run]]) -> None:
+    """Put ranks that have no rank 0 in their folder of a run with the one that began last before or next after them."""
+    for (folder, name, file), ranks in by_rank.items():
+        if 0 in ranks or not RUN_NAME.fullmatch(folder.name):
+            continue
+        for rank, run in list(ranks.items()):
+            firsts = [
+                others
+                for (other, *alike), others in by_rank.items()
+                if alike == [name, file]
+                and other.parent == folder.parent
+                and RUN_NAME.fullmatch(other.name)
+                and 0 in others
+                and rank not in others
+            ]
+            if firsts:
+                nearest = min(firsts, key=lambda others: abs(_began(others[0]) - _began(run)))
+                nearest[rank] = ranks.pop(rank)
+
+
+def _began(run: Run) -> float:
+    return float(run.about.get("time", 0.0))
+
+
+def name_and_rank(file: Path) -> tuple[str, int]:
+    """Return the model's name and the rank that the folder of a record stands for."""
+    folder = file.resolve().parent.name
     found = re.fullmatch(r"(.+)-rank([1-9]\d{0,8})", folder)
     return (found[1], int(found[2])) if found else (folder, 0)
+
+
+def ranks_of(file: Path) -> int:
+    """Return the number of ranks in a record's first line; 1 if it cannot be read."""
+    try:
+        with file.open("rb") as lines:
+            return _size(Run(file, settings=dict(json.loads(lines.readline(_LONGEST_LINE))["settings"])))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 1
 
 
 def _are_alike(first: Run, other: Run, rank: int) -> bool:

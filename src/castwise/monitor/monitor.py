@@ -100,6 +100,7 @@ class Monitor:
             replayed only if the gradients of their outputs are not finite.
 
     Raises:
+        FileExistsError: A sink's file exists and is not a record.
         TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), or a sink
             is neither a path nor a function.
         ValueError: `every` or `on_skip` is out of range, or there is no optimizer.

@@ -37,7 +37,9 @@ _DIGITS = {"grad_norm": 7, "loss": 7, "seconds": 4}
 _COUNT_DIGITS, _NUMBER_DIGITS = 3, 4
 # With the default dictionary size of 8 MiB the compressor would need 90 MiB of memory.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 18}]
-_LARGEST_SAMPLE = 1 << 28  # bytes of JSON in one sample, because a file may be untrusted
+MOST_UNPACKED = 64 << 20
+"""Limit for the unpacked bytes of a record, because a file may be untrusted: compressed, they take a thousandth."""
+_MEMORY = 64 << 20  # for the decompressor, whose dictionary the stream asks for
 _LOWEST, _HIGHEST = -1074, 1023
 
 
@@ -143,23 +145,84 @@ def _spelled(value: float) -> float | str:
     return rounded if math.isfinite(rounded) else str(rounded)
 
 
-def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
-    """Return the record of a packed sample, with counts rounded to three digits.
+class Names:
+    """The names that samples refer to, from a `names` record.
 
-    Raises:
-        ValueError: The sample was not packed by `pack` with these names.
+    Args:
+        record: The record.
     """
-    columns = _read(sample["packed"])
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.lists: dict[str, list[str]] = {kind: record[kind] for kind in _NAMED}
+        self._owners: dict[str, list[tuple[int, str, int]]] = {}  # by name: modules, and positions in them
+        for place, (module, own) in enumerate(record["owned"].items()):
+            for position, name in enumerate(own):
+                self._owners.setdefault(name, []).append((place, module, position))
+
+    def owned(self, sampled: Iterable[str]) -> dict[str, list[str]]:
+        """Return the sampled parameters that each module owns, in the order of modules, in time linear in them."""
+        owned: dict[tuple[int, str], list[tuple[int, str]]] = {}
+        for name in sampled:
+            for place, module, position in self._owners.get(name, ()):
+                owned.setdefault((place, module), []).append((position, name))
+        return {module: [name for _, name in sorted(own)] for (_, module), own in sorted(owned.items())}
+
+
+class Unpacker:
+    """Unpacks samples of one file, up to `MOST_UNPACKED` bytes for each, and as many in total as a file may hold.
+
+    Args:
+        size: Bytes of the file. Real samples unpack to ten times their size; in total, sixty-four times are accepted.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._most = self._left = MOST_UNPACKED + 64 * size
+
+    def decompressed(self, content: bytes) -> bytes:
+        """Return the content of an .xz stream.
+
+        Raises:
+            ValueError: It is truncated, damaged or too large.
+        """
+        most = min(MOST_UNPACKED, self._left)
+        try:
+            decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY)
+            unpacked = decompressor.decompress(content, most)
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(str(error)) from None
+        self._left -= len(unpacked)
+        if not decompressor.eof:
+            if len(unpacked) < most:
+                raise ValueError("it is truncated")
+            if most < MOST_UNPACKED:
+                raise ValueError(f"the samples have more than {self._most:,} bytes, the limit for a file of this size")
+            raise ValueError(f"it has more than {most:,} bytes, the limit for a record")
+        return unpacked
+
+    def unpack(self, sample: Mapping[str, Any], names: Names) -> Record:
+        """Return the record of a packed sample, with counts rounded to three digits.
+
+        Raises:
+            ValueError: The sample was not packed by `pack` with these names, or is too large.
+        """
+        try:
+            columns = json.loads(self.decompressed(base64.b85decode(sample["packed"])))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it cannot be unpacked: {error}") from None
+        return _sample(sample, columns, names)
+
+
+def _sample(sample: Mapping[str, Any], columns: Any, names: Names) -> Record:
     scale = float(sample["scale"])
     try:
         rows = dict(columns.get("rows", {}))
-        named = {kind: _at(rows[kind], names[kind]) if kind in rows else names[kind] for kind in _NAMED}
+        named = {kind: _at(rows[kind], all_) if kind in rows else all_ for kind, all_ in names.lists.items()}
         gradients = _Table(named["gradients"], columns["gradients"])
         activations = _Table(named["activations"], columns["activations"])
         weights = [[float(number) for number in pair] for pair in columns["weights"]]
         if len(weights) != len(named["weights"]):
             raise ValueError(f"it has {len(weights)} weights instead of {len(named['weights'])}")
-        owned = _owned(names["owned"], set(gradients.names))
+        owned = names.owned(gradients.names)
         return {
             "kind": "sample",
             "step": sample["step"],
@@ -181,23 +244,6 @@ def unpack(sample: Mapping[str, Any], names: Mapping[str, Any]) -> Record:
 
 def _at(places: Any, names: Sequence[str]) -> list[str]:
     return [names[place] for place in _whole(places, None, 0)]
-
-
-def _owned(owned: Mapping[str, list[str]], sampled: set[str]) -> dict[str, list[str]]:
-    """Return the sampled parameters that each module owns, without modules that own none."""
-    found = {module: [name for name in own if name in sampled] for module, own in owned.items()}
-    return {module: own for module, own in found.items() if own}
-
-
-def _read(packed: str) -> Any:
-    try:
-        decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LARGEST_SAMPLE)
-        content = decompressor.decompress(base64.b85decode(packed), _LARGEST_SAMPLE)
-        if not decompressor.eof:
-            raise ValueError("it is truncated or too large")
-        return json.loads(content)
-    except (ValueError, lzma.LZMAError, RecursionError) as error:
-        raise ValueError(f"it cannot be unpacked: {error}") from None
 
 
 class _Table:

@@ -17,7 +17,7 @@ Reader: TypeAlias = Callable[[Any], Any]
 _NOT_FINITE = {"nan", "inf", "-inf"}
 # Exponents of fp64's smallest and largest numbers.
 _LOWEST, _HIGHEST = -1074, 1023
-_LAST_SECOND = 2**34  # in the year 2514: every system can format times before it
+LAST_SECOND = 2**34  # in the year 2514: every system can format times before it
 
 
 def _fail(wanted: str, got: object) -> ValueError:
@@ -39,10 +39,11 @@ def _number(value: Any) -> float:
 
 
 def _time(value: Any) -> float:
+    """Read a time; one before 1970, of a clock that was never set, becomes 0, which every system can format."""
     number = _number(value)
-    if not 0 <= number < _LAST_SECOND:
-        raise _fail(f"seconds since 1970, less than {_LAST_SECOND}", value)
-    return number
+    if not -LAST_SECOND < number < LAST_SECOND:
+        raise _fail(f"seconds since 1970, less than {LAST_SECOND}", value)
+    return max(0.0, number)
 
 
 def _positive(value: Any) -> float:
@@ -220,6 +221,7 @@ _KINDS = {
         {"step": _STEP, **dict.fromkeys(("cause", "phase", "module", "op", "text", "advice"), _text)},
         {"rank": _or_null(_integer(0)), **dict.fromkeys(("summary", "remedy", "code"), _text)},
     ),
+    "lost": _fields({"records": _integer(1)}),
     "mistake": _fields({**dict.fromkeys(("name", "text", "corrected", "file", "source"), _text), "line": _integer(0)}),
 }
 

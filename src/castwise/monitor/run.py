@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from castwise._collector import paused
 from castwise.monitor.formats import FP16
-from castwise.monitor.packing import in_full, unpack
+from castwise.monitor.packing import NO_NAMES, Names, Unpacker, in_full
+from castwise.monitor.record_file import file_in
 from castwise.monitor.record_shape import checked
-from castwise.monitor.sinks import file_in
 
 if TYPE_CHECKING:
     from castwise.amp.simulation import GradientRange
@@ -40,6 +40,7 @@ class Run:
         diagnoses: Records of diagnosed skipped steps.
         mistakes: Records of mixed-precision mistakes in the script, each once.
         ended: Whether the monitor was detached; False while the run continues, or if it was killed.
+        lost: Number of records that are missing, because the disk was full for too long.
     """
 
     path: Path
@@ -50,6 +51,8 @@ class Run:
     diagnoses: list[Record] = field(default_factory=list)
     mistakes: list[Record] = field(default_factory=list)
     ended: bool = False
+    lost: int = 0
+    _known_mistakes: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
@@ -78,6 +81,25 @@ class Run:
         losses = {step["step"]: step.get("loss") for step in self.steps}
         return [_range_of(sample, losses.get(sample["step"])) for sample in self.samples]
 
+    def extend(self, later: Run, offset: int) -> None:
+        """Append the records of a later run to this one.
+
+        Args:
+            later: The later run.
+            offset: Added to its step numbers. Records that this run has of the same steps are dropped.
+        """
+        if later.steps:
+            self._forget_from(later.steps[0]["step"] + offset)
+        for mine, theirs in (
+            (self.steps, later.steps),
+            (self.samples, later.samples),
+            (self.diagnoses, later.diagnoses),
+        ):
+            mine += [{**record, "step": record["step"] + offset} for record in theirs]
+        for mistake in later.mistakes:
+            self._add(mistake)
+        self.lost += later.lost
+
     def _add(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "run":
@@ -96,8 +118,12 @@ class Run:
         elif kind == "diagnosis":
             self.diagnoses.append(record)
         elif kind == "mistake":
-            if record not in self.mistakes:
+            known = json.dumps(record, sort_keys=True)
+            if known not in self._known_mistakes:
+                self._known_mistakes.add(known)
                 self.mistakes.append(record)
+        elif kind == "lost":
+            self.lost += record["records"]
         elif kind == "end":
             self.ended = True
 
@@ -123,16 +149,18 @@ def _range_of(sample: Record, loss: float | None) -> GradientRange:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    *lines, last = path.read_bytes().split(b"\n")
-    names: Record = {}
+    content = path.read_bytes()
+    *lines, last = content.split(b"\n")
+    names, unpacker = Names(NO_NAMES), Unpacker(len(content))
+    del content
     for number, line in enumerate([*lines, last] if last else lines, start=1):
         try:
             record = checked(json.loads(line))
             if record["kind"] == "names":
-                names = record
+                names = Names(record)
                 continue
             if "packed" in record:
-                record = unpack(record, names)
+                record = unpacker.unpack(record, names)
         except (ValueError, RecursionError) as error:
             is_unfinished = number > len(lines)
             if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from castwise._version import __version__
 from castwise.monitor import names
+from castwise.monitor.record_shape import LAST_SECOND
 from castwise.monitor.run import FORMAT
 
 
@@ -24,7 +25,7 @@ def run_record(
     return {
         "kind": "run",
         "format": FORMAT,
-        "time": time.time(),
+        "time": min(max(0.0, time.time()), LAST_SECOND - 1.0),  # some clocks were never set
         "castwise": __version__,
         "torch": torch.__version__,
         "device": _device_name(parameters[0].device if parameters else torch.device("cpu")),

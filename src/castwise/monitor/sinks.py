@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from castwise import _files
 from castwise._warnings import warn_or_print
 from castwise.monitor import packing
+from castwise.monitor.record_file import RecordFile, beside, file_in
 from castwise.monitor.tensorboard_events import TensorBoard
 
 __all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
@@ -21,12 +21,7 @@ Record: TypeAlias = dict[str, Any]
 Sink: TypeAlias = Callable[[Record], object]
 """A callable that accepts a record. Its `close` method, if it has one, is called at the end."""
 
-FILE_NAME = "monitor.jsonl"
-SAMPLES_BYTES = 8 << 20
-"""Limit for the samples in a file, in bytes. Above it, every second sample is dropped, except in the latest quarter."""
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_SAMPLE = b'{"kind":"sample"'
-_AS_IT_IS: int = getattr(os, "O_BINARY", 0)  # without it, Windows changes line ends
 
 
 class JSONL:
@@ -36,9 +31,16 @@ class JSONL:
     read the file while it grows. The remains of a broken last line are removed before the next line is written.
     Non-finite numbers become the strings "nan", "inf" and "-inf", because JSON cannot represent them.
 
+    A file has one writer. A second one gets a folder beside it (`x-2` beside `x`), and a forked child that trains gets
+    `x-process71`; `path` is the file that is written. A full disk loses nothing as long as the records fit into 1 MiB
+    of memory; the file has the number of the others. A file that was deleted or renamed is begun again.
+
     Args:
         path: A file that ends in `.jsonl`, or a folder, which then gets a `monitor.jsonl`. It is created when the first
-            record arrives.
+            record arrives. Records are appended to those of an earlier monitor.
+
+    Raises:
+        FileExistsError: The file exists, and its first line is not a record.
 
     Example:
         >>> import tempfile
@@ -50,16 +52,19 @@ class JSONL:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = file_in(path)
-        self._file: int | None = None
+        self._file = RecordFile(file_in(path))
         self._names: Record | None = None  # the last `names` record written
-        self._samples_bytes = 0
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Append a record.
 
         Raises:
-            OSError: The record could not be written completely.
+            OSError: The file cannot be opened, or is not a record. A full disk raises no error, but warns once.
             TypeError: The record has a value that JSON cannot represent.
         """
         if record.get("kind") == "step":
@@ -73,46 +78,16 @@ class JSONL:
         self._append(record)
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = _ENCODER.encode(_spelled(record)).encode() + b"\n"
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _AS_IT_IS, 0o666)
-            _cut_off_broken_line(self._file)
-            self._names, self._samples_bytes = None, _bytes_of_samples(self._file)
-        if line.startswith(_SAMPLE):
-            if self._samples_bytes + len(line) > SAMPLES_BYTES:
-                self._thin()
-            self._samples_bytes += len(line)
-        written = os.write(self._file, line)
-        if written < len(line):
-            raise OSError(f"wrote only {written} of {len(line)} bytes to {self.path}")
-
-    def _thin(self) -> None:
-        """Drop every second sample except in the latest quarter, replacing the file atomically."""
-        assert self._file is not None
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        samples = [place for place, line in enumerate(lines) if line.startswith(_SAMPLE)]
-        dropped = set(samples[1 : len(samples) * 3 // 4 : 2])
-        os.close(self._file)
-        self._file = None
-        _files.replace(self.path, b"".join(line for place, line in enumerate(lines) if place not in dropped))
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | _AS_IT_IS)
-        self._samples_bytes = _bytes_of_samples(self._file)
+        self._file.append(_ENCODER.encode(_spelled(record)).encode() + b"\n")
 
     def set_apart(self, rank: int) -> None:
         """Write into a folder beside this one that has the rank in its name, as `castwise run` does."""
-        self.close()
-        if self.path.name == FILE_NAME:
-            folder = self.path.absolute().parent
-            self.path = folder.with_name(f"{folder.name}-rank{rank}") / FILE_NAME
-        else:
-            self.path = self.path.with_stem(f"{self.path.stem}-rank{rank}")
+        self._file.close()
+        self._file, self._names = RecordFile(beside(self.path, f"-rank{rank}")), None
 
     def close(self) -> None:
         """Close the file. A later record opens it again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
     def __repr__(self) -> str:
         return f"JSONL({str(self.path)!r})"
@@ -168,47 +143,12 @@ class Sinks:
                 warn_or_print(text, RuntimeWarning)
 
 
-def file_in(path: str | os.PathLike[str]) -> Path:
-    """Return the file of records for a path: the path itself, or `monitor.jsonl` in a folder."""
-    path = Path(path)
-    return path if path.suffix == ".jsonl" and not path.is_dir() else path / FILE_NAME
-
-
 def _sink(given: object) -> Sink:
     if isinstance(given, (str, os.PathLike)):
         return JSONL(given)
     if not callable(given):
         raise TypeError(f"a sink must be a path or a function of one record (a dict), got {given!r}")
     return given
-
-
-def _bytes_of_samples(file: int) -> int:
-    if not os.fstat(file).st_size:  # a device file may be endless
-        return 0
-    os.lseek(file, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(file), "rb") as lines:
-        return sum(len(line) for line in lines if line.startswith(_SAMPLE))
-
-
-def _cut_off_broken_line(file: int) -> None:
-    end = os.fstat(file).st_size
-    for start, block in _blocks_from_the_end(file, end):
-        if block.endswith(b"\n") and start + len(block) == end:
-            return
-        newline = block.rfind(b"\n")
-        if newline >= 0:
-            os.ftruncate(file, start + newline + 1)
-            return
-    if end:
-        os.ftruncate(file, 0)
-
-
-def _blocks_from_the_end(file: int, end: int, size: int = 2**16) -> Iterator[tuple[int, bytes]]:
-    while end > 0:
-        start = max(0, end - size)
-        os.lseek(file, start, os.SEEK_SET)
-        yield start, os.read(file, end - start)
-        end = start
 
 
 def _spelled(value: Any) -> Any:

@@ -272,15 +272,16 @@ class Policy:
         """Write the policy to a file atomically.
 
         Args:
-            path: A name that ends in `.toml` or `.json`. An existing file is replaced.
+            path: A name that ends in `.toml` or `.json`. An existing policy is replaced.
 
         Raises:
+            FileExistsError: The file exists and does not begin as those that this method writes.
             OSError: The file cannot be written.
             ValueError: The name has another ending.
         """
         path = Path(path)
         text = self._as_json() if _kind(path) == ".json" else self._as_toml()
-        _files.replace(path, text.encode())
+        _files.replace(path, text.encode(), "a policy", is_policy)
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -325,6 +326,11 @@ def _rules(where: str, given: object, allowed: tuple[str, ...]) -> FrozenRules:
             raise ValueError(f"{where} has two rules for {name!r}")
         rules[name] = _dtype(f"{where}[{name!r}]", value, allowed)
     return FrozenRules(rules.items())
+
+
+def is_policy(head: bytes) -> bool:
+    """Return True for the start of a file that `Policy.to_file` has written."""
+    return head.startswith((b'compute = "', b'{\n  "compute": "'))
 
 
 def _kind(path: Path) -> str:

@@ -49,7 +49,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
     target = Path(path)
-    _files.replace(target, page.encode(errors="backslashreplace"))
+    _files.replace(target, page.encode(errors="backslashreplace"), "a page", report.is_page)
     return target
 
 

@@ -24,8 +24,8 @@ from castwise import _files
 from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two
 from castwise.monitor.formats import LOW_PRECISION
-from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
+from castwise.monitor.run_files import read_runs
 from castwise.report.diagnosed import Diagnosed
 from castwise.report.figures import Figure, align
 from castwise.report.figures.histogram import ALL_MODULES, MOMENTS, histogram
@@ -109,7 +109,8 @@ class RunView:
     def key_numbers(self) -> list[tuple[str, str, str]]:
         """Return name, number and context of each tile at the top."""
         facts, steps = self.facts, self.facts.run.steps
-        tiles = [("Steps", f"{len(steps):,}", f"{len(facts.run.samples):,} sampled")]
+        lost = f", {facts.run.lost:,} records lost (full disk)" if facts.run.lost else ""
+        tiles = [("Steps", f"{len(steps):,}", f"{len(facts.run.samples):,} sampled{lost}")]
         share = facts.skipped / len(steps) if steps else 0.0
         causes = ", ".join(f"{len(skips.steps):,} {skips.cause}" for skips in facts.skips)
         tiles.append(("Skipped", f"{facts.skipped:,}", f"{percent(share)}: {causes}" if causes else "none"))
@@ -168,19 +169,21 @@ class RunView:
 
 
 def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about one or more runs, side by side; see `merge_ranks` for ranks.
+    """Write one self-contained HTML page about one or more runs, side by side; see `read_runs` for ranks and attempts.
 
     The page's size does not grow with the length of the runs: about 5 MB of plotly.js, plus under 1 MB for a run of 300
     modules.
 
     Args:
-        runs: Run folders, `monitor.jsonl` files or `castwise.monitor.run.Run` objects; at least one.
-        path: File to write; an existing file is replaced.
+        runs: Folders, of a record, a run or several (then the latest), `monitor.jsonl` files, or
+            `castwise.monitor.run.Run` objects; at least one.
+        path: File to write; an existing page of castwise is replaced.
 
     Returns:
         `path`.
 
     Raises:
+        FileExistsError: There is a file that castwise has not written.
         ImportError: plotly or jinja2 is not installed; `castwise[report]` installs both.
         OSError: A record cannot be read, or the page cannot be written.
         ValueError: No run is given, or a file is not a run record.
@@ -189,7 +192,7 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     if not given:
         raise ValueError("write_report needs at least one run, got none")
     environment, plotly_js = _environment(), _plotly_js()
-    read = merge_ranks(run if isinstance(run, Run) else Run.read(run) for run in given)
+    read = read_runs(given)
     named = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
         views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]
@@ -197,8 +200,14 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
     # A path may contain characters that cannot be encoded.
-    _files.replace(target, _page(environment, plotly_js, views).encode(errors="backslashreplace"))
+    page = _page(environment, plotly_js, views).encode(errors="backslashreplace")
+    _files.replace(target, page, "a page", is_page)
     return target
+
+
+def is_page(head: bytes) -> bool:
+    """Return True for the start of a page that castwise has written."""
+    return head.startswith(b"<!doctype html>") and b"<title>castwise: " in head
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from castwise._number_text import several
 from castwise._warnings import warn
 from castwise._width import width_of
-from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
+from castwise.monitor.run_files import read_runs
 from castwise.report.advice import SEVERITIES, Advice, Measured
 from castwise.report.report import labels, write_report
 from castwise.report.run_facts import RunFacts
@@ -77,7 +77,9 @@ class Summary:
         steps = [step for run in self.runs for step in run.steps]
         causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
-        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}"] if self.runs else []
+        lost = sum(run.lost for run in self.runs)
+        of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
+        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}{of_lost}"] if self.runs else []
         first = self.first_finding
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
@@ -104,6 +106,7 @@ class Summary:
                 {
                     "run": name,
                     "steps": len(run.steps),
+                    **({"lost": run.lost} if run.lost else {}),
                     "skipped": dict(Counter(step.get("cause") or "unknown" for step in run.steps if step["skipped"])),
                     "findings": [
                         {
@@ -149,14 +152,14 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
     """Judge finished runs and write their report; a failure is a RuntimeWarning, not an error.
 
     Args:
-        records: Run folders or record files.
+        records: Record files, or folders with records: of one model, or of a run.
         page: File to write the report to.
 
     Returns:
         None if a record cannot be read.
     """
     try:
-        runs = merge_ranks([Run.read(record) for record in records])
+        runs = read_runs(records)
     except (OSError, ValueError) as error:
         warn(f"could not write the report in {page.parent}, because a record cannot be read: {error}", RuntimeWarning)
         return None

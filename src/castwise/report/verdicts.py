@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from castwise.monitor.run import Run
+from castwise.monitor.run_files import read_runs
 from castwise.report import range_advice, step_advice
 from castwise.report.advice import SEVERITIES, Advice, Severity
 from castwise.report.run_facts import RunFacts
@@ -56,13 +57,17 @@ def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
     If too little was recorded to judge the run, the verdict says so.
 
     Args:
-        run: A run folder, its `monitor.jsonl`, or a `castwise.monitor.run.Run`. The run may still be in progress.
+        run: A folder with a `monitor.jsonl`, that file, or a `castwise.monitor.run.Run`. The run may still be in
+            progress. Of the folder of `castwise run` or `castwise.install`, the latest run, if it has one model.
 
     Raises:
         OSError: There is no readable record.
-        ValueError: The file is not a run record.
+        ValueError: The file is not a run record, or the run has several models.
     """
-    return judge(RunFacts(run if isinstance(run, Run) else Run.read(run)))
+    runs = read_runs([run])
+    if len(runs) > 1:
+        raise ValueError(f"{run} has several records: give one of {', '.join(str(each.path.parent) for each in runs)}")
+    return judge(RunFacts(runs[0]))
 
 
 def judge(facts: RunFacts) -> Verdict:

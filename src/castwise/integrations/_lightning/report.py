@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from castwise.integrations._lightning.scaling import Scaling
 from castwise.monitor.monitor import Monitor
+from castwise.monitor.sinks import JSONL
 from castwise.report.summary import end_and_summarize
 
 _PAGE = "report.html"
@@ -24,12 +25,13 @@ class Report:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start recording, after a checkpoint was loaded."""
+        self._sink = JSONL(self.folder)
         self._monitor = Monitor(
             pl_module,
             trainer.optimizers,
             trainer.scaler,
             every=self._every,
-            sinks=[self.folder],
+            sinks=[self._sink],
             on_skip=self._on_skip,
         ).attach()
 
@@ -54,4 +56,5 @@ class Report:
             trainer.precision_plugin.update_if_due()
         monitor.__exit__(None if error is None else type(error), error, None)
         if trainer.is_global_zero:
-            end_and_summarize([self.folder], self.folder / _PAGE)
+            record = self._sink.path  # beside the folder if another run is recording there
+            end_and_summarize([record], record.parent / _PAGE)
