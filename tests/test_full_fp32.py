@@ -74,8 +74,12 @@ def nothing() -> None:
 PROGRAMS = [medium, high_and_a_convolution, everything, of_one_backend, both_interfaces, nothing]
 
 
+FROZEN = "__allow_nonbracketed_mutation_flag"  # False after `torch.backends.disable_global_flags()`, for ever
+
+
 @pytest.fixture(autouse=True)
-def defaults() -> Iterator[None]:
+def defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(backends.flags_frozen.__globals__, FROZEN, True)  # other tests of this process may have called it
     before = settings()
     yield
     backends.fp32_precision = CUDNN.fp32_precision = "none"  # type: ignore[attr-defined]
@@ -110,6 +114,19 @@ def test_ops_compute_in_full_fp32_and_settings_are_put_back(program: Callable[[]
     with full_fp32():
         pass
     assert [op.fp32_precision for op in OPS] == after
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_settings_that_may_not_be_assigned_to_are_changed_and_put_back(
+    program: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program()
+    before = settings()
+    with monkeypatch.context() as frozen:
+        frozen.setitem(backends.flags_frozen.__globals__, FROZEN, False)
+        with full_fp32():
+            assert {op.fp32_precision for op in OPS} <= {"ieee", "none"}
+        assert settings() == before
 
 
 def test_the_older_interface_can_be_read_while_a_reference_runs() -> None:

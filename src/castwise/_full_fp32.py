@@ -43,7 +43,7 @@ class _Settings:
             if self._products not in (None, "highest"):
                 torch.set_float32_matmul_precision("highest")
             if self._cudnn:
-                _CUDNN.allow_tf32 = False
+                _assign(_CUDNN, "allow_tf32", False)
             for backend in (backends, _CUDNN, _MKLDNN):
                 value = backend.fp32_precision
                 if value not in _FULL:  # now that those above it are set, its own
@@ -63,7 +63,7 @@ class _Settings:
         for backend, value in reversed(self._backends):
             _set(backend, value)
         if self._cudnn:
-            _CUDNN.allow_tf32 = True
+            _assign(_CUDNN, "allow_tf32", True)
         if self._products not in (None, "highest"):
             torch.set_float32_matmul_precision(self._products)
         if self._xpu:
@@ -81,7 +81,13 @@ def _set(backend: Any, value: str) -> None:
     if backend is _MKLDNN:  # whose attribute sets that of all backends, in torch 2.13
         backend.set_flags(None, None, None, value)
     else:
-        backend.fp32_precision = value
+        _assign(backend, "fp32_precision", value)
+
+
+def _assign(backend: Any, name: str, value: object) -> None:
+    """Set an attribute, unless `torch.backends.disable_global_flags()` has frozen it; those of ops are set anyway."""
+    with suppress(RuntimeError):
+        setattr(backend, name, value)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -151,7 +151,7 @@ class RunFolder:
         """Take over the run's name from the launch's entry, which the first rank creates."""
         launches = self.out / _LAUNCHES
         launches.mkdir(exist_ok=True)
-        of_this_node = f"agent-{_key(socket.gethostname())}-"
+        of_this_node = f"agent-{_key(platform.node())}-"
         own = f"{of_this_node}{launch.agent}"
         # A forked process that is not a rank belongs to the rank that it was forked from.
         is_rank = os.getpid() == self._pid or (dist.is_available() and dist.is_initialized())
@@ -278,7 +278,7 @@ def _parent() -> str:
         started = Path(f"/proc/{parent}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):  # no Linux
         started = ""
-    return _key(socket.gethostname(), str(parent), started)
+    return _key(platform.node(), str(parent), started)
 
 
 def _key(*parts: str) -> str:
