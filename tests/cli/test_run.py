@@ -246,12 +246,17 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     script = tmp_path / "train.py"
     wrong = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
     source = TRAINING.replace("    scaler.step", f"    {wrong}\n    scaler.step")
-    script.write_text(f"import warnings\nwarnings.filterwarnings('ignore')\n{source}")
+    last = "the last line of the script"
+    script.write_text(
+        f"import sys, warnings\nwarnings.filterwarnings('ignore')\n{source}print({last!r}, file=sys.stderr)\n"
+    )
     line = script.read_text().splitlines().index(f"    {wrong}") + 1
     run = forked("--out", tmp_path / "out", script)
     told = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
     assert run.stderr.count(told) == 1
-    *_, counts, _, mistake, report = run.stderr.splitlines()
+    during, _, after = run.stderr.partition(f"{last}\n")
+    assert told in during
+    counts, _, mistake, report = after.splitlines()[-4:]
     assert counts.startswith("castwise: ")
     assert "; skipped: " in counts
     assert mistake.startswith(f"castwise: mistake: {script}:{line}: ")

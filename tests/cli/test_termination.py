@@ -198,6 +198,24 @@ def test_a_rank_that_is_blocked_in_a_collective_writes_the_report(
     assert sorted(len(Run.read(path).steps) for path in folder.rglob("monitor.jsonl")) == [3, 3]
 
 
+SLOW = """
+import os, signal, time
+from castwise.cli import termination
+assert termination.SECONDS == 10.0
+termination.SECONDS = 0.2
+termination.Termination(lambda: time.sleep(600)).watch()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(600)
+"""
+
+
+def test_a_report_that_takes_longer_than_ten_seconds_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    process = Python(["slow.py"], tmp_path)
+    _, errors = process.communicate(60)
+    assert process.returncode == -signal.SIGTERM, errors
+
+
 def test_a_script_keeps_its_own_handler(ended: dict[str, Ended]) -> None:
     for name, exit_code in {"own-handler": 7, "chained-handler": 0}.items():
         code, output, errors, folder = ended[name]

@@ -39,7 +39,16 @@ DEFINITIONS = {
         *("10%", "1.5 times"),  # what decides on a verdict
         "a second",  # operations
     },
-    "docs/integrations/run.md": {"5%"},  # of lost updates, from where on it is a mistake
+    "docs/integrations/run.md": {
+        "5%",  # of lost updates, from where on it is a mistake
+        *("10 minutes", "10 seconds"),  # limits: between ranks of one launch, and from SIGTERM to the end
+        "a second",  # model, launch
+    },
+    "docs/reference/formats.md": {
+        "64 times",
+        "a second",
+        "A second",
+    },  # limits of a size and of a pause; a second writer
     "docs/explanation/number-formats.md": {
         *("0.5", "1.5"),  # numbers that e2m1 has
         *("4.25", "6.25", "8.25"),  # bits: of an element, and an eighth of one of its block's scale
@@ -47,7 +56,7 @@ DEFINITIONS = {
     },
     "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
-    "docs/explanation/testing.md": {"95%"},  # what `make coverage` asks for
+    "docs/explanation/testing.md": {"95%", "200 times"},  # what `make coverage` and a command ask for
     "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
     # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.
     "docs/explanation/ranks.md": {
@@ -56,6 +65,7 @@ DEFINITIONS = {
         *("1 s", "10 ms", f"{100 * MODEL[100_000] * 5e-6:.2f}%", f"{100 * MODEL[100_000] * 5e-6 / 10e-3:.1f}%"),
         *("25 GB/s", "a second"),
         *("2 KB", "5 s"),  # the size of an error, and how long ranks wait for each other's
+        "10 s",  # how long monitors wait for each other
     },
 }
 

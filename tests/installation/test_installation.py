@@ -6,6 +6,7 @@ import gc
 import importlib
 import math
 import pickle
+import signal
 import subprocess
 import sys
 import types
@@ -125,6 +126,39 @@ def test_it_is_installed_once() -> None:
         castwise.install()
     assert castwise.uninstall() is None
     assert castwise.uninstall() is None
+
+
+def test_nothing_is_recorded_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    castwise.install()
+    trained(small_model())
+    assert castwise.uninstall() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_stay_those_of_the_program(tmp_path: Path) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with castwise.installed(tmp_path):
+        trained(small_model())
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+        assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_report_before_the_end_does_not_wait_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise AssertionError("the report waits")
+
+    so_far = Account(tmp_path, 100, 0.0)
+    installation.begin(so_far, Settings(None, None, False))
+    trained(small_model())
+    with monkeypatch.context() as patch:
+        for waiting, name in ((castwise.GradScaler, "synchronize"), (castwise.Monitor, "detach")):
+            patch.setattr(waiting, name, wait)
+        summary = so_far.report()
+    assert summary is not None
+    assert summary.report is not None
+    assert summary.report.is_file()
+    assert [len(run.steps) for run in summary.runs] == [3]
 
 
 def test_an_error_in_the_block_undoes_it_all_the_same() -> None:

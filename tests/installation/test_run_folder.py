@@ -75,6 +75,16 @@ def test_runs_of_one_process_each_have_a_folder_and_touch_no_other_file(ranks: R
     assert {file: file.read_text() for file in other} == other
 
 
+def test_a_run_is_named_after_its_start_in_utc(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "UTC-9")  # nine hours before UTC
+        time.tzset()
+        before, made, after = time.gmtime(), ranks.make(), time.gmtime()
+    time.tzset()
+    first, last = (time.strftime("%Y%m%d-%H%M%S", when) for when in (before, after))
+    assert first <= made.name[:15] <= last
+
+
 def test_nothing_is_created_before_the_first_record(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs")
     assert folder.run is None
@@ -111,6 +121,16 @@ def test_ranks_without_torchrun_share_a_folder_and_the_next_launch_of_the_same_s
     launches = [{ranks.make(RANK=rank, **plain) for rank in range(3)} for _ in range(3)]
     assert [len(made) for made in launches] == [1, 1, 1]
     assert len(set.union(*launches)) == 3
+
+
+def test_nodes_without_torchrun_share_a_folder_by_address_and_port(ranks: Ranks) -> None:
+    def launch(port: int) -> set[Path]:
+        plain = {"WORLD_SIZE": 4, "MASTER_ADDR": "node0", "MASTER_PORT": port}
+        return {ranks.make(f"shell {rank}", f"node{rank // 2}", RANK=rank, **plain) for rank in range(4)}
+
+    first, second = launch(29500), launch(29501)
+    assert (len(first), len(second)) == (1, 1)
+    assert first != second
 
 
 def test_nodes_share_a_folder_by_the_run_id_and_a_second_launch_with_the_same_has_another(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.monitor.recorded import Record, sample, step, write
 
+import castwise
 from castwise.monitor.merged_ranks import merge_ranks
 from castwise.monitor.run import Run
 
@@ -57,12 +58,20 @@ def test_where_all_ranks_suspect_another_it_was_an_overflow(tmp_path: Path) -> N
 
 def test_samples_and_numbers_are_those_of_rank_0(tmp_path: Path) -> None:
     first = [*records({2: "overflow"}), sample(4, SCALE, {"a": -16.0}, {"a": 1.0})]
-    second = [*records({2: "non-finite loss"}, loss="nan"), sample(4, SCALE, {"a": -20.0}, {"a": 1.0})]
+    second = [*records({2: "non-finite loss"}, loss="nan", seconds=9.0), sample(4, SCALE, {"a": -20.0}, {"a": 1.0})]
     given = ranks(tmp_path, first, second)
     (run,) = merge_ranks(given)
     assert run.path == given[0].path
     assert run.samples == given[0].samples
-    assert [each["loss"] for each in run.steps] == [2.0] * 6
+    assert [(each["loss"], each["seconds"]) for each in run.steps] == [(2.0, 0.01)] * 6
+
+
+def test_a_verdict_of_one_folder_covers_that_rank_only(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path, records({4: "overflow"}), records({4: "non-finite loss"}))
+    (merged,) = merge_ranks([first, second])
+    assert "inf or NaN on rank 1 at 1 step" in str(castwise.verdict(merged))
+    assert "inf or NaN" not in str(castwise.verdict(first.path.parent))
+    assert "inf or NaN at 1 step" in str(castwise.verdict(second.path.parent))
 
 
 def test_mistakes_of_all_ranks_are_told_once(tmp_path: Path) -> None:

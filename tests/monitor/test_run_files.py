@@ -90,6 +90,15 @@ def test_ranks_in_folders_of_their_own_are_joined_with_the_nearest_and_complete_
     assert len(read_runs([tmp_path / FIRST, tmp_path / SECOND])) == 2
 
 
+@pytest.mark.parametrize(("second", "is_joined"), [("20261123-141000-00ab", True), ("20261123-141001-00ab", False)])
+def test_ranks_that_began_more_than_ten_minutes_apart_are_not_joined(
+    second: str, is_joined: bool, tmp_path: Path
+) -> None:
+    for name, rank in ((second, "Net-rank1"), ("20261123-140000-0001", "Net")):
+        write(run_folder(tmp_path, name) / rank, *steps(1, 3), ranks=2)
+    assert [file.parent.name for file in records_in(tmp_path)] == ["Net", "Net-rank1"][: 1 + is_joined]
+
+
 def test_a_verdict_of_a_folder_of_runs_is_that_of_the_latest(tmp_path: Path) -> None:
     recorded.healthy(run_folder(tmp_path, FIRST) / "Net", steps=200, layers=1)
     assert castwise.verdict(tmp_path) == castwise.verdict(tmp_path / FIRST / "Net")
