@@ -81,7 +81,14 @@ class JSONL:
         self._file.append(_ENCODER.encode(_spelled(record)).encode() + b"\n")
 
     def set_apart(self, rank: int) -> None:
-        """Write into a folder beside this one that has the rank in its name, as `castwise run` does."""
+        """Write into a folder beside this one that has the rank in its name, as `castwise run` does.
+
+        Args:
+            rank: The rank, >= 1.
+
+        Raises:
+            FileExistsError: As for a new `JSONL`.
+        """
         self._file.close()
         self._file, self._names = RecordFile(beside(self.path, f"-rank{rank}")), None
 
