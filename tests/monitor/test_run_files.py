@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,28 @@ def test_the_latest_run_is_the_one_that_the_file_names_or_the_last_by_name(tmp_p
     (tmp_path / "latest").unlink()
     assert run_in(tmp_path) == second
     assert run_in(first) == first
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, closed = run_folder(tmp_path, FIRST), run_folder(tmp_path, SECOND)
+    write(run / "Net", *steps(1, 2))
+    listdir = os.listdir
+
+    def refusing(folder: Path) -> list[str]:
+        if folder == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    assert run_in(tmp_path) == run
+    assert records_in(tmp_path) == [run / "Net" / "monitor.jsonl"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_with_the_name_of_the_latest_run_is_not_waited_for(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, FIRST, latest=False)
+    os.mkfifo(tmp_path / "latest")
+    assert run_in(tmp_path) == run
 
 
 def test_records_of_castwise_0_2_are_found(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,11 +42,10 @@ def run_in(folder: Path) -> Path:
     if not names:
         return folder
     latest = ""
-    try:
-        with (folder / LATEST).open("rb") as file:
-            latest = file.read(64).decode(errors="replace").strip()
-    except OSError:  # of a run that was killed before it wrote it
-        pass
+    with suppress(OSError):  # the run was killed before it wrote the file
+        if (folder / LATEST).is_file():  # a pipe would block
+            with (folder / LATEST).open("rb") as file:
+                latest = file.read(64).decode(errors="replace").strip()
     return folder / (latest if latest in names else max(names))
 
 
@@ -103,7 +103,10 @@ def _seconds_between(one: Path, other: Path) -> float:
 def _is_run(folder: Path) -> bool:
     if RUN_NAME.fullmatch(folder.name) is None or not folder.is_dir():
         return False
-    return any(name.startswith(MARK) for name in os.listdir(folder))
+    try:
+        return any(name.startswith(MARK) for name in os.listdir(folder))
+    except OSError:  # another user's, or just deleted
+        return False
 
 
 def read_runs(runs: Iterable[str | os.PathLike[str] | Run]) -> list[Run]:
