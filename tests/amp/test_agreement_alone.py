@@ -15,6 +15,7 @@ from tests.amp.ranks_in_threads import Collective, Group, Mesh, World
 
 from castwise.amp import agreement, disagreement
 from castwise.amp.agreement import Agreement
+from castwise.amp.schedules import Dynamic
 
 SUM, MAX = ("sum", torch.float64, 8, "cpu"), ("max", torch.float64, 8, "cpu")
 BY_NORM_TYPE = {1.0: [SUM], 2.0: [SUM], 4.0: [SUM], 4.5: [MAX, SUM], 20.0: [MAX, SUM], math.inf: [MAX]}
@@ -605,3 +606,17 @@ def test_torch_without_distributed_has_no_ranks(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError) as raised:
         agreed()
     assert str(raised.value) == "this build of torch has no torch.distributed, so there are no ranks to agree with"
+
+
+@pytest.mark.parametrize("setting", ["growth_interval=7", "hysteresis=2", "cooldown=3", "max_scale=64.0"])
+def test_reports_that_are_shortened_show_the_setting_in_which_they_differ(setting: str) -> None:
+    settings = dict([setting.split("=")])
+    other = Dynamic(4.0, **{name: float(value) if "." in value else int(value) for name, value in settings.items()})
+    reports = [
+        f"step() with {schedule} for 1, call 2 after 3 updates (history 0123abcd)" for schedule in (Dynamic(4.0), other)
+    ]
+    assert len(reports[0]) > 280
+    shown = disagreement.views_of(enumerate(reports))
+    assert shown.count(setting) == 1
+    assert shown.count("call 2 after 3 updates") == 2
+    assert len(shown) < 2 * 310

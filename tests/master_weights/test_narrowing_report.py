@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +158,48 @@ def test_other_calls_are_a_difference() -> None:
     model = made(CallsMore)
     report = MasterWeights(adamw(model), model).narrowing_report(model, torch.ones(2, 4))
     assert report.differences == (("", None),)
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class ReturnsAnObject(nn.Module):
+    """Reads a weight's dtype after its last layer, and returns an object that torch's pytree does not open."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.kind(logits=self.layer(x) * self.layer.weight.dtype.itemsize)
+
+
+@pytest.mark.parametrize("kind", [Output, SimpleNamespace])
+def test_differences_inside_a_returned_object_are_named(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = ReturnsAnObject(kind)
+    report = MasterWeights(adamw(model), model).narrowing_report(model, torch.randn(2, 4))
+    assert report.affected == ("",)
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x.mul_(2))
+        return output
+
+
+def test_both_forwards_get_the_same_batch_from_a_model_that_writes_to_its_input() -> None:
+    torch.manual_seed(0)
+    model, x = WritesToItsInput(), torch.randn(2, 4)
+    before = x.clone()
+    assert MasterWeights(adamw(model), model).narrowing_report(model, x).is_same
+    assert torch.equal(x, before)
 
 
 def test_models_that_cannot_be_compared_are_refused() -> None:

@@ -15,13 +15,22 @@ ANSWER_S = 5.0
 _POLL_S = 0.05
 _ALL_READ, _READERS = 1024, 8
 """The largest number of ranks of which each reads all reports; among more, only the first eight to fail do."""
-_RANKS_NAMED, _VIEWS_SHOWN, _TEXT_SHOWN = 10, 4, 280
+_RANKS_NAMED, _VIEWS_SHOWN, _TEXT_SHOWN, _TEXT_SENT = 10, 4, 280, 1024
 
 
-def shortened(text: str) -> str:
-    """Return a text of at most 280 characters, without its middle if it is longer."""
+def shortened(text: str, limit: int = _TEXT_SHOWN) -> str:
+    """Return a text of at most 280 characters (or another limit), without its middle if it is longer."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[: half - 3]} ... {text[2 - half :]}"
+
+
+def _shown(report: str, differs_at: int) -> str:
+    """Return a report of at most 280 characters, with what differs from others, and the step at its end."""
     half = _TEXT_SHOWN // 2
-    return text if len(text) <= _TEXT_SHOWN else f"{text[: half - 3]} ... {text[2 - half :]}"
+    if len(report) <= _TEXT_SHOWN or not half - 40 <= differs_at < len(report) - half + 2:
+        return shortened(report)
+    start = differs_at - 30  # with the name of the setting
+    return f"{report[:60]} ... {report[start : start + 110]} ... {report[-90:]}"
 
 
 def several(ranks: Iterable[int]) -> str:
@@ -41,7 +50,9 @@ def views_of(reports: Iterable[tuple[int, str]]) -> str:
     for rank, report in sorted(reports):
         alike[report].append(rank)
     views = sorted(alike.items(), key=lambda view: -len(view[1]))
-    parts = [f"{several(ranks)} report: {shortened(report)}" for report, ranks in views[:_VIEWS_SHOWN]]
+    differing = (index for index, letters in enumerate(zip(*alike, strict=False)) if len(set(letters)) > 1)
+    at = next(differing, 0)
+    parts = [f"{several(ranks)} report: {_shown(report, at)}" for report, ranks in views[:_VIEWS_SHOWN]]
     if others := [rank for _, ranks in views[_VIEWS_SHOWN:] for rank in ranks]:
         parts.append(f"{several(others)} report yet something else")
     return "; ".join(parts)
@@ -81,7 +92,7 @@ class _Failures:
         try:
             store = torch.distributed.distributed_c10d.PrefixStore("castwise/failures", group.get_group_store())
             number = store.add("count", 1)
-            store.set(str(number), f"{rank} {shortened(report)}")
+            store.set(str(number), f"{rank} {shortened(report, _TEXT_SENT)}")
             give_up = time.monotonic() + ANSWER_S
             while (count := store.add("count", 0)) < size and time.monotonic() < give_up:
                 time.sleep(_POLL_S)

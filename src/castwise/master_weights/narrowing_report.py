@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from castwise._torch_private import tree_leaves
+from castwise._torch_private import tree_leaves, tree_map
 from castwise.master_weights.buckets import hashed
 
 Bits = list[tuple[torch.dtype, torch.Size, torch.Tensor]]
@@ -106,8 +106,25 @@ class _Recorder:
 
 
 def _bits(values: Any) -> Bits:
-    tensors = [leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for value in tree_leaves(values) for leaf in tree_leaves(_contents(value))]
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [(tensor.dtype, tensor.shape, hashed(tensor)) for tensor in tensors if tensor.layout is torch.strided]
+
+
+def _contents(value: Any) -> Any:
+    """Return what an object holds that torch's pytree does not open, such as a dataclass; other values unchanged."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or not hasattr(value, "__dict__"):
+        return value
+    return dict(vars(value))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor, because a forward may write to its inputs; another value unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _differ(a: Bits | None, b: Bits | None) -> bool:
@@ -125,8 +142,8 @@ def compare_forwards(
     Args:
         model: The model. Its buffers and the random states of torch and Python are as before afterwards.
         fp32: The fp32 weights by parameter name.
-        args: Arguments of the model.
-        kwargs: Keyword arguments of the model.
+        args: Arguments of the model, which gets copies of the tensors.
+        kwargs: Keyword arguments of the model, likewise.
     """
     calls = []
     accelerators = [param.device for param in model.parameters() if param.device.type != "cpu"]
@@ -138,7 +155,8 @@ def compare_forwards(
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
             with torch.random.fork_rng(devices, device_type=kind), recorder.recording():
-                torch.func.functional_call(model, {**buffers, **weights}, args, kwargs)
+                of_call = tree_map(_copied, args), tree_map(_copied, kwargs)
+                torch.func.functional_call(model, {**buffers, **weights}, *of_call)
         finally:
             random.setstate(of_python)
         calls.append(recorder.calls)
