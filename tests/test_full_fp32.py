@@ -79,7 +79,9 @@ FROZEN = "__allow_nonbracketed_mutation_flag"  # False after `torch.backends.dis
 
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(backends.flags_frozen.__globals__, FROZEN, True)  # other tests of this process may have called it
+    monkeypatch.setitem(
+        backends.flags_frozen.__globals__, FROZEN, True
+    )  # other tests of this process may have called it
     before = settings()
     yield
     backends.fp32_precision = CUDNN.fp32_precision = "none"  # type: ignore[attr-defined]

@@ -425,7 +425,7 @@ def test_of_many_ranks_only_the_first_to_fail_read_all_reports(
 def test_a_store_that_is_gone_hides_no_failure(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "get_group_store", lambda _: (_ for _ in ()).throw(RuntimeError("Broken pipe")))
     (error,) = fail(world(2), 2, monkeypatch, at=(0,))
-    assert "ranks [0] report: step for 1, call 0 after 16 updates; reports of other ranks cannot be reached" in error
+    assert "ranks [0] report: step for 1, call 0 after 16 updates; reports of others cannot be reached" in error
 
 
 def test_a_mismatch_of_a_hundred_thousand_ranks_takes_two_kilobytes(

@@ -13,6 +13,7 @@ import torch
 ANSWER_S = 5.0
 """How long a rank waits for the other ranks to report that a collective has failed, in seconds."""
 _POLL_S = 0.05
+_NO_STORE = "reports of others cannot be reached: the host of the group's store, usually rank 0, has ended or hangs"
 _ALL_READ, _READERS = 1024, 8
 """The largest number of ranks of which each reads all reports; among more, only the first eight to fail do."""
 _RANKS_NAMED, _VIEWS_SHOWN, _TEXT_SHOWN, _TEXT_SENT = 10, 4, 280, 1024
@@ -73,7 +74,7 @@ def failures_of(group: Any, report: str) -> str:
     exchange.start()
     exchange.join(ANSWER_S + 1.0)
     if not failures.count:
-        return f"{views_of([(rank, report)])}; reports of other ranks cannot be reached"
+        return f"{views_of([(rank, report)])}; {_NO_STORE}"
     if not failures.reports:
         return f"{failures.count} of {len(ranks)} ranks failed: see the errors of the first {_READERS}"
     missing = set(ranks) - set(failures.reports)

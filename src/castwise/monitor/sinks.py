@@ -33,7 +33,8 @@ class JSONL:
 
     A file has one writer. A second one gets a folder beside it (`x-2` beside `x`), and a forked child that trains gets
     `x-process71`; `path` is the file that is written. A full disk loses nothing as long as the records fit into 1 MiB
-    of memory; the file has the number of the others. A file that was deleted or renamed is begun again.
+    of memory; the file gets the number of the others as soon as it can be written again. A file that was deleted or
+    renamed is begun again.
 
     Args:
         path: A file that ends in `.jsonl`, or a folder, which then gets a `monitor.jsonl`. It is created when the first
@@ -123,7 +124,11 @@ class Sinks:
         return repr(self._sinks)
 
     def set_apart(self, rank: int) -> None:
-        """Write the files of a rank that records alone beside those of rank 0: in `run-rank1` instead of `run`."""
+        """Write the files of a rank that records alone beside those of rank 0: in `run-rank1` instead of `run`.
+
+        Args:
+            rank: The rank.
+        """
         for sink in self._sinks if rank else []:
             if isinstance(sink, JSONL):
                 sink.set_apart(rank)
