@@ -41,7 +41,8 @@ def figures() -> str:
         f"{split['weights'] + split['kept']:.0f} for the weight ({fp32['weights']:.0f} and {fp32['casts']:.0f} for "
         f"autocast's copy before), {split['gradients']:.0f} for the gradient ({fp32['gradients']:.0f} before), "
         f"{split['state']:.0f} for the state. Losses are the same, bit for bit, unless gradients are summed in bf16 "
-        "(over micro-batches or ranks).",
+        "(over micro-batches or ranks), or the model's own code reads a weight or its dtype (`narrowing_report` finds "
+        "such code).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 

@@ -30,13 +30,16 @@ def _emulated_formats_have_been_told() -> None:
 # page of the manual.
 _TOGETHER = (
     "tests/amp/test_agreement.py",
+    "tests/cli/test_termination.py",
     "tests/demo/test_ranks.py",
     "tests/demo/test_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_master_weights_ranks.py",
     "tests/distributed/test_policy_fsdp.py",
     "tests/integrations/test_lightning_ranks.py",
+    "tests/monitor/test_exchange.py",
     "tests/report/test_drift_report.py",
+    "tests/report/test_report_browser.py",
 )
 _OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")
 

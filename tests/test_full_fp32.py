@@ -74,6 +74,15 @@ def nothing() -> None:
 PROGRAMS = [medium, high_and_a_convolution, everything, of_one_backend, both_interfaces, nothing]
 
 
+def reset() -> None:
+    backends.fp32_precision = CUDNN.fp32_precision = "none"  # type: ignore[attr-defined]
+    MKLDNN.set_flags(None, None, None, "none")
+    torch.set_float32_matmul_precision("highest")
+    for op in OPS:
+        op.fp32_precision = "none"
+    backends.cudnn.allow_tf32 = True
+
+
 FROZEN = "__allow_nonbracketed_mutation_flag"  # False after `torch.backends.disable_global_flags()`, for ever
 
 
@@ -82,14 +91,10 @@ def defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(
         backends.flags_frozen.__globals__, FROZEN, True
     )  # other tests of this process may have called it
+    reset()  # other tests of this process may have changed them
     before = settings()
     yield
-    backends.fp32_precision = CUDNN.fp32_precision = "none"  # type: ignore[attr-defined]
-    MKLDNN.set_flags(None, None, None, "none")
-    torch.set_float32_matmul_precision("highest")
-    for op in OPS:
-        op.fp32_precision = "none"
-    backends.cudnn.allow_tf32 = True
+    reset()
     assert settings() == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 
 _FAR_AWAY = 1 << 30  # Windows locks bytes against readers too, so the locked one lies beyond any file
 _HELD = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
@@ -24,6 +25,15 @@ def try_lock(file: int) -> bool | None:
     except ModuleNotFoundError:
         return None
     return True
+
+
+def unlock(file: int) -> None:
+    """Unlock a file, also if a forked process has not yet closed its share of it."""
+    if sys.platform != "win32":
+        with suppress(OSError, ModuleNotFoundError):  # this system or this file system has no locks
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _lock(file: int) -> None:

@@ -38,7 +38,7 @@ class Ranks:
                 patch.setenv(name, str(value))
             patch.setattr(run_folder, "_INSTALLED", {self.out: installs - 1})
             patch.setattr(run_folder, "_parent", lambda: f"{host} {parent}")
-            patch.setattr("socket.gethostname", lambda: host)
+            patch.setattr("platform.node", lambda: host)
             return RunFolder(self.out).make()
 
 

@@ -138,12 +138,14 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_has_closed_its_file(tmp
     if not (child := os.fork()):
         os.read(go_on, 1)
         os._exit(0)
-    sink.close()
-    with JSONL(tmp_path / "run") as second:
-        second(HEAD)
+    try:
+        sink.close()
+        with JSONL(tmp_path / "run") as second:
+            second(HEAD)
+    finally:
+        os.write(wait, b"x")
+        os.waitpid(child, 0)
     assert second.path == tmp_path / "run" / "monitor.jsonl"
-    os.write(wait, b"x")
-    os.waitpid(child, 0)
 
 
 def test_samples_of_a_child_can_be_read(tmp_path: Path) -> None:

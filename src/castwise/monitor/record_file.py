@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from castwise import _files
-from castwise._locks import try_lock
+from castwise._locks import try_lock, unlock
 from castwise._number_text import several
 from castwise._warnings import warn_or_print
 
@@ -113,6 +113,7 @@ class RecordFile:
 
     def _close(self) -> None:
         if self._file is not None:
+            unlock(self._file)
             os.close(self._file)
             self._file = None
 
@@ -278,8 +279,9 @@ class RecordFile:
         self._is_child = True
         self._backlog.clear()
         self._lost, self._cut_to = 0, None
-        with suppress(OSError):
-            self._close()
+        if self._file is not None:
+            with suppress(OSError):
+                os.close(self._file)  # not unlocked: the lock is the parent's
         self._file = None
 
     def _leave_parent(self) -> None:
