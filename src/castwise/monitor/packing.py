@@ -172,7 +172,7 @@ class Unpacker:
     """Unpacks samples of one file, up to `MOST_UNPACKED` bytes for each, and as many in total as a file may hold.
 
     Args:
-        size: Bytes of the file. Real samples unpack to ten times their size; in total, sixty-four times are accepted.
+        size: Bytes of the file. In total, samples may unpack to the limit for one plus sixty-four times as many.
     """
 
     def __init__(self, size: int) -> None:
