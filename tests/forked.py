@@ -123,7 +123,11 @@ def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
             assert time.monotonic() < give_up, [rank.printed() for rank in ranks]
             time.sleep(0.01)
-        assert not any(rank.poll() for rank in ranks), [rank.printed() for rank in ranks]
+        if any(rank.poll() for rank in ranks):
+            give_up = time.monotonic() + 5  # for what the others have to say about it
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < give_up:
+                time.sleep(0.01)
+            raise AssertionError([rank.printed() for rank in ranks])
     finally:
         for rank in ranks:
             rank.kill()
