@@ -49,7 +49,7 @@ class Browser:
         self.driver.get(self._url)
         self.wait_for(ready)
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 

@@ -30,6 +30,7 @@ def _emulated_formats_have_been_told() -> None:
 # page of the manual.
 _TOGETHER = (
     "tests/amp/test_agreement.py",
+    "tests/amp/test_emulation.py",
     "tests/cli/test_termination.py",
     "tests/demo/test_ranks.py",
     "tests/demo/test_results.py",

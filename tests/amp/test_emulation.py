@@ -61,7 +61,7 @@ def test_this_cpu_is_seen_as_linux_sees_it() -> None:
             assert has_native(dtype, torch.cpu.get_capabilities()) is bool(flags & names)
 
 
-# Each case in a process where every CPU for which oneDNN has kernels emulates both formats.
+# Cases in a process where every CPU for which oneDNN has kernels emulates both formats.
 CASES = """
 import json, sys, threading, warnings
 import torch, castwise
@@ -103,8 +103,7 @@ def compiled():
     assert fast(x).dtype is torch.float16
 
 found = {}
-for name in sys.argv[1:]:
-    case = globals()[name]
+for case in (compiled, twice, both, disabled, with_a_policy, from_threads):  # first where nothing was settled yet
     emulation.SETTLED.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -119,23 +118,18 @@ print(json.dumps(found))
 Warned: TypeAlias = dict[str, list[tuple[str, str, str, int]]]
 
 
-def warned_of(*cases: str) -> Warned:
+@pytest.fixture(scope="module")
+def warned() -> Warned:
     """What each case was warned of: text, category, file and line."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    command = [sys.executable, "-c", CASES, *cases]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, check=True)
     found: Warned = json.loads(run.stdout)
     return found
 
 
-@pytest.fixture(scope="module")
-def warned() -> Warned:
-    return warned_of("twice", "both", "disabled", "with_a_policy", "from_threads")
-
-
 @HELD_TO_AVX2
-def test_a_region_that_is_compiled_first_warns_of_its_format() -> None:
-    ((text, _, _, _),) = warned_of("compiled")["compiled"]
+def test_a_region_that_is_compiled_first_warns_of_its_format(warned: Warned) -> None:
+    ((text, _, _, _),) = warned["compiled"]
     assert "torch.float16" in text
 
 

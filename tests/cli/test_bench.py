@@ -166,6 +166,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # Python ends by the signal, which is 130 to a shell too, if it was caught after it had come in `exec("...")`.
+    assert process.returncode in {130, -signal.SIGINT}
     assert errors == f"castwise bench: stopped; finished results are in {tmp_path}\n"
     assert os.listdir(tmp_path) == []
