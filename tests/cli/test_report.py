@@ -99,6 +99,18 @@ def test_the_module_that_a_diagnosis_names_is_listed_first_and_marked(tmp_path: 
     assert "all zero" not in printed
 
 
+def test_where_ranks_go_on_alone_is_printed_and_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text(
+        '{"kind": "run", "format": 1, "settings": {}}\n{"kind": "step", "step": 1, "skipped": false}\n'
+        '{"kind": "alone", "step": 1, "why": "no answer from rank 1 for 10 s at step 1"}\n'
+    )
+    why = "no answer from rank 1 for 10 s at step 1"
+    assert f"from step 1 on, ranks are not recorded together: {why}" in " ".join(report(tmp_path, "--text")[1].split())
+    report(tmp_path)
+    assert "ranks alone from step 1" in (page := (tmp_path / "report.html").read_text())
+    assert why in page
+
+
 def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
     code, printed = report("--text", recorded.write(tmp_path))
     assert code == 0

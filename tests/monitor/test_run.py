@@ -15,6 +15,7 @@ from tests.monitor import recorded
 import castwise
 from castwise.monitor.run import Run
 from castwise.monitor.sinks import JSONL
+from castwise.report.summary import Summary
 
 HEADER = {"kind": "run", "format": 1, "castwise": "0", "torch": "0", "device": "cpu", "settings": {"every": 10}}
 
@@ -194,3 +195,13 @@ def test_mistakes_are_read_in_linear_time(tmp_path: Path) -> None:
 def test_lost_records_are_counted(tmp_path: Path) -> None:
     write(tmp_path, HEADER, {"kind": "lost", "records": 7}, {"kind": "lost", "records": 2})
     assert Run.read(tmp_path).lost == 9
+
+
+def test_where_ranks_go_on_alone_is_read_and_shown(tmp_path: Path) -> None:
+    alone = {"kind": "alone", "step": 2, "why": "no answer from rank 1 at step 2"}
+    write(tmp_path, HEADER, {"kind": "step", "step": 1}, {"kind": "step", "step": 2}, alone)
+    run = Run.read(tmp_path)
+    assert run.alone == [alone]
+    assert Summary.of([run]).record()["runs"][0]["alone"] == ["no answer from rank 1 at step 2"]
+    write(tmp_path, {"kind": "step", "step": 2})  # from a checkpoint, with all ranks
+    assert Run.read(tmp_path).alone == []

@@ -39,6 +39,7 @@ class Run:
         samples: Records of sampled steps.
         diagnoses: Records of diagnosed skipped steps.
         mistakes: Records of mixed-precision mistakes in the script, each once.
+        alone: Records of steps from which on the ranks' results are not combined, each with the reason.
         ended: Whether the monitor was detached; False while the run continues, or if it was killed.
         lost: Number of records that are missing, because the disk was full for too long.
     """
@@ -50,6 +51,7 @@ class Run:
     samples: list[Record] = field(default_factory=list)
     diagnoses: list[Record] = field(default_factory=list)
     mistakes: list[Record] = field(default_factory=list)
+    alone: list[Record] = field(default_factory=list)
     ended: bool = False
     lost: int = 0
     _known_mistakes: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -94,6 +96,7 @@ class Run:
             (self.steps, later.steps),
             (self.samples, later.samples),
             (self.diagnoses, later.diagnoses),
+            (self.alone, later.alone),
         ):
             mine += [{**record, "step": record["step"] + offset} for record in theirs]
         for mistake in later.mistakes:
@@ -124,11 +127,13 @@ class Run:
                 self.mistakes.append(record)
         elif kind == "lost":
             self.lost += record["records"]
+        elif kind == "alone":
+            self.alone.append(record)
         elif kind == "end":
             self.ended = True
 
     def _forget_from(self, step: int) -> None:
-        for records in (self.steps, self.samples, self.diagnoses):
+        for records in (self.steps, self.samples, self.diagnoses, self.alone):
             while records and records[-1]["step"] >= step:
                 records.pop()
 
