@@ -8,12 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise._collector import paused
 from castwise.monitor.formats import FP16
-from castwise.monitor.packing import NO_NAMES, Names, Unpacker, in_full
+from castwise.monitor.packing import MOST_BYTES, NO_NAMES, Names, Unpacker, in_full
 from castwise.monitor.record_file import file_in
 from castwise.monitor.record_shape import checked
 
@@ -65,8 +66,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is not a valid record, the only line is not the start of a record, or the
-                file was written by a later castwise with another format.
+            ValueError: A line before the last is not a valid record, any line is longer than 64 MiB, the only line is
+                not the start of a record, or the file was written by a later castwise with another format.
         """
         run = cls(file_in(path))
         with paused():
@@ -154,21 +155,24 @@ def _range_of(sample: Record, loss: float | None) -> GradientRange:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    content = path.read_bytes()
-    *lines, last = content.split(b"\n")
-    names, unpacker = Names(NO_NAMES), Unpacker(len(content))
-    del content
-    for number, line in enumerate([*lines, last] if last else lines, start=1):
-        try:
-            record = checked(json.loads(line))
-            if record["kind"] == "names":
-                names = Names(record)
-                continue
-            if "packed" in record:
-                record = unpacker.unpack(record, names)
-        except (ValueError, RecursionError) as error:
-            is_unfinished = number > len(lines)
-            if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
+    with path.open("rb") as file:
+        names, unpacker = Names(NO_NAMES), Unpacker(os.fstat(file.fileno()).st_size)
+        for number in count(1):
+            line = file.readline(MOST_BYTES + 1)
+            if len(line) > MOST_BYTES:
+                raise ValueError(f"{path}, line {number} has more than {MOST_BYTES:,} bytes, the limit for a record")
+            if not line:
                 return
-            raise ValueError(f"{path}, line {number} is not a record of a monitor: {error}") from None
-        yield record
+            try:
+                record = checked(json.loads(line))
+                if record["kind"] == "names":
+                    names = Names(record)
+                    continue
+                if "packed" in record:
+                    record = unpacker.unpack(record, names)
+            except (ValueError, RecursionError) as error:
+                is_unfinished = not line.endswith(b"\n")
+                if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
+                    return
+                raise ValueError(f"{path}, line {number} is not a record of a monitor: {error}") from None
+            yield record
