@@ -920,9 +920,10 @@ class MasterWeights(torch.optim.Optimizer):
         16-bit weights give the same bits as fp32 weights under autocast, unless the model's own code reads a weight or
         its dtype, for example to cast activations to it. Call this once, with the first training batch, before DDP
         or `torch.compile` wraps the model. Both forwards run in the active autocast region, or else in one of `dtype`,
-        on copies of the batch. They change no weight, buffer, gradient, hook or random state of torch and Python, and
-        need memory for the fp32 weights. Syncs. Code that computes other numbers in each call, such as noise from
-        NumPy, is reported as a difference.
+        on copies of the batch. They change no weight, buffer, gradient, hook, attribute of a module, or random state of
+        torch, Python and NumPy (`numpy.random.seed`), and need memory for the fp32 weights. Syncs. Code that computes
+        other numbers in each call is reported as a difference: with noise from a generator of its own, or with a list
+        or other object that it changes in place.
 
         Args:
             model: The model.
