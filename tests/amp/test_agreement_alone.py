@@ -407,8 +407,20 @@ def test_ranks_that_do_not_answer_are_named_with_the_step(
     for error in fail(world(4), size, monkeypatch, at=(0, 1)):
         assert "whether to take step 17, so it has not stepped" in error
         assert "ranks [0] report: step for 1, call 0 after 16 updates; ranks [1] report: stepstep" in error
-        assert f"; no answer from {missing}. Connection closed by peer" in error
+        silent = f"; no report within 0.3 s from {missing}, which ended, hang or have not noticed it yet"
+        assert f"{silent}. Connection closed by peer" in error
         assert len(error) < 2048
+
+
+def test_a_rank_that_dies_while_it_reports_hides_no_other_report(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world(4)
+    store = torch.distributed.PrefixStore("castwise/failures", ranks.world.store)
+    store.add("count", 1)  # rank 3 was counted, and died
+    for error in fail(ranks, 4, monkeypatch, at=(0, 1)):
+        assert "ranks [0] report: step for 1, call 0 after 16 updates; ranks [1] report: stepstep" in error
+        assert "; no report within 0.3 s from ranks [2, 3], which ended" in error
 
 
 def test_of_many_ranks_only_the_first_to_fail_read_all_reports(
@@ -418,8 +430,8 @@ def test_of_many_ranks_only_the_first_to_fail_read_all_reports(
     errors = fail(world(3), 100_000, monkeypatch, at=(0, 1, 2))
     assert sorted("see the errors of the first 1" in error for error in errors) == [False, True, True]
     assert sum("2 of 100000 ranks failed" in error or "3 of 100000 ranks failed" in error for error in errors) == 2
-    (first,) = [error for error in errors if "no answer from" in error]
-    assert "no answer from ranks [3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and 99987 more" in first
+    (first,) = [error for error in errors if "no report within" in error]
+    assert "no report within 0.3 s from ranks [3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and 99987 more" in first
 
 
 def test_a_store_that_is_gone_hides_no_failure(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from tests.monitor import recorded
 from typer.testing import CliRunner
 
 from castwise.cli import app
+from castwise.monitor import run_files
 
 
 def report(*options: object) -> tuple[int, str]:
@@ -99,6 +100,18 @@ def test_the_module_that_a_diagnosis_names_is_listed_first_and_marked(tmp_path: 
     assert "all zero" not in printed
 
 
+def test_where_ranks_go_on_alone_is_printed_and_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text(
+        '{"kind": "run", "format": 1, "settings": {}}\n{"kind": "step", "step": 1, "skipped": false}\n'
+        '{"kind": "alone", "step": 1, "why": "no answer from rank 1 for 10 s at step 1"}\n'
+    )
+    why = "no answer from rank 1 for 10 s at step 1"
+    assert f"from step 1 on, ranks are not recorded together: {why}" in " ".join(report(tmp_path, "--text")[1].split())
+    report(tmp_path)
+    assert "ranks alone from step 1" in (page := (tmp_path / "report.html").read_text())
+    assert why in page
+
+
 def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
     code, printed = report("--text", recorded.write(tmp_path))
     assert code == 0
@@ -145,6 +158,27 @@ def test_without_an_argument_the_latest_run_is_reported(tmp_path: Path, monkeypa
         assert "20 steps" in report(*given, "--text")[1]
     assert "10 steps" in report("castwise-run/20261123-133208-1f3a", "--text")[1]
     assert report(out / "missing")[0] == 2
+
+
+def test_a_run_that_begins_meanwhile_is_not_mixed_into_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(name: str, steps: int) -> None:
+        recorded.healthy(tmp_path / name / "Net", steps=steps, layers=1)
+        (tmp_path / name / ".run-0123456789abcdef").touch()
+
+    def look_up(folder: Path) -> Path:
+        found = run_in(folder)
+        begin("20261123-140000-00ab", 20)
+        return found
+
+    run_in = run_files.run_in
+    monkeypatch.setattr(run_files, "run_in", look_up)
+    begin("20261123-133208-1f3a", 10)
+    assert report(tmp_path) == (0, f"wrote {tmp_path}/20261123-133208-1f3a/report.html\n")
+    page = (tmp_path / "20261123-133208-1f3a" / "report.html").read_text()
+    assert "20261123-133208-1f3a/Net/monitor.jsonl" in page
+    assert "20261123-140000-00ab" not in page
 
 
 def test_without_an_argument_and_without_runs_the_folder_is_named(

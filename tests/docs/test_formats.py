@@ -64,12 +64,13 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
     mistake = Mistake("scaler-for-bf16", "text", "corrected").record()
     found: dict[str, dict[str, Any]] = {}
-    for record in (*lines, mistake, {"kind": "lost", "records": 1}, *reversed(given)):  # of some the file holds less
+    lost, alone = {"kind": "lost", "records": 1}, {"kind": "alone", "step": 1, "why": "rank 1 left"}
+    for record in (*lines, mistake, lost, alone, *reversed(given)):  # of some the file holds less
         found[record["kind"]] = found.get(record["kind"], {}) | record
     return found
 
 
-@pytest.mark.parametrize("kind", ["run", "step", "names", "sample", "diagnosis", "mistake", "lost", "end"])
+@pytest.mark.parametrize("kind", ["run", "step", "names", "sample", "diagnosis", "mistake", "lost", "alone", "end"])
 def test_a_record_has_exactly_the_keys_that_are_documented(kind: str, records: dict[str, dict[str, Any]]) -> None:
     assert documented(f"`{kind}`") == set(records[kind])
 

@@ -225,6 +225,49 @@ def test_folders_of_killed_processes_are_removed_once_they_are_old(ranks: Ranks)
     assert {path.name for path in ranks.out.glob(".new-*")} == {".new-0123456789abcde0", ".new-mine"}
 
 
+def test_an_entry_of_a_launch_is_removed_once_nothing_of_the_launch_has_changed_for_a_month(ranks: Ranks) -> None:
+    month = 31 * 86400
+
+    def age(folder: Path) -> None:
+        for path in (*folder.rglob("*"), folder):
+            os.utime(path, (time.time() - month,) * 2)
+
+    def launched(agent: str) -> tuple[Path, Path]:
+        known = set(launches.glob("*"))
+        (run,) = {ranks.make(agent, **torchrun(rank)) for rank in (0, 1)}
+        (run / "Net").mkdir()
+        (run / "Net" / "monitor.jsonl").touch()
+        (entry,) = set(launches.glob("*")) - known
+        age(run)
+        age(entry)
+        return run, entry
+
+    launches = ranks.out / ".launches"
+    _, over = launched("ended")
+    trains, records = launched("still trains")
+    (trains / "Net" / "monitor.jsonl").write_text("")
+    _, noted = launched("has a file of the user's")
+    (noted / "notes").touch()
+    os.utime(noted, (time.time() - month,) * 2)
+    same_id = {"run_id": "job", "MASTER_ADDR": "node0"}
+    twice = [ranks.make(agent, **torchrun(0, 4, **same_id)) for agent in ("a", "b")]  # numbered 1 and 2
+    first, second = sorted(set(launches.glob("*")) - {over, records, noted})
+    age(first)
+    age(twice[0])
+    restarted, waits = launched("waits for nodes")
+    run = ranks.make("waits for nodes", **torchrun(0, TORCHELASTIC_RESTART_COUNT=1))
+    assert run == restarted / "attempt-2"
+    assert not over.exists()
+    assert all(entry.is_dir() for entry in (records, noted, first, second, waits))
+    assert ranks.make("still trains", **torchrun(1, TORCHELASTIC_RESTART_COUNT=1)).parent == trains
+    age(second)
+    age(twice[1])
+    ranks.make()
+    assert not first.exists()
+    assert not second.exists()
+    assert not list(ranks.out.glob(".new-*"))
+
+
 @pytest.mark.parametrize(
     ("name", "folder"),
     [

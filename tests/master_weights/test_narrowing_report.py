@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.master_weights.training import net, same_bits
@@ -140,6 +141,28 @@ def test_the_report_changes_nothing() -> None:
     assert random.getstate() == states[1]
     assert [(dict(each._forward_hooks), dict(each._forward_pre_hooks)) for each in model.modules()] == hooks
     assert calls == ["head"] * 4
+
+
+class Noisy(nn.Module):
+    """Adds noise from NumPy and Python, and what it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen = getattr(self, "seen", 0) + 2
+        return self.linear(x) + np.random.rand() + random.random() + self.calls + self.seen
+
+
+def test_noise_of_numpy_and_counters_are_no_difference_and_as_before() -> None:
+    model = Noisy()
+    before = np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index,union-attr]
+    assert MasterWeights(adamw(model), model).narrowing_report(model, torch.ones(2, 4)).is_same
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before  # type: ignore[index,union-attr]
+    assert model.calls == 0
+    assert not hasattr(model, "seen")
 
 
 class CallsMore(nn.Module):

@@ -22,7 +22,7 @@ from tests.distributed.ranks import join
 from torch import nn
 
 import castwise
-from castwise.monitor import exchange
+from castwise.monitor import exchange, monitor
 from castwise.monitor.monitor import Monitor
 from castwise.monitor.sample import Sample
 
@@ -36,6 +36,19 @@ def fail(*_: object, **__: object) -> None:
 
 class Other(nn.Sequential):
     """Another model, of another class."""
+
+
+class CountedSample(Sample):
+    """Counts the samples of a case."""
+
+    made = 0
+
+    def __init__(self, *given: Any) -> None:
+        CountedSample.made += 1
+        super().__init__(*given)
+
+
+monitor.Sample = CountedSample  # type: ignore[misc]
 
 
 def model(inputs: int = 3, kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
@@ -66,10 +79,11 @@ class Training:
     def result(self) -> dict[str, Any]:
         kinds = {kind: [r["step"] for r in self.records if r["kind"] == kind] for kind in ("step", "sample")}
         causes = [[r["cause"], r["rank"]] for r in self.records if r["kind"] == "step" and r["skipped"]]
+        alone = [[r["step"], r["why"]] for r in self.records if r["kind"] == "alone"]
         samples = [r for r in self.records if r["kind"] == "sample"]
         elements = [sum(module["numel"] for module in sample["activations"].values()) for sample in samples]
         weights = [value for parameter in self.net.parameters() for value in parameter.flatten().tolist()]
-        return {**kinds, "causes": causes, "elements": elements, "weights": weights}
+        return {**kinds, "alone": alone, "causes": causes, "elements": elements, "weights": weights}
 
 
 def misbehave(run: Training, what: str) -> None:
@@ -84,6 +98,8 @@ def misbehave(run: Training, what: str) -> None:
         run.monitor.detach()
     elif what == "late":
         Sample.measured = lambda *given: (time.sleep(0.3), original(*given))[1]  # type: ignore[method-assign,assignment]
+    elif what == "busy":
+        Sample.measured = lambda *given: (time.sleep(1.5 * SHORT), original(*given))[1]  # type: ignore[method-assign,assignment]
     elif what == "silent":
         ranks.sampled = ranks.skips = fail
     elif what == "forked":
@@ -116,12 +132,12 @@ def train(what: str, rank: int) -> dict[str, Any]:
         run.monitor.step = 101
     for number in range(1, STEPS + 1):
         if number == 4:
-            if what == "silent" and not is_other:
+            if what in ("silent", "busy") and not is_other:
                 exchange.LIMIT = SHORT
             if is_other:
                 misbehave(run, what)
         run.step(number, rank)
-    result = run.result()
+    result = {**run.result(), "made": CountedSample.made}
     if run.monitor._handles:
         run.monitor.detach()
     return result
@@ -189,6 +205,7 @@ def main() -> None:
     rank, _, what = join(sys.argv)
     results = {}
     for case in what.split("; "):
+        CountedSample.made = 0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if case in ("none of two", "another order", "other shapes", "one of two"):

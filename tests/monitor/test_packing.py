@@ -264,7 +264,7 @@ def test_a_column_that_is_wrong_is_no_record(column: str, wrong: Any, tmp_path: 
 def test_many_samples_that_each_unpack_to_less_than_the_limit_are_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MOST_UNPACKED", 1 << 16)
+    monkeypatch.setattr(packing, "MOST_BYTES", 1 << 16)
     recorded(tmp_path, steps=1)
     head, step, names, sample, end = (tmp_path / "monitor.jsonl").read_text().splitlines()
     columns = lzma.decompress(base64.b85decode(json.loads(sample)["packed"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from tests.monitor import recorded
 
 import castwise
+from castwise.monitor.packing import MOST_BYTES
 from castwise.monitor.run import Run
 from castwise.monitor.sinks import JSONL
+from castwise.report.summary import Summary
 
 HEADER = {"kind": "run", "format": 1, "castwise": "0", "torch": "0", "device": "cpu", "settings": {"every": 10}}
 
@@ -64,6 +67,25 @@ def test_a_broken_last_line_is_ignored(tmp_path: Path) -> None:
     run = Run.read(tmp_path)
     assert numbers(run.steps) == [1]
     assert not run.ended
+
+
+@pytest.mark.parametrize("end", ["", '\n{"kind": "end"}\n'], ids=["unfinished", "finished"])
+def test_a_line_without_end_is_refused_and_not_read(end: str, tmp_path: Path) -> None:
+    write(tmp_path, HEADER, {"kind": "step", "step": 1})
+    path = tmp_path / "monitor.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+        file.truncate(300 << 20)  # sparse
+    with path.open("a") as file:
+        file.write(end)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"monitor\.jsonl, line 3 has more than 67,108,864 bytes, the limit for"):
+            Run.read(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * MOST_BYTES
 
 
 def test_a_first_line_that_never_was_a_record_is_refused(tmp_path: Path) -> None:
@@ -194,3 +216,13 @@ def test_mistakes_are_read_in_linear_time(tmp_path: Path) -> None:
 def test_lost_records_are_counted(tmp_path: Path) -> None:
     write(tmp_path, HEADER, {"kind": "lost", "records": 7}, {"kind": "lost", "records": 2})
     assert Run.read(tmp_path).lost == 9
+
+
+def test_where_ranks_go_on_alone_is_read_and_shown(tmp_path: Path) -> None:
+    alone = {"kind": "alone", "step": 2, "why": "no answer from rank 1 at step 2"}
+    write(tmp_path, HEADER, {"kind": "step", "step": 1}, {"kind": "step", "step": 2}, alone)
+    run = Run.read(tmp_path)
+    assert run.alone == [alone]
+    assert Summary.of([run]).record()["runs"][0]["alone"] == ["no answer from rank 1 at step 2"]
+    write(tmp_path, {"kind": "step", "step": 2})  # from a checkpoint, with all ranks
+    assert Run.read(tmp_path).alone == []

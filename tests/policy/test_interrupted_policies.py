@@ -1,4 +1,4 @@
-"""An interrupt while a policy or one of its rules is entered: whatever the line, the thread's state is as before."""
+"""An interrupt while a policy is entered, or a rule entered or left: whatever the line, all state is as before."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ X = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
 FILES = {module.__file__ for module in (bound_policy, op_rules, casting, _traced_region)}
 
 
+OF_MODES = {TorchFunctionMode.__enter__.__code__, TorchFunctionMode.__exit__.__code__}
+
+
 def thread_state() -> tuple[Any, ...]:
     backwards = sys.modules["torch._functorch.config"].backward_pass_autocast
     return THREAD.state, native_state_of("cpu"), native_state_of("cuda"), function_modes(), backwards
 
 
 class Interrupt:
-    """Raises at the so many-th line that a policy executes before the code of a layer begins."""
+    """Raises at the so many-th line that a policy executes before the code of a layer begins, or after it has ended."""
 
-    def __init__(self, line: int) -> None:
-        self._left, self.is_raised, self._is_over = line, False, False
+    def __init__(self, line: int, *, is_after: bool) -> None:
+        self._left, self.is_raised, self._is_after, self._counts = line, False, is_after, not is_after
 
     def __enter__(self) -> None:
         sys.settrace(self._called)
@@ -43,23 +46,28 @@ class Interrupt:
 
     def _called(self, frame: Any, event: str, arg: object) -> Any:
         code = frame.f_code
-        self._is_over |= code.co_name in {"forward", "linear"}
-        is_ours = code.co_filename in FILES or code is TorchFunctionMode.__enter__.__code__
-        return self._ran if is_ours and not self._is_over else None
+        if code.co_name in {"forward", "linear"}:
+            self._counts = False
+            return self._in_layer if self._is_after else None
+        return self._ran if code.co_filename in FILES or code in OF_MODES else None
+
+    def _in_layer(self, frame: Any, event: str, arg: object) -> Any:
+        self._counts |= event == "return"
+        return self._in_layer
 
     def _ran(self, frame: Any, event: str, arg: object) -> Any:
-        self._left -= event == "line" and not self._is_over
+        self._left -= event == "line" and self._counts
         if self._left == 0 and not self.is_raised:
             self.is_raised = True
             raise KeyboardInterrupt
         return self._ran
 
 
-def lines_before(run: Callable[[], object]) -> int:
+def lines_of(run: Callable[[], object], *, is_after: bool = False) -> int:
     """Interrupt `run` at each line in turn, check that the state is as before, and return how many lines there are."""
     run()  # what it imports is not traced
     for line in range(1, 1000):
-        before, interrupt = thread_state(), Interrupt(line)
+        before, interrupt = thread_state(), Interrupt(line, is_after=is_after)
         try:
             with interrupt:
                 run()
@@ -86,13 +94,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("is_after", [False, True], ids=["before it begins", "after it has ended"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_is_interrupted_before_it_begins_leaves_nothing_behind(name: str) -> None:
+def test_a_layer_that_is_interrupted_leaves_nothing_behind(name: str, is_after: bool) -> None:
     make, fields = LAYERS[name]
     model = make()
     bound = Policy(compute="bfloat16", **fields).bind(model)
     with torch.no_grad(), castwise.autocast("cpu", policy=bound):
-        assert lines_before(lambda: model(X)) > 20
+        assert lines_of(lambda: model(X), is_after=is_after) > (10 if is_after else 20)
         model(X)
         assert THREAD.state.bound is bound
     assert thread_state()[0] is None
@@ -110,7 +119,7 @@ def test_a_forward_that_is_run_again_and_interrupted_leaves_nothing_behind() -> 
         sys.settrace(tracer)
         loss.backward()
 
-    assert lines_before(run) > 30
+    assert lines_of(run) > 30
 
 
 def test_a_region_that_is_interrupted_while_its_policy_is_entered_is_not_entered() -> None:
@@ -124,10 +133,10 @@ def test_a_region_that_is_interrupted_while_its_policy_is_entered_is_not_entered
     def forward() -> None:
         """Its name ends the search for lines."""
 
-    assert lines_before(run) > 10
+    assert lines_of(run) > 10
     outer = Policy(compute="float16", ops={"gelu": "float32"}).bind(model)
     with castwise.autocast("cpu", policy=outer):
-        lines_before(run)
+        lines_of(run)
         assert THREAD.state.bound is outer
 
 

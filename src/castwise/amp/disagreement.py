@@ -13,7 +13,7 @@ import torch
 ANSWER_S = 5.0
 """How long a rank waits for the other ranks to report that a collective has failed, in seconds."""
 _POLL_S = 0.05
-_NO_STORE = "reports of others cannot be reached: the host of the group's store, usually rank 0, has ended or hangs"
+_NO_STORE = "reports of others cannot be reached: the group has no store, or its host, usually rank 0, does not answer"
 _ALL_READ, _READERS = 1024, 8
 """The largest number of ranks of which each reads all reports; among more, only the first eight to fail do."""
 _RANKS_NAMED, _VIEWS_SHOWN, _TEXT_SHOWN, _TEXT_SENT = 10, 4, 280, 1024
@@ -78,7 +78,8 @@ def failures_of(group: Any, report: str) -> str:
     if not failures.reports:
         return f"{failures.count} of {len(ranks)} ranks failed: see the errors of the first {_READERS}"
     missing = set(ranks) - set(failures.reports)
-    return views_of(failures.reports.items()) + (f"; no answer from {several(missing)}" if missing else "")
+    silent = f"; no report within {ANSWER_S:g} s from {several(missing)}, which ended, hang or have not noticed it yet"
+    return views_of(failures.reports.items()) + (silent if missing else "")
 
 
 class _Failures:
@@ -95,10 +96,18 @@ class _Failures:
             number = store.add("count", 1)
             store.set(str(number), f"{rank} {shortened(report, _TEXT_SENT)}")
             give_up = time.monotonic() + ANSWER_S
-            while (count := store.add("count", 0)) < size and time.monotonic() < give_up:
+            reads, keys = size <= _ALL_READ or number <= _READERS, [str(number)]
+            while True:
+                count = store.add("count", 0)
+                if reads:
+                    keys = list(map(str, range(1, count + 1)))
+                if (count == size and store.check(keys)) or time.monotonic() >= give_up:
+                    break
                 time.sleep(_POLL_S)
-            if size <= _ALL_READ or number <= _READERS:
-                given = [text.decode().partition(" ") for text in store.multi_get(list(map(str, range(1, count + 1))))]
+            if reads:
+                # A rank that died after it was counted has left no report, and reading it would wait for ever.
+                keys = keys if store.check(keys) else [key for key in keys if store.check([key])]
+                given = [text.decode().partition(" ") for text in store.multi_get(keys)]
                 self.reports = {int(rank): text for rank, _, text in given}
             self.count = count
         except (RuntimeError, AttributeError):  # the store is gone, or this kind of group has none

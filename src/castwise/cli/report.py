@@ -44,45 +44,35 @@ def report(
 ) -> None:
     """Write an HTML report of what happened to the numbers in one or more runs."""
     try:
-        folders = [_run_in(run) for run in runs or [Path(RUNS)]]
-        read = _read_all([file for run in runs or [Path(RUNS)] for file in _records_in(run)])
+        found = [_run_with_records(run) for run in runs or [Path(RUNS)]]
+        read = _read_all([file for _, files in found for file in files])
         if as_json:
             _print_json(read, output)
         elif text:
             _print(read, output)
         else:
-            page = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / PAGE
+            first, _ = found[0]
+            page = output or (first if first.is_dir() else first.parent) / PAGE
             typer.echo(f"wrote {_write(read, page)}")
     except UserError as error:
         typer.echo(f"castwise report: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _run_in(path: Path) -> Path:
-    """Return the folder of the latest run in a folder of runs, and other paths unchanged."""
+def _run_with_records(path: Path) -> tuple[Path, list[Path]]:
+    """Return the latest run in a folder of runs, or another path unchanged, and its record files."""
     from castwise.monitor.record_file import FILE_NAME
-    from castwise.monitor.run_files import run_in
+    from castwise.monitor.run_files import run_with_records
 
     try:
         if not path.exists():
             raise UserError(f"there is no {path}: give the folder of a run, which has a {FILE_NAME}")
-        return run_in(path) if path.is_dir() else path
+        run, files = run_with_records(path)
     except OSError as error:  # such as a name that is too long
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
-
-
-def _records_in(path: Path) -> list[Path]:
-    """Return a run's record file, or those of all models, ranks and attempts of the latest run in a folder."""
-    from castwise.monitor.record_file import FILE_NAME
-    from castwise.monitor.run_files import records_in
-
-    try:
-        found = records_in(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
-    if not found:
+    if not files:
         raise UserError(f"there is no {FILE_NAME} in {path}: castwise.Monitor(..., sinks=[{str(path)!r}]) writes one")
-    return found
+    return run, files
 
 
 def _read_all(files: list[Path]) -> list[Run]:

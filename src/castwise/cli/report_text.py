@@ -53,6 +53,9 @@ def _summary(facts: RunFacts) -> str:
     parts.append(several(len(facts.run.samples), "sample"))
     if facts.run.lost:
         parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
+    parts += [
+        f"from step {each['step']:,} on, ranks are not recorded together: {each['why']}" for each in facts.run.alone
+    ]
     return "; ".join(parts)
 
 

@@ -32,7 +32,10 @@ from castwise.monitor.run_files import LATEST, MARK, is_latest, run_in
 
 _LAUNCHES = ".launches"
 _NEW = re.compile(r"\.new-[0-9a-f]{16}")
+_ENTRY = re.compile(r"([0-9a-f]{16})-[1-9]\d*")
 _OLD_SECONDS = 3600.0
+_LAUNCH_SECONDS = 30 * 86400.0
+"""How long nothing of a launch has changed when its entry is removed."""
 _LONGEST = 100
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)", re.IGNORECASE)
 _LOOPBACK = {"", "localhost", "127.0.0.1", "::1"}
@@ -142,6 +145,7 @@ class RunFolder:
             launch = launch_now()
             if launch is not None:
                 self._join(launch)
+            _remove_old_launches(self.out)  # after `_join`, which shows that this rank's launch is not old
             self._run = _claim(self.out, self._began, self._token)
         records = self._run / self._attempt
         records.mkdir(parents=True, exist_ok=True)
@@ -262,10 +266,41 @@ def _remove_left_behind(out: Path) -> None:
                 _remove(aside)
 
 
+def _remove_old_launches(out: Path) -> None:
+    """Remove entries of launches without any change in 30 days, neither in the entry nor in the records of its run.
+
+    Entries with the same key are numbered without gaps, so they go together.
+    """
+    with suppress(OSError):
+        launches = out / _LAUNCHES
+        by_key: dict[str, list[Path]] = {}
+        for name in os.listdir(launches) if launches.is_dir() else ():
+            if found := _ENTRY.fullmatch(name):
+                by_key.setdefault(found[1], []).append(launches / name)
+        for entries in by_key.values():
+            if all(_is_over(entry, out) for entry in entries):
+                for entry in entries:
+                    aside = out / f".new-{os.urandom(8).hex()}"
+                    entry.rename(aside)  # at once: ranks that look for an entry find all of it, or nothing
+                    _remove(aside)
+
+
+def _is_over(entry: Path, out: Path) -> bool:
+    """Return True if nothing of a launch has changed for long, and its entry has only files of castwise."""
+    before, names = time.time() - _LAUNCH_SECONDS, os.listdir(entry)
+    if entry.stat().st_mtime > before or not all(name.startswith(("run-", "agent-", "rank-")) for name in names):
+        return False
+    for began, _, token in (name.removeprefix("run-").rpartition("-") for name in names if name.startswith("run-")):
+        for folder, _, files in os.walk(next(_names(out, began, token))):
+            if any((Path(folder) / name).stat().st_mtime > before for name in (".", *files)):
+                return False
+    return True
+
+
 def _remove(aside: Path) -> None:
     with suppress(OSError):
         for name in os.listdir(aside):
-            if name.startswith(("run-", MARK)) and not (aside / name).stat().st_size:
+            if name.startswith(("run-", "agent-", "rank-", MARK)) and not (aside / name).stat().st_size:
                 (aside / name).unlink()
         aside.rmdir()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -164,12 +164,45 @@ def _sharding(tensor: Any) -> str:
     return f"placed as {tuple(tensor.placements)} on {tensor.device_mesh}"
 
 
-def check_state(weight: Weight, of_param: object, *, by_element: bool) -> None:
+def check_kinds(name: str, of_param: object, kept: Mapping[Any, Any], *, may_be_none: Callable[[Any], bool]) -> None:
+    """Raise a ValueError if state in a checkpoint cannot be what the inner optimizer keeps under the same name.
+
+    Args:
+        name: The parameter's name.
+        of_param: Its state in the checkpoint, without our entries.
+        kept: State of the inner optimizer. Entries that are not in it, or neither numbers nor tensors, are not checked.
+        may_be_none: Returns True for the names of tensors that the optimizer creates later if they are None.
+    """
+    for entry, value in of_param.items() if isinstance(of_param, Mapping) else ():
+        own = kept.get(entry)
+        if _is_number(own):
+            wanted, fits = "a number", _is_number(value)
+        elif isinstance(own, torch.Tensor):
+            wanted, fits = "a real tensor", isinstance(value, torch.Tensor) and not value.is_complex()
+        else:
+            continue
+        is_absent = value is None and isinstance(own, torch.Tensor) and own.dim() > 0 and may_be_none(entry)
+        if not fits and not is_absent:
+            raise ValueError(
+                f"{entry!r} of {name!r} must be {wanted}, got {_described(value)}: the checkpoint is of another "
+                "optimizer, or damaged"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a real number, or a tensor of one."""
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, (int, float))
+    return _has_values(value) and value.numel() == 1 and not value.is_complex()
+
+
+def check_state(weight: Weight, of_param: object, kept: Mapping[Any, Any], *, by_element: bool) -> None:
     """Raise a ValueError if the inner optimizer's state of a 16-bit weight cannot belong to it.
 
     Args:
         weight: The weight.
         of_param: Its state in the checkpoint, without our entries.
+        kept: State of the inner optimizer; see `check_kinds`.
         by_element: Whether the inner optimizer steps each element independently, so that its state has the shape of
             the weight.
     """
@@ -178,7 +211,8 @@ def check_state(weight: Weight, of_param: object, *, by_element: bool) -> None:
     for name, value in of_param.items():
         if not isinstance(value, torch.Tensor):
             continue
-        fits = value.numel() == 1 or value.shape == weight.layout.shape or not by_element
+        may_be_number = not isinstance(kept.get(name), torch.Tensor) or _is_number(kept[name])
+        fits = value.shape == weight.layout.shape or not by_element or (value.numel() == 1 and may_be_number)
         if not fits or not _has_values(value):
             raise ValueError(
                 f"{name!r} of {weight.name!r} must be a dense tensor of shape {tuple(weight.layout.shape)}, got "

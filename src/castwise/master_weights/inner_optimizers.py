@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import optim
@@ -73,26 +75,33 @@ def note_stepped(optimizer: optim.Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' flag
 
 
-def state_names(optimizer: optim.Optimizer) -> set[str] | None:
-    """Return the names of state with the shape of its weight, found by one step on a small dummy weight.
+def state_after_step(optimizer: optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any] | None:
+    """Return the state that an optimizer creates for a weight of shape (2, 3) in one step, with a zero gradient.
 
     None if the optimizer cannot step now, like schedule-free optimizers before `train()`.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        groups: Settings of its groups. The weight is in the first.
     """
     probe = copy.copy(optimizer)
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
     weight = torch.zeros(2, 3, device=device)
     weight.grad = torch.zeros(2, 3, device=device)
     probe.state = defaultdict(dict)
-    probe.param_groups = [
-        {**group, "params": [weight] if index == 0 else []} for index, group in enumerate(optimizer.param_groups)
-    ]
+    probe.param_groups = [{**group, "params": [weight] if index == 0 else []} for index, group in enumerate(groups)]
     try:
         with torch.no_grad():
             step_without_hooks(probe)
     except Exception:  # an optimizer may raise anything
         return None
-    return {
-        str(name)
-        for name, value in probe.state[weight].items()
-        if isinstance(value, torch.Tensor) and value.shape == weight.shape
-    }
+    state: dict[Any, Any] = probe.state[weight]
+    return state
+
+
+def state_names(optimizer: optim.Optimizer) -> set[str] | None:
+    """Return the names of state with the shape of its weight; None if they are unknown, see `state_after_step`."""
+    state = state_after_step(optimizer, optimizer.param_groups)
+    if state is None:
+        return None
+    return {str(name) for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (2, 3)}

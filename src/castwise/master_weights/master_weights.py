@@ -48,6 +48,7 @@ from castwise.master_weights.checkpoint_entries import (
     chance_in,
     check_entries,
     check_form,
+    check_kinds,
     check_state,
     entries_of,
     load_entries,
@@ -60,6 +61,7 @@ from castwise.master_weights.inner_optimizers import (
     check,
     note_stepped,
     reach_of,
+    state_after_step,
     state_names,
     step_without_hooks,
 )
@@ -782,9 +784,9 @@ class MasterWeights(torch.optim.Optimizer):
                 "narrow=... it was saved with"
             )
         settings = f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r}"
-        parts, by_element = self._parts(), self._reach is Reach.ELEMENT
+        parts = self._parts()
+        self._check_state(state_dict["param_groups"], of_inner, numbers)
         for weight in self._weights:
-            check_state(weight, of_inner.get(numbers[weight.param], {}), by_element=by_element)
             if entries := ours.get(numbers[weight.param]):
                 check_entries(weight, parts[weight], entries, settings)
         chance = chance_in(ours)
@@ -797,6 +799,22 @@ class MasterWeights(torch.optim.Optimizer):
             self._chance.set(*chance)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _check_state(
+        self, saved_groups: list[dict[str, Any]], state: Mapping[Any, Any], numbers: Mapping[torch.Tensor, Any]
+    ) -> None:
+        """Raise a ValueError if state of a checkpoint cannot be the inner optimizer's."""
+        weights = {weight.param: weight for weight in self._weights}
+        # Foreign optimizers may do more in a step than step, and may create any tensor late; of torch's, only SGD does.
+        is_torchs = self._reach is not Reach.ALL
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            created = state_after_step(self._inner, [{**group, **saved}]) if is_torchs else None
+            for param in group["params"]:
+                of_param, kept = state.get(numbers[param], {}), {**(created or {}), **self.state.get(param, {})}
+                name = weights[param].name if param in weights else f"parameter {numbers[param]}"
+                check_kinds(name, of_param, kept, may_be_none=lambda entry: entry == "momentum_buffer" or not is_torchs)
+                if param in weights:
+                    check_state(weights[param], of_param, kept, by_element=self._reach is Reach.ELEMENT)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return `model.state_dict()` with the fp32 weights: a standard checkpoint of an fp32 model.
@@ -902,9 +920,10 @@ class MasterWeights(torch.optim.Optimizer):
         16-bit weights give the same bits as fp32 weights under autocast, unless the model's own code reads a weight or
         its dtype, for example to cast activations to it. Call this once, with the first training batch, before DDP
         or `torch.compile` wraps the model. Both forwards run in the active autocast region, or else in one of `dtype`,
-        on copies of the batch. They change no weight, buffer, gradient, hook or random state of torch and Python, and
-        need memory for the fp32 weights. Syncs. Code that computes other numbers in each call, such as noise from
-        NumPy, is reported as a difference.
+        on copies of the batch. They change no weight, buffer, gradient, hook, attribute of a module, or random state of
+        torch, Python and NumPy (`numpy.random.seed`), and need memory for the fp32 weights. Syncs. Code that computes
+        other numbers in each call is reported as a difference: with noise from a generator of its own, or with a list
+        or other object that it changes in place.
 
         Args:
             model: The model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -140,7 +141,8 @@ def compare_forwards(
     """Run a model as it is and with fp32 weights, and compare what its modules compute.
 
     Args:
-        model: The model. Its buffers and the random states of torch and Python are as before afterwards.
+        model: The model. Its buffers, the attributes of its modules, and the random states of torch, Python and NumPy
+            are as before each forward afterwards.
         fp32: The fp32 weights by parameter name.
         args: Arguments of the model, which gets copies of the tensors.
         kwargs: Keyword arguments of the model, likewise.
@@ -149,18 +151,32 @@ def compare_forwards(
     accelerators = [param.device for param in model.parameters() if param.device.type != "cpu"]
     kind = accelerators[0].type if accelerators else "cuda"
     devices = sorted({device.index or 0 for device in accelerators})
-    of_python = random.getstate()
     for weights in ({}, fp32):
         recorder = _Recorder(model)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        try:
-            with torch.random.fork_rng(devices, device_type=kind), recorder.recording():
-                of_call = tree_map(_copied, args), tree_map(_copied, kwargs)
-                torch.func.functional_call(model, {**buffers, **weights}, *of_call)
-        finally:
-            random.setstate(of_python)
+        with torch.random.fork_rng(devices, device_type=kind), _as_before(model), recorder.recording():
+            of_call = tree_map(_copied, args), tree_map(_copied, kwargs)
+            torch.func.functional_call(model, {**buffers, **weights}, *of_call)
         calls.append(recorder.calls)
     return _compared(*calls)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Put back the random states of Python and NumPy, and the attributes of all modules, such as counters."""
+    numpy: Any = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
 
 
 def _compared(narrow: list[_Call], fp32: list[_Call]) -> NarrowingReport:

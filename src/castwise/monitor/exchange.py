@@ -24,16 +24,12 @@ Headers: TypeAlias = list[tuple[int, ...] | None]
 _NUMBERS = 4  # of a header, after subject, step and whether there are any
 _STOPPED = 1 << 40  # added to the count of ranks that have come by a rank that waits no longer
 _NAMED = 10
+_ALONE = "if it was busy alone, as with a validation, let the other ranks wait for it: torch.distributed.barrier()"
 _OF_PARENT: list[Any] = []  # groups in a forked process: destroying one would wait for its threads, which are not there
 
 
 class NoExchangeError(Exception):
     """Ranks do not exchange anything, or no longer do. The text says why."""
-
-    def __init__(self, why: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(why)
-        self.ranks = ranks
-        """The ranks that are the cause, if they are known."""
 
 
 class _LostConnectionError(Exception):
@@ -44,13 +40,15 @@ class Exchange:
     """Exchanges numbers between all ranks of `torch.distributed`, over a gloo group of its own.
 
     Ranks meet in the default store: each announces itself, and the constructor returns when all have. It waits at most
-    `LIMIT` seconds; if a rank is missing by then, no rank gets an exchange. Ranks meet under a name; of several
+    `LIMIT` seconds, of which the last tenth is for the names of missing ranks; if a rank is missing after the other
+    nine, no rank gets an exchange. Ranks meet under a name; of several
     exchanges of one name on a rank, the first meets the first of the others, and so on. A rank that comes too late for
     one, or missed one, meets the others at their next.
 
     All that is exchanged is exchanged within `at`, in the same order on all ranks. If a rank does not come within
     `LIMIT` seconds, comes with another subject or step, has left or fails, the exchange is over on all ranks: `at`
-    raises `NoExchangeError` there, and in every later call, without another wait. The training's groups are not used,
+    raises `NoExchangeError` there, with the cause that the first rank found, and in every later call, without another
+    wait. The training's groups are not used,
     so nothing that happens here can disturb them.
 
     The group connects all ranks with each other at the first exchange. It exists until `close`.
@@ -86,7 +84,7 @@ class Exchange:
 
     def _meet(self, name: str, model: str, agrees: bool) -> None:
         """Return when all ranks have come; raise `NoExchangeError` on all ranks if one has not."""
-        came = self.size + 1
+        came, began = self.size + 1, time.monotonic()
         while came > self.size:  # the others no longer wait there
             self._store = _store_of(name, self.rank)
             self._store.set(self._key(self.rank), "0")
@@ -95,7 +93,8 @@ class Exchange:
             came = self._store.add("came", 1)
         if came == self.size:
             self._store.set("all", "")
-        if self._comes("all", LIMIT, or_else="missing"):
+        patience = 0.9 * LIMIT
+        if self._comes("all", began + patience, or_else="missing"):
             return
         before = self._store.add("came", _STOPPED) - _STOPPED
         if before == self.size:  # the last one came at the last moment, and the others go on
@@ -103,21 +102,22 @@ class Exchange:
         if before < self.size:  # one rank looks for those that are missing, because each look costs as many reads
             missing = [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]
             self._store.set("missing", ",".join(map(str, missing)))
-        elif not self._comes("missing", LIMIT / 10):
+        elif not self._comes("missing", began + LIMIT):
             raise NoExchangeError("some ranks did not come")
         missing = [int(rank) for rank in self._store.get("missing").decode().split(",") if rank]
-        raise NoExchangeError(f"{ranks_text(missing)} did not come within {LIMIT:g} s", missing)
+        raise NoExchangeError(f"{ranks_text(missing)} did not come within {patience:g} s")
 
-    def _comes(self, key: str, seconds: float, or_else: str | None = None) -> bool:
-        """Wait for a key in the store, and return True if it came; False after some seconds, or if another key came.
+    def _comes(self, key: str, give_up: float, or_else: str | None = None) -> bool:
+        """Wait for a key in the store, and return True if it came; False at some time, or if another key came.
 
         Waiting in the store itself would block other threads that use the same connection.
         """
-        give_up, pause = time.monotonic() + seconds, 0.001
+        pause = 0.001
         while not self._store.check([key]):
-            if time.monotonic() >= give_up or (or_else is not None and self._store.check([or_else])):
+            now = time.monotonic()
+            if now >= give_up or (or_else is not None and self._store.check([or_else])):
                 return False
-            time.sleep(pause)
+            time.sleep(min(pause, give_up - now))
             pause = min(1.5 * pause, 0.1)
         return True
 
@@ -180,7 +180,7 @@ class Exchange:
     def close(self) -> None:
         """Leave the exchange, which is over then on all ranks. May be called again."""
         is_first = self._over is None
-        self._over = self._over or NoExchangeError("this rank has left", [self.rank])
+        self._over = self._over or NoExchangeError("this rank has left")
         if os.getpid() != self._process:
             _OF_PARENT.append(self._group)
         elif is_first:
@@ -196,8 +196,7 @@ class Exchange:
 
     def _enter(self) -> None:
         if self._store.check(["over"]):
-            why = self._store.get("why").decode() if self._comes("why", LIMIT / 10) else "another rank has failed"
-            raise NoExchangeError(why)
+            raise NoExchangeError(self._said() or "another rank has failed")
         self._store.set(self._key(self.rank), str(self._count))
         if self._group is None:
             store = _dist.PrefixStore("gloo", self._store)
@@ -217,7 +216,7 @@ class Exchange:
             first = others[0]
             what = f"step {rows[first][1]}" if rows[first][0] == rows[0][0] else "something else"
             text = f"{ranks_text(others)} did not exchange the same as rank 0: rank 0 is at step {rows[0][1]}"
-            raise NoExchangeError(f"{text}, rank {first} at {what}", others)
+            raise NoExchangeError(f"{text}, rank {first} at {what}")
         return [tuple(row[3:]) if row[2] else None for row in rows]
 
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> None:
@@ -240,16 +239,20 @@ class Exchange:
         elif isinstance(error, _LostConnectionError):
             self._disconnect()
         else:
-            why = NoExchangeError(f"rank {self.rank} failed at step {step}: {_first_line(error)}", [self.rank])
+            why = NoExchangeError(f"rank {self.rank} failed at step {step}: {_first_line(error)}")
         with suppress(Exception):  # of a store that no longer exists
             self._store.set(self._key(self.rank), f"{self._count} out")
             if self._store.add("over", 1) == 1:  # one rank looks for the cause, because each look costs many reads
                 why = why or self._cause(error, step)
                 self._store.set("why", str(why))
-            elif why is None and self.rank == 0 and self._comes("why", LIMIT / 5):
-                why = NoExchangeError(self._store.get("why").decode())
+            elif why is None and (said := self._said()):
+                why = NoExchangeError(said)
         self._disconnect()
         return why or NoExchangeError(f"the ranks lost their connection at step {step}: {_first_line(error)}")
+
+    def _said(self) -> str | None:
+        """Return why the exchange is over, as the first rank that noticed it says; None if it does not."""
+        return self._store.get("why").decode() if self._comes("why", time.monotonic() + LIMIT / 5) else None
 
     def _disconnect(self) -> None:
         """Close the connections, so that ranks that wait for this one notice it at once."""
@@ -270,11 +273,11 @@ class Exchange:
                 break
             time.sleep(0.01)
         if left:
-            return NoExchangeError(f"{ranks_text(left)} stopped monitoring before step {step}", left)
+            return NoExchangeError(f"{ranks_text(left)} stopped monitoring before step {step}")
         if absent or silent:
-            seconds = f" for {LIMIT:g} s" if is_timeout else ""
-            text = f"no answer from {ranks_text(absent or silent)}{seconds} at step {step}"
-            return NoExchangeError(text, absent or silent)
+            text = f"no answer from {ranks_text(absent or silent)}"
+            waited = f" for {LIMIT:g} s at step {step}; {_ALONE}" if is_timeout else f" at step {step}"
+            return NoExchangeError(text + waited)
         return NoExchangeError(f"the ranks lost their connection at step {step}: {_first_line(error)}")
 
     @staticmethod

@@ -78,8 +78,8 @@ class Monitor:
 
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
     steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
-    `every` and the same step numbers. A process waits at most 10 s in `attach`, and at most once for 10 s in a step.
-    After that it goes on without the others and warns. The manual's page on ranks has the details.
+    `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step.
+    After that, each warns with the cause, and the first records itself alone. The manual's page on ranks has details.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.
@@ -215,6 +215,7 @@ class Monitor:
         self._handles = [self._scaler_steps]
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
+        self._note_alone(self._numbers.next)
         self._handles += [
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
@@ -303,7 +304,7 @@ class Monitor:
 
     def _is_sampled(self, number: int) -> bool:
         is_power_of_two = number & (number - 1) == 0
-        return number % self._every == 0 or (number < self._every and is_power_of_two)
+        return self._ranks.is_recorded and (number % self._every == 0 or (number < self._every and is_power_of_two))
 
     def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
         """Sample the gradients of a step that the host is about to skip, unless they are sampled anyway."""
@@ -311,7 +312,8 @@ class Monitor:
         optimizer = unwrapped(optimizer)
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
             return
-        if iteration.sample is None and (not self._ranks.combine or self._ranks.combine_skips):
+        is_wanted = self._ranks.combine_skips if self._ranks.combine else self._ranks.is_recorded
+        if iteration.sample is None and is_wanted:
             iteration.sample = Sample(self._model, {})
             iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
 
@@ -385,6 +387,7 @@ class Monitor:
             if sample is not None:
                 mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
         measured = self._ranks.sampled(first.number, mine)
+        self._note_alone(first.number)
         if self._ranks.is_first:
             is_clipped = any(each.grad_norm is not None for each in facts)
             self._write(sample_record(first.number, first.scale, measured, is_clipped=is_clipped))
@@ -403,6 +406,7 @@ class Monitor:
             mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
         has_sample = iteration is not None and iteration.sample is not None
         known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
+        self._note_alone(facts.number)
         if iteration is not None and is_sampled:
             iteration.is_combined = True
         return agreed(known, self._ranks.world_size)
@@ -418,6 +422,12 @@ class Monitor:
                 text = f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}"
                 warn_or_print(text, RuntimeWarning)
         return self.diagnosis
+
+    def _note_alone(self, step: int) -> None:
+        """Record once from which step on, and why, the ranks' results are not combined."""
+        why, self._ranks.why_alone = self._ranks.why_alone, None
+        if why is not None:
+            self._write({"kind": "alone", "step": step, "why": why})
 
     def _write(self, record: Record) -> None:
         if self._ranks.is_first:

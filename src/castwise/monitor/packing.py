@@ -37,8 +37,8 @@ _DIGITS = {"grad_norm": 7, "loss": 7, "seconds": 4}
 _COUNT_DIGITS, _NUMBER_DIGITS = 3, 4
 # With the default dictionary size of 8 MiB the compressor would need 90 MiB of memory.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 18}]
-MOST_UNPACKED = 64 << 20
-"""Limit for the unpacked bytes of a record, because a file may be untrusted: compressed, they take a thousandth."""
+MOST_BYTES = 64 << 20
+"""Limit for the bytes of a record, as it is in the file and unpacked, because a file may be untrusted."""
 _MEMORY = 64 << 20  # for the decompressor, whose dictionary the stream asks for
 _LOWEST, _HIGHEST = -1074, 1023
 
@@ -169,14 +169,14 @@ class Names:
 
 
 class Unpacker:
-    """Unpacks samples of one file, up to `MOST_UNPACKED` bytes for each, and as many in total as a file may hold.
+    """Unpacks samples of one file, up to `MOST_BYTES` bytes for each, and as many in total as a file may hold.
 
     Args:
         size: Bytes of the file. In total, samples may unpack to the limit for one plus sixty-four times as many.
     """
 
     def __init__(self, size: int) -> None:
-        self._most = self._left = MOST_UNPACKED + 64 * size
+        self._most = self._left = MOST_BYTES + 64 * size
 
     def decompressed(self, content: bytes) -> bytes:
         """Return the content of an .xz stream.
@@ -184,7 +184,7 @@ class Unpacker:
         Raises:
             ValueError: It is truncated, damaged or too large.
         """
-        most = min(MOST_UNPACKED, self._left)
+        most = min(MOST_BYTES, self._left)
         try:
             decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY)
             unpacked = decompressor.decompress(content, most)
@@ -194,7 +194,7 @@ class Unpacker:
         if not decompressor.eof:
             if len(unpacked) < most:
                 raise ValueError("it is truncated")
-            if most < MOST_UNPACKED:
+            if most < MOST_BYTES:
                 raise ValueError(f"the samples have more than {self._most:,} bytes, the limit for a file of this size")
             raise ValueError(f"it has more than {most:,} bytes, the limit for a record")
         return unpacked

@@ -27,8 +27,8 @@ def rank_now() -> int:
 class Ranks:
     """All ranks of `torch.distributed`, or this process alone if it is not initialised.
 
-    Ranks combine their results on rank 0, in host memory (see `Exchange`). If that fails, they warn once and go on
-    alone: those that have not met each for itself, later rank 0 only.
+    Ranks combine their results on rank 0, in host memory (see `Exchange`). If that fails, each warns once with the
+    cause, and they go on alone: those that have not met each for itself, later rank 0 only.
 
     Args:
         exchange: Exchanges results with the other ranks. None: this process does not communicate.
@@ -38,6 +38,7 @@ class Ranks:
         rank, world_size: This rank, and the number of ranks, whether they communicate or not.
         is_first: Whether this rank writes records: rank 0, or every rank if they have not met.
         is_apart: Whether this rank should write records together with others that it has not met.
+        why_alone: Why the ranks do not, or no longer, combine their results, for the record; None otherwise.
     """
 
     def __init__(self, exchange: Exchange | None = None, every: int = 1) -> None:
@@ -45,6 +46,7 @@ class Ranks:
         self.world_size = 1 if is_alone else dist.get_world_size()
         self.rank = 0 if is_alone else dist.get_rank()
         self.is_first, self.is_apart = exchange is None or self.rank == 0, False
+        self.why_alone: str | None = None
         self._exchange, self._every = exchange, every
         self._reduce = None if exchange is None else Reduction(exchange)
 
@@ -68,7 +70,7 @@ class Ranks:
         try:
             return cls(Exchange("monitor", model, agrees=agrees), every)
         except NoExchangeError as why:
-            alone.is_apart = True
+            alone.is_apart, alone.why_alone = True, str(why)
             _warn(f"the monitor of rank {alone.rank} records this rank alone: {why}")
             return alone
 
@@ -76,6 +78,11 @@ class Ranks:
     def combine(self) -> bool:
         """Whether ranks combine their samples."""
         return self._exchange is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what this rank measures is written anywhere."""
+        return self.is_first or self.combine
 
     @property
     def combine_skips(self) -> bool:
@@ -134,8 +141,9 @@ class Ranks:
 
     def _end(self, why: NoExchangeError) -> None:
         self.close()
-        if self.rank == 0 or 0 in why.ranks:
-            _warn(f"the monitors of the ranks no longer work together, and rank 0 records itself alone: {why}")
+        self.why_alone = str(why)
+        outcome = "rank 0 records itself alone" if self.rank == 0 else f"rank {self.rank} is no longer recorded"
+        _warn(f"the monitors of the ranks no longer work together, and {outcome}: {why}")
 
     def close(self) -> None:
         """Stop communicating. Other ranks notice it in their next exchange."""

@@ -30,7 +30,7 @@ BACKLOG_BYTES = 1 << 20
 CHECK_SECONDS = 1.0
 """Seconds between two looks whether the file is still where it was: one `stat`, as costly as writing a line."""
 
-_KINDS = "run|step|names|sample|diagnosis|mistake|lost|end"
+_KINDS = "run|step|names|sample|diagnosis|mistake|lost|alone|end"
 _FIRST_LINE = re.compile(rb'\{"kind": ?"(%s)"[,}]' % _KINDS.encode())
 _BROKEN_LINE = re.compile(rb'\{("(k(i(n(d(":?( ?("[a-z]*)?)?)?)?)?)?)?)?')  # `{"kind": "r`, cut off anywhere
 _KIND = re.compile(rb'\{"kind":"(\w+)"')

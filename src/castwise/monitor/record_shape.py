@@ -222,6 +222,7 @@ _KINDS = {
         {"rank": _or_null(_integer(0)), **dict.fromkeys(("summary", "remedy", "code"), _text)},
     ),
     "lost": _fields({"records": _integer(1)}),
+    "alone": _fields({"step": _STEP, "why": _text}),
     "mistake": _fields({**dict.fromkeys(("name", "text", "corrected", "file", "source"), _text), "line": _integer(0)}),
 }
 

@@ -69,7 +69,7 @@ def joined(layouts: Mapping[int, Layout]) -> Layout:
             known = gradients.setdefault(name, (distinct, shape))[1]
             if None not in (known, shape) and list(known or ()) != list(shape or ()):
                 text = f"its {name} has shape {list(shape or ())}, not {list(known or ())}"
-                raise NoExchangeError(f"{ranks_text([rank])} trains another model: {text}", [rank])
+                raise NoExchangeError(f"{ranks_text([rank])} trains another model: {text}")
         for name, own in layout.modules.items():
             modules.setdefault(name, {}).update(dict.fromkeys(own))
     return Layout(
@@ -220,7 +220,7 @@ def _check_every(headers: Headers) -> None:
     others = [rank for rank, every in given.items() if every != given[first]]
     if others:
         text = f"every is {given[first]} on rank {first} and {given[others[0]]} on {ranks_text(others)}"
-        raise NoExchangeError(f"{text}: pass the same", others)
+        raise NoExchangeError(f"{text}: pass the same")
 
 
 def _tallies(layout: Layout, measured: Measured) -> list[Tally]:

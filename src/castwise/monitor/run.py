@@ -8,12 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise._collector import paused
 from castwise.monitor.formats import FP16
-from castwise.monitor.packing import NO_NAMES, Names, Unpacker, in_full
+from castwise.monitor.packing import MOST_BYTES, NO_NAMES, Names, Unpacker, in_full
 from castwise.monitor.record_file import file_in
 from castwise.monitor.record_shape import checked
 
@@ -39,6 +40,7 @@ class Run:
         samples: Records of sampled steps.
         diagnoses: Records of diagnosed skipped steps.
         mistakes: Records of mixed-precision mistakes in the script, each once.
+        alone: Records of steps from which on the ranks' results are not combined, each with the reason.
         ended: Whether the monitor was detached; False while the run continues, or if it was killed.
         lost: Number of records that are missing, because the disk was full for too long.
     """
@@ -50,6 +52,7 @@ class Run:
     samples: list[Record] = field(default_factory=list)
     diagnoses: list[Record] = field(default_factory=list)
     mistakes: list[Record] = field(default_factory=list)
+    alone: list[Record] = field(default_factory=list)
     ended: bool = False
     lost: int = 0
     _known_mistakes: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -63,8 +66,8 @@ class Run:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: A line before the last is not a valid record, the only line is not the start of a record, or the
-                file was written by a later castwise with another format.
+            ValueError: A line before the last is not a valid record, any line is longer than 64 MiB, the only line is
+                not the start of a record, or the file was written by a later castwise with another format.
         """
         run = cls(file_in(path))
         with paused():
@@ -94,6 +97,7 @@ class Run:
             (self.steps, later.steps),
             (self.samples, later.samples),
             (self.diagnoses, later.diagnoses),
+            (self.alone, later.alone),
         ):
             mine += [{**record, "step": record["step"] + offset} for record in theirs]
         for mistake in later.mistakes:
@@ -124,11 +128,13 @@ class Run:
                 self.mistakes.append(record)
         elif kind == "lost":
             self.lost += record["records"]
+        elif kind == "alone":
+            self.alone.append(record)
         elif kind == "end":
             self.ended = True
 
     def _forget_from(self, step: int) -> None:
-        for records in (self.steps, self.samples, self.diagnoses):
+        for records in (self.steps, self.samples, self.diagnoses, self.alone):
             while records and records[-1]["step"] >= step:
                 records.pop()
 
@@ -149,21 +155,24 @@ def _range_of(sample: Record, loss: float | None) -> GradientRange:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    content = path.read_bytes()
-    *lines, last = content.split(b"\n")
-    names, unpacker = Names(NO_NAMES), Unpacker(len(content))
-    del content
-    for number, line in enumerate([*lines, last] if last else lines, start=1):
-        try:
-            record = checked(json.loads(line))
-            if record["kind"] == "names":
-                names = Names(record)
-                continue
-            if "packed" in record:
-                record = unpacker.unpack(record, names)
-        except (ValueError, RecursionError) as error:
-            is_unfinished = number > len(lines)
-            if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
+    with path.open("rb") as file:
+        names, unpacker = Names(NO_NAMES), Unpacker(os.fstat(file.fileno()).st_size)
+        for number in count(1):
+            line = file.readline(MOST_BYTES + 1)
+            if len(line) > MOST_BYTES:
+                raise ValueError(f"{path}, line {number} has more than {MOST_BYTES:,} bytes, the limit for a record")
+            if not line:
                 return
-            raise ValueError(f"{path}, line {number} is not a record of a monitor: {error}") from None
-        yield record
+            try:
+                record = checked(json.loads(line))
+                if record["kind"] == "names":
+                    names = Names(record)
+                    continue
+                if "packed" in record:
+                    record = unpacker.unpack(record, names)
+            except (ValueError, RecursionError) as error:
+                is_unfinished = not line.endswith(b"\n")
+                if is_unfinished and (number > 1 or line.strip(b"\0")[:1] in {b"", b"{"}):
+                    return
+                raise ValueError(f"{path}, line {number} is not a record of a monitor: {error}") from None
+            yield record

@@ -55,12 +55,21 @@ def records_in(path: Path) -> list[Path]:
     Raises:
         OSError: The folder cannot be read.
     """
+    return run_with_records(path)[1]
+
+
+def run_with_records(path: Path) -> tuple[Path, list[Path]]:
+    """Return the latest run's folder in a folder of runs, or another path unchanged, and what `records_in` returns.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
     if not path.is_dir():
-        return [path]
+        return path, [path]
     if (path / FILE_NAME).is_file():
-        return [path / FILE_NAME]
+        return path, [path / FILE_NAME]
     run = run_in(path)
-    return _of_run(run) if run == path else _with_other_ranks(run)
+    return run, _of_run(run) if run == path else _with_other_ranks(run)
 
 
 def _of_run(run: Path) -> list[Path]:
@@ -152,7 +161,7 @@ def join_attempts(runs: Sequence[Run]) -> list[Run]:
 def _joined(attempts: Sequence[Run]) -> Run:
     if len(attempts) == 1:
         return attempts[0]
-    joined = replace(attempts[-1], steps=[], samples=[], diagnoses=[], mistakes=[], lost=0)
+    joined = replace(attempts[-1], steps=[], samples=[], diagnoses=[], mistakes=[], alone=[], lost=0)
     joined.settings = {**joined.settings, "attempts": len(attempts)}
     for attempt in attempts:
         last, first = (run.steps[at]["step"] if run.steps else 0 for run, at in ((joined, -1), (attempt, 0)))

@@ -553,36 +553,41 @@ class _RuledForward:
         widening = _Fp32Weights() if rule.precision == "float32" and self.has_low_weights else None
         is_entered = compiling  # until then, an interrupt may have come between any two steps
         try:
-            THREAD.state = state
-            if hidden is not None:
-                op_rules.exit_mode(hidden)
-            if mode is not None:
-                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-            if widening is not None:
-                widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
-            if rule.precision is not None:
-                # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
-                cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
-                set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
-            if cuda is not None:
-                set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
-            is_entered = True
-            result = forward(*args, **kwargs)
-        finally:
-            if cuda is not None:
-                restore_native_state("cuda", *cuda)
-            if rule.precision is not None:
-                restore_native_state(outer.device, *native)
-                outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
-            if widening is not None:
-                op_rules.exit_mode(widening, is_entered)
-            if mode is not None:
-                op_rules.exit_mode(mode, is_entered)
-            if hidden is not None:
-                op_rules.enter_mode(hidden, is_entered)
-            THREAD.state = before
-            if casts is not None:
-                casts.give_back()
+            try:
+                THREAD.state = state
+                if hidden is not None:
+                    op_rules.exit_mode(hidden)
+                if mode is not None:
+                    mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+                if widening is not None:
+                    widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
+                if rule.precision is not None:
+                    # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
+                    cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
+                    set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
+                if cuda is not None:
+                    set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+                is_entered = True
+                result = forward(*args, **kwargs)
+            finally:
+                if cuda is not None:
+                    restore_native_state("cuda", *cuda)
+                if rule.precision is not None:
+                    restore_native_state(outer.device, *native)
+                    outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
+                if widening is not None:
+                    op_rules.exit_mode(widening, is_entered)
+                if mode is not None:
+                    op_rules.exit_mode(mode, is_entered)
+                if hidden is not None:
+                    op_rules.enter_mode(hidden, is_entered)
+                THREAD.state = before
+                if casts is not None:
+                    casts.give_back()
+        except BaseException:
+            if not compiling:
+                _restore(before, outer.device, native, cuda, (widening, mode), hidden)
+            raise
         return rule.cast_output(result, outer)
 
     @only_inlined
@@ -601,19 +606,54 @@ class _RuledForward:
         weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
         hidden = op_rules.innermost_mode(outer.bound) if outer.bound.op_rules else None
         try:
-            if hidden is not None:
-                op_rules.exit_mode(hidden)
-            set_native_state(outer.device, False, native[1], native[2])
-            is_entered = True
-            input = input.to(state.dtype if state.enabled else torch.float32)
-            if rule.torchao is not None:
-                return rule.torchao(input, weight, bias)
-            uses_kernels = input.device.type in rule.kernels_on
-            return quantized_linear.linear(input, weight, bias, rule.recipe, uses_kernels, weights, tell)
-        finally:
-            restore_native_state(outer.device, *native)
-            if hidden is not None:
-                op_rules.enter_mode(hidden, is_entered)
+            try:
+                if hidden is not None:
+                    op_rules.exit_mode(hidden)
+                set_native_state(outer.device, False, native[1], native[2])
+                is_entered = True
+                input = input.to(state.dtype if state.enabled else torch.float32)
+                if rule.torchao is not None:
+                    return rule.torchao(input, weight, bias)
+                uses_kernels = input.device.type in rule.kernels_on
+                return quantized_linear.linear(input, weight, bias, rule.recipe, uses_kernels, weights, tell)
+            finally:
+                restore_native_state(outer.device, *native)
+                if hidden is not None:
+                    op_rules.enter_mode(hidden, is_entered)
+        except BaseException:
+            if not is_dynamo_compiling():
+                _restore(THREAD.state, outer.device, native, None, (), hidden)
+            raise
+
+
+@only_inlined
+def _restore(
+    before: State | None,
+    device: str,
+    native: tuple[bool, torch.dtype, bool],
+    cuda: tuple[bool, torch.dtype, bool] | None,
+    entered: tuple[TorchFunctionMode | None, ...],
+    hidden: TorchFunctionMode | None,
+) -> None:
+    """Put the thread's state back, whatever of it an interrupt has kept `_RuledForward` from putting back.
+
+    Args:
+        before: The policy's state before the module.
+        device: The `type` of the region's device.
+        native: Its native state before the module.
+        cuda: The native state of CUDA, if the module has changed it.
+        entered: The modes that are active in the module, innermost first.
+        hidden: The mode that was exited for the module.
+    """
+    if cuda is not None:
+        restore_native_state("cuda", *cuda)
+    restore_native_state(device, *native)
+    for mode in entered:
+        if mode is not None:
+            op_rules.exit_mode(mode, is_entered=False)
+    if hidden is not None:
+        op_rules.enter_mode(hidden, is_exited=False)
+    THREAD.state = before
 
 
 def note_dtypes(model: nn.Module) -> None:

@@ -104,7 +104,8 @@ class RunView:
         ]
         if "time" in about:
             known.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"]))))
-        return [*known, *self.facts.run.settings.items(), ("record", str(self.facts.run.path))]
+        alone = [(f"ranks alone from step {each['step']:,}", each["why"]) for each in self.facts.run.alone]
+        return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
 
     def key_numbers(self) -> list[tuple[str, str, str]]:
         """Return name, number and context of each tile at the top."""

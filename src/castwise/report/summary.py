@@ -107,6 +107,7 @@ class Summary:
                     "run": name,
                     "steps": len(run.steps),
                     **({"lost": run.lost} if run.lost else {}),
+                    **({"alone": [each["why"] for each in run.alone]} if run.alone else {}),
                     "skipped": dict(Counter(step.get("cause") or "unknown" for step in run.steps if step["skipped"])),
                     "findings": [
                         {
