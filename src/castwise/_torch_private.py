@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "record_exit_autocast",
     "run_while_tracing",
     "schema_of",
+    "scripted_as",
     "stored_values",
     "tell_of_compilations",
     "tell_of_no_more_compilations",
@@ -186,6 +188,47 @@ def _skip(function: Callable[..., Any], callees: str) -> None:
     # Without these names, Dynamo traces more than necessary, and breaks the graph where it fails.
     if _Action is not None and _Strategy is not None:
         _eval_frame.set_code_exec_strategy(function.__code__, _Strategy(_Action.SKIP, getattr(_Action, callees)))
+
+
+class _ScriptName:
+    """The attribute in which `torch.jit.script` looks for another name of a class, before it compiles the class."""
+
+    def __init__(self, instead: type) -> None:
+        self._instead = instead
+        self._compiling_thread: int | None = None
+
+    def __get__(self, instance: object, owner: type) -> str:
+        compile_class = _find("torch.jit._script", "_recursive_compile_class")
+        name_of = _find("torch._jit_internal", "_qualified_name")
+        nowhere = _find("torch._jit_internal", "fake_range")
+        # A subclass that a user defines has code of its own, which the other class would leave out.
+        if None in (compile_class, name_of, nowhere) or not owner.__module__.startswith("castwise."):
+            raise AttributeError(f"{owner.__name__} has no other name in scripted code")
+        if self._compiling_thread != get_ident():  # after `install`, torch's class finds this one by its own name
+            self._compiling_thread = get_ident()
+            try:
+                compile_class(self._instead, nowhere())  # only once: torch keeps what it has compiled
+            finally:
+                self._compiling_thread = None
+        name: str = name_of(self._instead)
+        return name
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def scripted_as(instead: type) -> Callable[[_Class], _Class]:
+    """Have `torch.jit.script` compile another class wherever it meets the decorated one.
+
+    TorchScript finds torch's regions by the name of their class. Without torch's names it compiles the decorated class
+    itself, and fails. As of 2.13.0.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        cls._jit_override_qualname = _ScriptName(instead)  # type: ignore[attr-defined]  # torch's name
+        return cls
+
+    return decorate
 
 
 def after_tracing(function: Callable[[], None]) -> None:

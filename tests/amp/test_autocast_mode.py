@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
 import os
@@ -344,17 +345,78 @@ def test_an_unknown_backend_has_to_say_what_it_supports(monkeypatch: pytest.Monk
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
-def test_a_scripted_region_fails_rather_than_run_in_fp32() -> None:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with castwise.autocast("cpu", dtype=torch.bfloat16):
-            return x @ x
+def with_a_region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        inside = x @ x
+        with torch.autocast("cpu", enabled=False):  # castwise's too, if it is installed
+            off = inside.float() @ x
+    return inside, off, x @ x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises((RuntimeError, torch.jit.frontend.FrontendError)):
-            torch.jit.script(forward)
-        with pytest.raises(RuntimeError, match=r"error: a function decorated by autocast cannot be scripted$"):
-            torch.jit.script(autocast("cpu")(forward))
+
+def with_a_deprecated_region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with castwise.cpu.amp.autocast():
+        inside = x @ x
+        with torch.cpu.amp.autocast(enabled=False):
+            off = inside.float() @ x
+    return inside, off, x @ x
+
+
+def with_cudas_region(x: torch.Tensor) -> torch.Tensor:
+    with castwise.cuda.amp.autocast(dtype=torch.bfloat16):
+        return x @ x
+
+
+@pytest.fixture(params=["imported", "installed", "installed with a policy"])
+def _use(request: pytest.FixtureRequest) -> Iterator[None]:
+    policy = castwise.Policy(compute="bfloat16") if "policy" in request.param else None
+    with contextlib.nullcontext() if request.param == "imported" else castwise.installed(policy=policy):
+        yield
+
+
+@pytest.mark.usefixtures("_use")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_regions_in_scripted_code_are_torchs() -> None:
+    x = torch.ones(2, 2)
+    for function in (with_a_region, with_a_deprecated_region):
+        torch.jit._state._clear_class_state()  # type: ignore[no-untyped-call]  # as in a new process
+        assert [y.dtype for y in torch.jit.script(function)(x)] == [BF16, FP32, FP32]
+    scripted = torch.jit.script(with_cudas_region)
+    assert scripted(x).dtype is FP32
+    assert "__torch__.torch.cuda.amp.autocast_mode.autocast = prim::CreateObject" in str(scripted.graph)
+
+
+class DerivedRegion(castwise.autocast):
+    """Has a name that TorchScript does not know, as a class derived from torch's has."""
+
+
+def with_a_derived_region(x: torch.Tensor) -> torch.Tensor:
+    with DerivedRegion("cpu", dtype=torch.bfloat16):
+        return x @ x
+
+
+def with_a_policy(x: torch.Tensor) -> torch.Tensor:
+    with castwise.autocast("cpu", policy=None):
+        return x @ x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_scripted_code_cannot_do_is_refused_and_does_not_run_in_fp32() -> None:
+    with pytest.raises((RuntimeError, torch.jit.frontend.FrontendError)):
+        torch.jit.script(with_a_derived_region)
+    with pytest.raises(RuntimeError, match="Keyword argument policy unknown"):
+        torch.jit.script(with_a_policy)
+    with pytest.raises(RuntimeError, match=r"error: a function decorated by autocast cannot be scripted$"):
+        torch.jit.script(autocast("cpu")(with_a_region))
+
+
+def test_the_name_in_scripted_code_is_that_of_torchs_classes_alone() -> None:
+    """TorchScript reads the name of every class that it meets."""
+
+    class Derived(castwise.autocast):
+        pass
+
+    assert not hasattr(Derived, "_jit_override_qualname")
+    assert castwise.autocast._jit_override_qualname == "__torch__.torch.amp.autocast_mode.autocast"  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -40,6 +40,7 @@ from castwise._torch_private import (
     record_enter_autocast,
     record_exit_autocast,
     run_while_tracing,
+    scripted_as,
 )
 from castwise.amp import _traced_region, emulation
 from castwise.amp.custom_function import SeparateContexts, record_autocast
@@ -94,6 +95,7 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
 
 
+@scripted_as(torch.autocast)
 class autocast(torch.autocast):  # noqa: N801  # torch's name
     """Run the ops of a region in a lower precision, chosen op by op; a context manager and a decorator.
 

@@ -8,7 +8,7 @@ import torch
 from torch.cpu.amp import autocast_mode as torchs
 
 from castwise import amp
-from castwise._torch_private import only_inlined
+from castwise._torch_private import only_inlined, scripted_as
 from castwise._warnings import warn
 
 __all__ = ["autocast"]
@@ -17,6 +17,7 @@ __all__ = ["autocast"]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
+    @scripted_as(torchs.autocast)
     class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
         """Deprecated: `castwise.autocast("cpu", ...)`.
 

@@ -9,7 +9,7 @@ import torch
 from torch.cuda.amp import autocast_mode as torchs
 
 from castwise import amp
-from castwise._torch_private import only_inlined
+from castwise._torch_private import only_inlined, scripted_as
 from castwise._warnings import warn
 from castwise.amp import autocast_mode
 
@@ -19,6 +19,7 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
+    @scripted_as(torchs.autocast)
     class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
         """Deprecated: `castwise.autocast("cuda", ...)`.
 
