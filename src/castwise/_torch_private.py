@@ -194,24 +194,23 @@ class _ScriptName:
     """The attribute in which `torch.jit.script` looks for another name of a class, before it compiles the class."""
 
     def __init__(self, instead: type) -> None:
-        self._instead = instead
-        self._compiling_thread: int | None = None
+        self.instead = instead
+        self.compiling_in: int | None = None
 
     def __get__(self, instance: object, owner: type) -> str:
-        compile_class = _find("torch.jit._script", "_recursive_compile_class")
-        name_of = _find("torch._jit_internal", "_qualified_name")
-        nowhere = _find("torch._jit_internal", "fake_range")
         # A subclass that a user defines has code of its own, which the other class would leave out.
-        if None in (compile_class, name_of, nowhere) or not owner.__module__.startswith("castwise."):
+        if not owner.__module__.startswith("castwise."):
             raise AttributeError(f"{owner.__name__} has no other name in scripted code")
-        if self._compiling_thread != get_ident():  # after `install`, torch's class finds this one by its own name
-            self._compiling_thread = get_ident()
+        if self.compiling_in != get_ident():  # after `install`, torch's class finds this one by its own name
+            self.compiling_in = get_ident()
             try:
-                compile_class(self._instead, nowhere())  # only once: torch keeps what it has compiled
+                # TorchScript compiles a class where it is the type of something; and only once.
+                frontend: Any = torch.jit.frontend
+                nowhere = frontend.make_source_context("", None, 0, 0, True).make_raw_range(0, 1)
+                torch.jit.annotations.try_ann_to_type(self.instead, nowhere)  # type: ignore[no-untyped-call]  # torch's
             finally:
-                self._compiling_thread = None
-        name: str = name_of(self._instead)
-        return name
+                self.compiling_in = None
+        return f"__torch__.{self.instead.__module__}.{self.instead.__name__}"
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -220,8 +219,8 @@ _Class = TypeVar("_Class", bound=type)
 def scripted_as(instead: type) -> Callable[[_Class], _Class]:
     """Have `torch.jit.script` compile another class wherever it meets the decorated one.
 
-    TorchScript finds torch's regions by the name of their class. Without torch's names it compiles the decorated class
-    itself, and fails. As of 2.13.0.
+    TorchScript finds torch's regions by the name of their class. If torch drops the attribute for another name,
+    TorchScript compiles the decorated class itself, and fails. As of 2.13.0.
     """
 
     def decorate(cls: _Class) -> _Class:
