@@ -141,7 +141,7 @@ def test_signatures_are_still_those_of_the_classes() -> None:
     for name in NAMES:
         ours, theirs = (operator.attrgetter(name)(library) for library in (castwise, torch))
         parameters = [
-            list(inspect.signature(getattr(each, "__init__") if inspect.isclass(each) else each).parameters)
+            list(inspect.signature(each.__init__ if inspect.isclass(each) else each).parameters)
             for each in (ours, theirs)
         ]
         assert parameters[0] == parameters[1], name
