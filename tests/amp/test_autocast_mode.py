@@ -274,7 +274,7 @@ def warned(region: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", ["enabled", "cache_enabled"])
 @pytest.mark.parametrize("flag", [0, 1, "yes", torch.tensor(True)])
 def test_flags_are_bools_before_anything_is_entered(name: str, flag: object) -> None:
-    with pytest.raises(TypeError, match=f"^{name} must be a bool"):
+    with pytest.raises(TypeError, match=f"{name} must be a bool(, got| or None, got)"):
         autocast("cpu", **{name: flag})  # type: ignore[arg-type]
 
 
@@ -316,10 +316,12 @@ def test_a_region_is_copied_and_pickled() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_the_words_of_the_warnings() -> None:
-    with pytest.warns(UserWarning, match=r"^CUDA is not available .*Disabling autocast\.$") as caught:
+    with pytest.warns(
+        UserWarning, match=r"^CUDA is not available .*Disabling autocast\. The CPU has autocast\('cpu'\)$"
+    ) as caught:
         autocast("cuda")
     assert [warning.filename for warning in caught] == [__file__]
-    message = "autocast on 'cpu' supports torch.bfloat16, torch.float16, got torch.float32. Disabling autocast."
+    message = "autocast on 'cpu' supports torch.bfloat16, torch.float16, got torch.float32"
     with pytest.warns(UserWarning, match=re.escape(message)) as caught:
         autocast("cpu", dtype=FP32)
     assert [warning.filename for warning in caught] == [__file__]
@@ -405,7 +407,7 @@ def test_what_scripted_code_cannot_do_is_refused_and_does_not_run_in_fp32() -> N
         torch.jit.script(with_a_derived_region)
     with pytest.raises(RuntimeError, match="Keyword argument policy unknown"):
         torch.jit.script(with_a_policy)
-    with pytest.raises(RuntimeError, match=r"error: a function decorated by autocast cannot be scripted$"):
+    with pytest.raises(RuntimeError, match=r"error: @autocast\(\) decorator is not supported in script mode$"):
         torch.jit.script(autocast("cpu")(with_a_region))
 
 
@@ -598,7 +600,7 @@ def test_a_region_that_was_entered_elsewhere_hides_no_error() -> None:
     ],
 )
 def test_the_words_of_refusals(make: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+    with pytest.raises(error, match=f"{re.escape(text)}$"):
         make()
     assert castwise.autocast("cpu", cache_enabled=False)._cache_enabled is False
 

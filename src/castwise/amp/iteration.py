@@ -12,6 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 
+from castwise.amp import torch_words
 from castwise.amp.after_step import LastStep
 from castwise.amp.gradients import params_and_grads, params_of, versions_of
 from castwise.amp.shared_params import SharedParams
@@ -138,15 +139,15 @@ class OptimizerRecord:
             raise RuntimeError(
                 f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
             )
+        torchs = torch_words.scaler(stage=OptState.STEPPED)
+        nothing: Any = None  # torch looks at the stage first
         if call == "step":
-            raise RuntimeError(
-                "step() has already been called on this optimizer since the last update(): "
-                "call scaler.update() once per iteration, after the last step()"
-            )
-        raise RuntimeError(
-            f"{call}() is being called after step() of the same optimizer: call it before step(), "
-            "or call scaler.update() first to begin a new iteration"
-        )
+            ours = RuntimeError("Call scaler.update() once per iteration, after the last step()")
+            raise torch_words.error(ours, lambda: torchs.step(nothing))
+        hint = "all it before step(), or call scaler.update() first to begin a new iteration"
+        if call == "unscale_":
+            raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torchs.unscale_(nothing))
+        raise RuntimeError(f"{call}() is being called after step() of the same optimizer: c{hint}")
 
 
 @dataclass(slots=True, eq=False)

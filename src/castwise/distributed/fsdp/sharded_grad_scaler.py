@@ -11,6 +11,7 @@ if not torch.distributed.is_available():
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
 from castwise._torch_private import privateuse1_backend_name
+from castwise.amp import torch_words
 from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.devices import MultiDeviceReplicator
 from castwise.amp.grad_scaler import (
@@ -36,9 +37,10 @@ def _is_supported_device(tensor: torch.Tensor) -> bool:
 class _GeneralMultiDeviceReplicator(MultiDeviceReplicator):
     def __init__(self, master_tensor: torch.Tensor) -> None:
         if not _is_supported_device(master_tensor):
-            raise ValueError(
+            ours = ValueError(
                 f"a tensor can be copied from {', '.join(_TYPES)} or a custom backend, got {master_tensor.device}"
             )
+            raise torch_words.error(ours, lambda: torchs._GeneralMultiDeviceReplicator(master_tensor))
         super().__init__(master_tensor)
 
 
