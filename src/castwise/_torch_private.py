@@ -398,15 +398,17 @@ def _exporting_mode() -> Any:
 
 
 @only_inlined
-def _record(name: str, args: tuple[object, ...]) -> None:
-    mode, function = _exporting_mode(), getattr(torch.amp, name, None)
-    if mode is not None and function is not None:
-        # An exported program must run without castwise, so its graph gets torch's own node.
-        mode.__torch_function__(function, (), args)
+def _record(verb: str, args: tuple[object, ...]) -> Any:
+    """Return the new node of the graph; None outside an export."""
+    mode, function = _exporting_mode(), getattr(torch.amp, f"_{verb}_autocast", None)
+    if mode is None or function is None:
+        return None
+    # An exported program must run without castwise, so its graph gets torch's own node.
+    return mode.__torch_function__(function, (), args)
 
 
-record_enter_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_enter_autocast")
-record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_exit_autocast")
+record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "enter")
+record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "exit")
 
 
 @contextmanager

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import castwise
+from castwise.amp import autocast_mode
 from castwise.amp.autocast_mode import autocast, autocast_decorator, is_autocast_available
 from castwise.policy.bound_policy import BoundPolicy
 
@@ -614,3 +616,37 @@ def test_a_repr_shows_the_settings() -> None:
     assert shown == f"autocast('cpu', policy=BoundPolicy({policy}), enabled=True, cache_enabled=True, weight_cache=...)"
     assert "enabled=False" in repr(castwise.autocast("cpu", enabled=False))
     assert "autocast object at" in repr(castwise.autocast.__new__(castwise.autocast))
+
+
+# -- graphs of regions ------------------------------------------------------------------------------------------------
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_graph_of_regions_runs_with_the_functions_of_either_library(ours: bool) -> None:
+    graph = make_fx(product, pre_dispatch=True)(torch.ones(2, 2))
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets[0] is torch.amp._enter_autocast
+    assert targets[-1] is torch.amp._exit_autocast
+    for node in graph.graph.nodes if ours else ():
+        if node.op == "call_function" and hasattr(torch.amp, getattr(node.target, "__name__", "")):
+            node.target = getattr(autocast_mode, node.target.__name__)
+    graph.recompile()
+    assert graph(torch.ones(2, 2)).dtype is BF16
+    again = make_fx(graph, pre_dispatch=True)(torch.ones(2, 2))
+    assert [node.target for node in again.graph.nodes if node.op == "call_function"] == targets
+    assert again(torch.ones(2, 2)).dtype is BF16
+
+
+def test_regions_that_are_entered_and_left_by_functions() -> None:
+    for context in (contextlib.nullcontext(), torch.device("cpu")):
+        with context:  # a mode sees the calls, as those of torch's functions
+            region = autocast_mode._enter_autocast("cpu", FP16, True, False)
+            assert type(region) is autocast_mode._UnmanagedAutocast
+            assert (cpu(), torch.is_autocast_cache_enabled()) == ((True, FP16), False)
+            autocast_mode._exit_autocast(region)
+            assert cpu()[0] is False

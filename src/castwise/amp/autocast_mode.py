@@ -310,6 +310,34 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 _TRACING = 0  # not the ident of a thread: while Dynamo traces, threads do not matter
 
 
+class _UnmanagedAutocast(autocast):
+    """A region of `_enter_autocast`, which no `with` statement ends."""
+
+
+def _enter_autocast(*vals: Any) -> Any:
+    """Enter a region and return what `_exit_autocast` takes, as in graphs that torch makes of regions.
+
+    While such a graph is made, this adds a node of torch's to it instead, and returns the node.
+
+    Args:
+        *vals: The device type, and the dtype and flags of the region.
+    """
+    if is_torch_function_mode_enabled():
+        node = record_enter_autocast(vals)
+        return node or torch.overrides.handle_torch_function(_enter_autocast, [], *vals)
+    region = _UnmanagedAutocast(*vals)
+    region.__enter__()
+    return region
+
+
+def _exit_autocast(mode: Any) -> Any:
+    """Leave the region that `_enter_autocast` has returned."""
+    if is_torch_function_mode_enabled():
+        return record_exit_autocast(()) or torch.overrides.handle_torch_function(_exit_autocast, [], mode)
+    mode.__exit__(None, None, None)
+    return None
+
+
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that a policy's region casts to; None if only the policy's rules cast."""
     if not hasattr(policy, "low_precisions"):
