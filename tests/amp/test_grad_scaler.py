@@ -919,3 +919,75 @@ def test_a_scaler_that_is_not_made_yet_or_has_strange_numbers_has_a_repr() -> No
     scaler = GradScaler("cpu")
     scaler._growth_factor = -1.0
     assert "growth_factor=2.0" in repr(scaler)
+
+
+# -- states that tools read and write -------------------------------------------------------------------------------
+
+
+class Written(torch.amp.GradScaler):
+    """Unscales as tools do that were written for torch's class: by its dictionary."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("twice")
+        inv_scale = torch.tensor(1.0 / self.get_scale())
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, torch.zeros(()), False)
+        state["stage"] = OptState.UNSCALED
+
+
+class OurWritten(GradScaler):
+    unscale_ = Written.unscale_  # type: ignore[assignment]  # the same code
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("when", ["subclass", "before", "after", "whole", "update alone"])
+def test_tools_write_states_of_optimizers_before_and_after_they_are_used(when: str, bad: bool) -> None:
+    """Also for the optimizer of an id that the scaler has not seen yet."""
+    results = []
+    for cls in (Written, OurWritten) if when == "subclass" else (torch.amp.GradScaler, GradScaler):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        scaler.scale(param.sum()).backward()
+        if when == "subclass":
+            assert param.grad is not None
+            param.grad *= torch.inf if bad else 1.0
+            scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match="twice"):
+                scaler.unscale_(optimizer)
+        else:
+            if when == "after":
+                scaler.unscale_(optimizer)
+            found = {torch.device("cpu"): torch.tensor(float(bad))}
+            if when == "whole":
+                scaler._per_optimizer_states[id(optimizer)] = {
+                    "stage": OptState.UNSCALED,
+                    "found_inf_per_device": found,
+                }
+            else:
+                state = scaler._per_optimizer_states[id(optimizer)]
+                state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, found
+            state = scaler._per_optimizer_states[id(optimizer)]
+            assert (state.get("stage"), dict(state)["found_inf_per_device"]) == (OptState.UNSCALED, found)
+            assert [*state] == [*state.keys()] == ["stage", "found_inf_per_device"]
+            assert state.get("else", 3) == 3
+        with pytest.raises(AssertionError):
+            copy.deepcopy(scaler)
+        if when != "update alone":
+            scaler.step(optimizer)
+        scaler.update()
+        assert not scaler._per_optimizer_states
+        results.append((param.item(), scaler.get_scale()))
+    assert results[0] == results[1]
+    assert results[0][1] == (2.0 if bad else 4.0)
+
+
+def test_to_read_a_state_begins_no_iteration() -> None:
+    scaler = GradScaler("cpu")
+    assert scaler._per_optimizer_states[0]["stage"] is OptState.READY
+    copy.deepcopy(scaler)
+    states = scaler._per_optimizer_states
+    fresh = type(states)(states.default_factory, {1: 2})
+    fresh[3] = 4
+    assert fresh == {1: 2, 3: 4}
+    assert fresh[5]["stage"] is OptState.READY

@@ -36,7 +36,7 @@ from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, Snapshot
+from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptimizerStates, Snapshot
 from castwise.amp.observers import OBSERVERS, registered, step_of
 from castwise.amp.outcomes import Outcomes, StepFacts
 from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device
@@ -291,9 +291,20 @@ class GradScaler(torch.amp.GradScaler):
             was_shown=was_shown,
         )
         self._iteration.records[optimizer] = record
+        if self._iteration.unseen:
+            self._adopt_unseen(record)
         if self._agreement is not None:
             self._agreement.watch(optimizer)
         return record
+
+    def _adopt_unseen(self, record: OptimizerRecord) -> None:
+        """Give a new record the state that a tool has written for its optimizer in `_per_optimizer_states`."""
+        state = self._iteration.unseen.pop(id(record.optimizer), None)
+        if state is None:
+            return
+        record.stage = state["stage"]
+        if state["found_inf_per_device"]:
+            self._note(record, state["found_inf_per_device"])
 
     def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
@@ -448,8 +459,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def _per_optimizer_states(self) -> defaultdict[int, Any]:
         """The per-optimizer states of torch's class, for tools that read or write them."""
-        states = {id(record.optimizer): record for record in self._iteration.records.values() if record.has_begun()}
-        return defaultdict(_refresh_per_optimizer_state, states)
+        return OptimizerStates.of(self._iteration)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, _: object) -> None:
@@ -881,6 +891,8 @@ class GradScaler(torch.amp.GradScaler):
             found_infs += record.found_inf_per_device.values()
             if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped:
                 steps.append(record)
+        for state in iteration.unseen.values():
+            found_infs += state["found_inf_per_device"].values()
         scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
         if number is not None or found_infs or not iteration.has_only_skips():
             self._move_scale(number, found_infs)
