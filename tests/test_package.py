@@ -67,6 +67,9 @@ NAMES = {
         "is_autocast_available",
         "_cast",
         "autocast_decorator",
+        "_UnmanagedAutocast",
+        "_enter_autocast",
+        "_exit_autocast",
     ],
     "amp.grad_scaler": ["GradScaler", "OptState", "_MultiDeviceReplicator", "_refresh_per_optimizer_state"],
     "cuda.amp": ["autocast", "custom_fwd", "custom_bwd", "GradScaler", "amp_definitely_not_available"],
@@ -95,6 +98,59 @@ CONTRACT = [
     *("_found_inf_per_device", "_unscale_grads_", "_maybe_opt_step", "__getstate__", "__setstate__", "__init__"),
 ]
 ATTRIBUTES = ["_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker", "_per_optimizer_states"]
+
+
+# Every other name of these modules without two underscores, with what castwise has at the same path.
+IMPORTED = "left out, because the module imports it for itself"
+OTHER_NAMES = {
+    "amp": {"_enter_autocast": "ours", "_exit_autocast": "ours"},
+    "amp.autocast_mode": {
+        **dict.fromkeys(["collections", "functools", "warnings", "Any", "torch", "np", "_dtype"], IMPORTED),
+        "HAS_NUMPY": "left out, because castwise looks for numpy when it is given an array",
+    },
+    "amp.grad_scaler": dict.fromkeys(
+        [
+            "inspect",
+            "warnings",
+            "abc",
+            "defaultdict",
+            "Enum",
+            "Any",
+            "cast",
+            "overload",
+            "TYPE_CHECKING",
+            "torch",
+            "annotations",
+        ],
+        IMPORTED,
+    ),
+    "cuda.amp": {},
+    "cuda.amp.autocast_mode": dict.fromkeys(["functools", "sys", "Any", "deprecated", "torch"], IMPORTED),
+    "cuda.amp.grad_scaler": dict.fromkeys(["deprecated", "torch"], IMPORTED),
+    "cuda.amp.common": dict.fromkeys(["find_spec", "torch"], IMPORTED),
+    "cpu.amp": {},
+    "cpu.amp.autocast_mode": dict.fromkeys(["sys", "Any", "deprecated", "torch"], IMPORTED),
+    "cpu.amp.grad_scaler": dict.fromkeys(["deprecated", "torch"], IMPORTED),
+    "distributed.fsdp.sharded_grad_scaler": {
+        **dict.fromkeys(["logging", "abc", "defaultdict", "Iterable", "Any", "overload", "torch", "dist"], IMPORTED),
+        "ProcessGroup": "same",
+        "_MultiDeviceReplicator": "ours",
+        "logger": "ours",
+    },
+}
+
+
+@pytest.mark.parametrize("module", OTHER_NAMES)
+def test_every_name_of_torchs_modules_is_accounted_for(module: str) -> None:
+    of_torch, of_castwise = (importlib.import_module(f"{package}.{module}") for package in ("torch", "castwise"))
+    submodules = {name.rpartition(".")[2] for name in sys.modules if name.startswith(f"torch.{module}.")}
+    names = {name for name in vars(of_torch) if not name.startswith("__")} - submodules
+    assert names - {*NAMES.get(module, ())} - OTHER_NAMES[module].keys() == set()
+    assert OTHER_NAMES[module].keys() - names == set()
+    for name, where in OTHER_NAMES[module].items():
+        if not where.startswith("left out, because "):
+            is_same = getattr(of_castwise, name) is getattr(of_torch, name)
+            assert where == ("same" if is_same else "ours"), name
 
 
 def find(package: Any, module: str, name: str) -> Any:

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "record_exit_autocast",
     "run_while_tracing",
     "schema_of",
+    "scripted_as",
     "stored_values",
     "tell_of_compilations",
     "tell_of_no_more_compilations",
@@ -186,6 +188,46 @@ def _skip(function: Callable[..., Any], callees: str) -> None:
     # Without these names, Dynamo traces more than necessary, and breaks the graph where it fails.
     if _Action is not None and _Strategy is not None:
         _eval_frame.set_code_exec_strategy(function.__code__, _Strategy(_Action.SKIP, getattr(_Action, callees)))
+
+
+class _ScriptName:
+    """The attribute in which `torch.jit.script` looks for another name of a class, before it compiles the class."""
+
+    def __init__(self, instead: type) -> None:
+        self.instead = instead
+        self.compiling_in: int | None = None
+
+    def __get__(self, instance: object, owner: type) -> str:
+        # A subclass that a user defines has code of its own, which the other class would leave out.
+        if not owner.__module__.startswith("castwise."):
+            raise AttributeError(f"{owner.__name__} has no other name in scripted code")
+        if self.compiling_in != get_ident():  # after `install`, torch's class finds this one by its own name
+            self.compiling_in = get_ident()
+            try:
+                # TorchScript compiles a class where it is the type of something; and only once.
+                frontend: Any = torch.jit.frontend
+                nowhere = frontend.make_source_context("", None, 0, 0, True).make_raw_range(0, 1)
+                torch.jit.annotations.try_ann_to_type(self.instead, nowhere)  # type: ignore[no-untyped-call]  # torch's
+            finally:
+                self.compiling_in = None
+        return f"__torch__.{self.instead.__module__}.{self.instead.__name__}"
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def scripted_as(instead: type) -> Callable[[_Class], _Class]:
+    """Have `torch.jit.script` compile another class wherever it meets the decorated one.
+
+    TorchScript finds torch's regions by the name of their class. If torch drops the attribute for another name,
+    TorchScript compiles the decorated class itself, and fails. As of 2.13.0.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        cls._jit_override_qualname = _ScriptName(instead)  # type: ignore[attr-defined]  # torch's name
+        return cls
+
+    return decorate
 
 
 def after_tracing(function: Callable[[], None]) -> None:
@@ -356,15 +398,17 @@ def _exporting_mode() -> Any:
 
 
 @only_inlined
-def _record(name: str, args: tuple[object, ...]) -> None:
-    mode, function = _exporting_mode(), getattr(torch.amp, name, None)
-    if mode is not None and function is not None:
-        # An exported program must run without castwise, so its graph gets torch's own node.
-        mode.__torch_function__(function, (), args)
+def _record(verb: str, args: tuple[object, ...]) -> Any:
+    """Return the new node of the graph; None outside an export."""
+    mode, function = _exporting_mode(), getattr(torch.amp, f"_{verb}_autocast", None)
+    if mode is None or function is None:
+        return None
+    # An exported program must run without castwise, so its graph gets torch's own node.
+    return mode.__torch_function__(function, (), args)
 
 
-record_enter_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_enter_autocast")
-record_exit_autocast: Callable[[tuple[object, ...]], None] = functools.partial(_record, "_exit_autocast")
+record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "enter")
+record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "exit")
 
 
 @contextmanager

@@ -57,7 +57,9 @@ def test_containers_come_back_as_what_they_were() -> None:
 
 @pytest.mark.parametrize("outputs", [1.0, None, "loss", b"loss", {"a": torch.ones(())}, [torch.ones(()), "loss"]])
 def test_what_is_not_a_tensor_is_not_scaled(outputs: Any) -> None:
-    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got "):
+    with pytest.raises(
+        ValueError, match="outputs must be a Tensor or an iterable of Tensors: scale\\(\\) cannot scale "
+    ):
         GradScaler("cpu").scale(outputs)
 
 
@@ -88,11 +90,15 @@ WRONG_ORDERS: list[tuple[str, list[str], str]] = [
     ("unscale_ before scale", ["unscale_"], "unscale_() needs a scale, which the first scale() creates"),
     ("step before scale", ["step"], "step() needs a scale, which the first scale() creates"),
     ("update before scale", ["update"], "update() needs a scale, which the first scale() creates"),
-    ("update without a step", ["scale", "update"], "No inf checks were recorded prior to update(): call scaler.step("),
-    ("unscale_ twice", ["scale", "unscale_", "unscale_"], "call it once per step, and scaler.update() after the step"),
-    ("unscale_ after step", ["scale", "step", "unscale_"], "unscale_() is being called after step() of the same"),
-    ("step twice", ["scale", "step", "step"], "call scaler.update() once per iteration, after the last step()"),
-    ("update twice", ["scale", "step", "update", "update"], "No inf checks were recorded prior to update()"),
+    ("update without a step", ["scale", "update"], "Call scaler.step(optimizer) or scaler.unscale_"),
+    ("unscale_ twice", ["scale", "unscale_", "unscale_"], "Call it once per step, and scaler.update() after the step"),
+    (
+        "unscale_ after step",
+        ["scale", "step", "unscale_"],
+        "Call it before step(), or call scaler.update() first to begin",
+    ),
+    ("step twice", ["scale", "step", "step"], "Call scaler.update() once per iteration, after the last step()"),
+    ("update twice", ["scale", "step", "update", "update"], "No inf checks were recorded prior to update"),
     ("pickle in an iteration", ["scale", "step", "pickle"], "call scaler.update() first"),
 ]
 
@@ -332,7 +338,7 @@ def test_update_takes_any_number(new_scale: Any) -> None:
 def test_update_refuses_what_cannot_be_a_scale_and_changes_nothing(new_scale: Any, error: type[Exception]) -> None:
     scaler, optimizer, _ = ready()
     scaler.step(optimizer)
-    with pytest.raises(error, match=r"^new_scale must be "):
+    with pytest.raises(error, match=r"new_scale must be "):
         scaler.update(new_scale)
     assert scaler.get_scale() == 4.0
     scaler.update()  # the step is still on record
@@ -442,9 +448,7 @@ def test_a_missing_entry_is_named(name: str) -> None:
 
 
 def test_an_empty_state_dict_or_none_at_all_is_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match="state_dict is empty, probably because the GradScaler that saved it was disabled"
-    ):
+    with pytest.raises(RuntimeError, match="Do not load it, or load it into a disabled scaler"):
         GradScaler("cpu").load_state_dict({})
     with pytest.raises(TypeError, match=r"state_dict must be a mapping from state_dict\(\), got list"):
         GradScaler("cpu").load_state_dict([])  # type: ignore[arg-type]
@@ -814,14 +818,14 @@ def test_an_update_advances_no_schedule_of_which_the_host_does_not_know_yet(monk
 def test_the_words_of_calls_at_the_wrong_time() -> None:
     scaler, optimizer, _ = ready()
     text = (
-        "No inf checks were recorded prior to update(): call scaler.step(optimizer) or scaler.unscale_(optimizer) "
+        "No inf checks were recorded prior to update. Call scaler.step(optimizer) or scaler.unscale_(optimizer) "
         "before each update()"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         scaler.update()
     scaler.step(optimizer)
-    text = "a GradScaler can be pickled or copied only at the beginning of an iteration: call scaler.update() first"
-    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+    text = "To pickle or copy it now, call scaler.update() first"
+    with pytest.raises(RuntimeError, match=f"{re.escape(text)}$"):
         copy.deepcopy(scaler)
 
 
@@ -915,3 +919,75 @@ def test_a_scaler_that_is_not_made_yet_or_has_strange_numbers_has_a_repr() -> No
     scaler = GradScaler("cpu")
     scaler._growth_factor = -1.0
     assert "growth_factor=2.0" in repr(scaler)
+
+
+# -- states that tools read and write -------------------------------------------------------------------------------
+
+
+class Written(torch.amp.GradScaler):
+    """Unscales as tools do that were written for torch's class: by its dictionary."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("twice")
+        inv_scale = torch.tensor(1.0 / self.get_scale())
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, torch.zeros(()), False)
+        state["stage"] = OptState.UNSCALED
+
+
+class OurWritten(GradScaler):
+    unscale_ = Written.unscale_  # type: ignore[assignment]  # the same code
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("when", ["subclass", "before", "after", "whole", "update alone"])
+def test_tools_write_states_of_optimizers_before_and_after_they_are_used(when: str, bad: bool) -> None:
+    """Also for the optimizer of an id that the scaler has not seen yet."""
+    results = []
+    for cls in (Written, OurWritten) if when == "subclass" else (torch.amp.GradScaler, GradScaler):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        scaler.scale(param.sum()).backward()
+        if when == "subclass":
+            assert param.grad is not None
+            param.grad *= torch.inf if bad else 1.0
+            scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match="twice"):
+                scaler.unscale_(optimizer)
+        else:
+            if when == "after":
+                scaler.unscale_(optimizer)
+            found = {torch.device("cpu"): torch.tensor(float(bad))}
+            if when == "whole":
+                scaler._per_optimizer_states[id(optimizer)] = {
+                    "stage": OptState.UNSCALED,
+                    "found_inf_per_device": found,
+                }
+            else:
+                state = scaler._per_optimizer_states[id(optimizer)]
+                state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, found
+            state = scaler._per_optimizer_states[id(optimizer)]
+            assert (state.get("stage"), dict(state)["found_inf_per_device"]) == (OptState.UNSCALED, found)
+            assert [*state] == [*state.keys()] == ["stage", "found_inf_per_device"]
+            assert state.get("else", 3) == 3
+        with pytest.raises(AssertionError):
+            copy.deepcopy(scaler)
+        if when != "update alone":
+            scaler.step(optimizer)
+        scaler.update()
+        assert not scaler._per_optimizer_states
+        results.append((param.item(), scaler.get_scale()))
+    assert results[0] == results[1]
+    assert results[0][1] == (2.0 if bad else 4.0)
+
+
+def test_to_read_a_state_begins_no_iteration() -> None:
+    scaler = GradScaler("cpu")
+    assert scaler._per_optimizer_states[0]["stage"] is OptState.READY
+    copy.deepcopy(scaler)
+    states = scaler._per_optimizer_states
+    fresh = type(states)(states.default_factory, {1: 2})
+    fresh[3] = 4
+    assert fresh == {1: 2, 3: 4}
+    assert fresh[5]["stage"] is OptState.READY

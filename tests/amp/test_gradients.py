@@ -91,7 +91,7 @@ def test_fp16_gradients_are_refused_by_name_or_by_place() -> None:
         param.grad = torch.zeros_like(param)
     by_name = torch.optim.SGD(module.named_parameters(), lr=0.1)
     told = (
-        "Attempting to unscale FP16 gradients, which may underflow once unscaled: keep the parameters in fp32 and "
+        "Attempting to unscale FP16 gradients. They may underflow once unscaled: keep the parameters in fp32 and "
         "let autocast choose fp16 op by op, or allow them with GradScaler(..., allow_fp16_gradients=True). "
         "fp16 gradients: weight, bias"
     )

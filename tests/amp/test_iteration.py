@@ -83,7 +83,7 @@ def test_an_optimizer_that_nothing_was_done_with_is_as_torchs_entry() -> None:
         (
             "step",
             False,
-            "step() has already been called on this optimizer since the last update(): call scaler.update() once per "
+            "step() has already been called since the last update(). Call scaler.update() once per "
             "iteration, after the last step()",
         ),
         (

@@ -47,6 +47,7 @@ IDIOMS = {
     "custom-functions": ["custom_function.py"],
     "threads": ["threads.py"],
     "compiled": ["compiled.py"],
+    "scripted": ["scripted.py"],
     "subclass-of-the-scaler": ["subclass.py"],
     "package": ["-m", "trainpkg"],
 }

@@ -40,8 +40,9 @@ from castwise._torch_private import (
     record_enter_autocast,
     record_exit_autocast,
     run_while_tracing,
+    scripted_as,
 )
-from castwise.amp import _traced_region, emulation
+from castwise.amp import _traced_region, emulation, torch_words
 from castwise.amp.custom_function import SeparateContexts, record_autocast
 from castwise.amp.custom_function import _cast as _cast  # torch has it here
 from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
@@ -90,10 +91,11 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
             return result if policy is None else policy.cast_output(result, autocast_instance.device)
 
     # TorchScript looks for this attribute and raises its value.
-    decorate_autocast.__script_unsupported = "a function decorated by autocast cannot be scripted"  # type: ignore[attr-defined]
+    decorate_autocast.__script_unsupported = torch_words.SCRIPT_UNSUPPORTED  # type: ignore[attr-defined]
     return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
 
 
+@scripted_as(torch.autocast)
 class autocast(torch.autocast):  # noqa: N801  # torch's name
     """Run the ops of a region in a lower precision, chosen op by op; a context manager and a decorator.
 
@@ -147,20 +149,20 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if not isinstance(device_type, str):
             raise _no_device_type(device_type)
         if not has_autocast(device_type):
-            raise RuntimeError(f"torch has no autocast for device_type {device_type!r}")
+            raise _no_autocast(device_type, dtype)
         self.device = device_type
         if policy is not None:
             dtype = _dtype_of(policy, dtype)
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if not isinstance(self.fast_dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+            raise _no_dtype(device_type, dtype)
         # Flags are checked here, because torch's setters would reject them in a region that is half entered.
         if enabled is not True and enabled is not False:
-            raise TypeError(f"enabled must be a bool, got {enabled!r}")
+            raise _no_flag(device_type, enabled)
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled()
         elif cache_enabled is not True and cache_enabled is not False:
-            raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
+            raise _no_cache_flag(cache_enabled)
         self._caches = cache_enabled
         self._enabled = enabled and can_autocast_to(device_type, self.fast_dtype)
         low_precisions: Sequence[torch.dtype] = (self.fast_dtype,) if self._enabled else ()
@@ -289,10 +291,11 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
     def __call__(self, func: _F) -> _F:
         """Decorate a function, so that each of its calls runs inside this region."""
         if not callable(func):
-            raise TypeError(
+            ours = TypeError(
                 f"autocast(...) can decorate a function, got {type(func).__name__}; "
                 "to use it as a context manager, write `with autocast(...):`"
             )
+            raise torch_words.error(ours, lambda: torch_words.region()(func))
         return autocast_decorator(self, func)
 
     def __repr__(self) -> str:
@@ -307,6 +310,34 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 _TRACING = 0  # not the ident of a thread: while Dynamo traces, threads do not matter
 
 
+class _UnmanagedAutocast(autocast):
+    """A region of `_enter_autocast`, which no `with` statement ends."""
+
+
+def _enter_autocast(*vals: Any) -> Any:
+    """Enter a region and return what `_exit_autocast` takes, as in graphs that torch makes of regions.
+
+    While such a graph is made, this adds a node of torch's to it instead, and returns the node.
+
+    Args:
+        *vals: The device type, and the dtype and flags of the region.
+    """
+    if is_torch_function_mode_enabled():
+        node = record_enter_autocast(vals)
+        return node or torch.overrides.handle_torch_function(_enter_autocast, [], *vals)
+    region = _UnmanagedAutocast(*vals)
+    region.__enter__()
+    return region
+
+
+def _exit_autocast(mode: Any) -> Any:
+    """Leave the region that `_enter_autocast` has returned."""
+    if is_torch_function_mode_enabled():
+        return record_exit_autocast(()) or torch.overrides.handle_torch_function(_exit_autocast, [], mode)
+    mode.__exit__(None, None, None)
+    return None
+
+
 def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that a policy's region casts to; None if only the policy's rules cast."""
     if not hasattr(policy, "low_precisions"):
@@ -318,8 +349,35 @@ def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | N
     return policy.dtype
 
 
-def _no_device_type(device_type: object) -> ValueError:
-    return ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
+def _no_device_type(device_type: object) -> Exception:
+    ours = ValueError(f"device_type must be a string such as 'cuda' or 'cpu', got {device_type!r}")
+    return torch_words.error(ours, lambda: torch_words.region(device_type))
+
+
+def _no_autocast(device_type: str, dtype: object) -> Exception:
+    ours = RuntimeError(f"torch has no autocast for device_type {device_type!r}")
+    return torch_words.error(ours, lambda: torch_words.region(device_type, dtype))
+
+
+def _no_dtype(device_type: str, dtype: object) -> Exception:
+    ours = TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+    return torch_words.error(
+        ours, lambda: torch_words.switch(set_autocast_dtype, get_autocast_dtype, device_type, dtype)
+    )
+
+
+def _no_flag(device_type: str, enabled: object) -> Exception:
+    ours = TypeError(f"enabled must be a bool, got {enabled!r}")
+    return torch_words.error(
+        ours, lambda: torch_words.switch(set_autocast_enabled, is_autocast_enabled, device_type, enabled)
+    )
+
+
+def _no_cache_flag(cache_enabled: object) -> Exception:
+    ours = TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
+    return torch_words.error(
+        ours, lambda: torch_words.switch(set_autocast_cache_enabled, is_autocast_cache_enabled, cache_enabled)
+    )
 
 
 @overload
@@ -406,11 +464,12 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
         enabled = getattr(args[0], "_fwd_used_autocast", None)
         if enabled is None:
-            raise RuntimeError(
+            ours = RuntimeError(
                 "custom_bwd does not know the autocast state of the forward: "
                 f"decorate forward with custom_fwd(device_type={device_type!r}). (A Function with a separate "
                 "setup_context has to run once before torch.compile(fullgraph=True) can trace it.)"
             )
+            raise torch_words.error(ours, lambda: args[0]._fwd_used_autocast)
         with autocast(device_type, dtype=args[0]._dtype, enabled=enabled):
             return bwd(*args, **kwargs)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from castwise.amp import torch_words
 from castwise.amp.checks import at_least, check_scale, count
 from castwise.amp.schedules import Dynamic, Schedule
 
@@ -49,10 +50,8 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping from state_dict(), got {type(state_dict).__name__}")
     if not state_dict:
-        raise RuntimeError(
-            "state_dict is empty, probably because the GradScaler that saved it was disabled: do not load it, "
-            "or load it into a disabled scaler"
-        )
+        ours = RuntimeError("Do not load it, or load it into a disabled scaler")
+        raise torch_words.error(ours, lambda: torch_words.scaler().load_state_dict({}))
     missing, unknown = set(KEYS) - set(state_dict), set(state_dict) - {*KEYS, *_OPTIONAL}
     if missing or unknown:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch.amp import is_autocast_available as is_available_in_torch
 from castwise import _torch_private
 from castwise._torch_private import run_while_tracing
 from castwise._warnings import warn
+from castwise.amp import torch_words
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -67,16 +68,18 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
     """Return True if a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
     if device_type == "cuda":
         if amp_definitely_not_available():
-            warn("CUDA is not available and torch_xla is not installed. Disabling autocast.", UserWarning)
+            warn(torch_words.warning_of_region("The CPU has autocast('cpu')", device_type, dtype), UserWarning)
             return False
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
+            ours = RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
+            raise torch_words.error(ours, lambda: torch_words.region(device_type, dtype))
         return True
     custom = device_type == _torch_private.privateuse1_backend_name()
     supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
     if dtype not in supported:
         names = ", ".join(map(str, supported))
-        warn(f"autocast on {device_type!r} supports {names}, got {dtype}. Disabling autocast.", UserWarning)
+        hint = f"autocast on {device_type!r} supports {names}, got {dtype}"
+        warn(torch_words.warning_of_region(hint, device_type, dtype), UserWarning)
         return False
     return True
 
@@ -85,10 +88,11 @@ def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:
     backend = getattr(torch, device_type, None)
     supported = getattr(backend, "get_amp_supported_dtype", None)
     if supported is None:
-        raise RuntimeError(
+        ours = RuntimeError(
             f"backend {device_type!r} does not list the dtypes that it can autocast to: register a module for it with "
             "torch._register_device_module that has a function get_amp_supported_dtype() -> list[torch.dtype]"
         )
+        raise torch_words.error(ours, lambda: torch_words.region(device_type))
     dtypes: Iterable[torch.dtype] = supported()
     return dtypes
 

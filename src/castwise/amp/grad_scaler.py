@@ -29,14 +29,14 @@ from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
-from castwise.amp import checkpoint, closures, measure
+from castwise.amp import checkpoint, closures, measure, torch_words
 from castwise.amp.after_step import AfterSteps, LastStep, advance_of
 from castwise.amp.agreement import Agreement, Ranks
 from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, Snapshot
+from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptimizerStates, Snapshot
 from castwise.amp.observers import OBSERVERS, registered, step_of
 from castwise.amp.outcomes import Outcomes, StepFacts
 from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device
@@ -129,9 +129,14 @@ class GradScaler(torch.amp.GradScaler):
                 _refuse_numbers_with(schedule, init_scale, growth_factor, backoff_factor, growth_interval)
             self._adopt(schedule)
         elif enabled:
-            self._adopt(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
+            try:
+                self._adopt(Dynamic(init_scale, growth_factor, backoff_factor, growth_interval))
+            except (TypeError, ValueError) as ours:
+                numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+                raise torch_words.error(ours, lambda: torch_words.scaler(*numbers)) from None
         if enabled and self._device == "cuda" and amp_definitely_not_available():
-            warn("GradScaler: CUDA is not available. Disabling.", UserWarning)
+            hint = "The CPU has GradScaler('cpu')"
+            warn(torch_words.warning_of_scaler(hint, self._device), UserWarning)
             self._enabled = False
         if process_group is not None:
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
@@ -223,7 +228,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
-            raise RuntimeError("the growth tracker is set but the scale is not: set both or neither")
+            ours = RuntimeError("the growth tracker is set but the scale is not: set both or neither")
+            torchs = torch_words.scaler(_growth_tracker=self._growth_tracker)
+            raise torch_words.error(ours, lambda: torchs._lazy_init_scale_growth_tracker(dev))
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._trackers = on_device(self._init_trackers, dev)
@@ -233,10 +240,12 @@ class GradScaler(torch.amp.GradScaler):
             # Only the last stage of a pipeline has a loss to scale.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
-            raise RuntimeError(
+            ours = RuntimeError(
                 f"{funcname}() needs a scale, which the first scale() creates: "
                 "call scaler.scale(loss).backward() earlier in the iteration"
             )
+            torchs = torch_words.scaler(_scale=self._scale, _growth_tracker=self._growth_tracker)
+            raise torch_words.error(ours, lambda: torchs._check_scale_growth_tracker(funcname))
         return self._scale, self._growth_tracker
 
     def _made_scale(self) -> torch.Tensor:
@@ -282,9 +291,20 @@ class GradScaler(torch.amp.GradScaler):
             was_shown=was_shown,
         )
         self._iteration.records[optimizer] = record
+        if self._iteration.unseen:
+            self._adopt_unseen(record)
         if self._agreement is not None:
             self._agreement.watch(optimizer)
         return record
+
+    def _adopt_unseen(self, record: OptimizerRecord) -> None:
+        """Give a new record the state that a tool has written for its optimizer in `_per_optimizer_states`."""
+        state = self._iteration.unseen.pop(id(record.optimizer), None)
+        if state is None:
+            return
+        record.stage = state["stage"]
+        if state["found_inf_per_device"]:
+            self._note(record, state["found_inf_per_device"])
 
     def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
@@ -334,10 +354,9 @@ class GradScaler(torch.amp.GradScaler):
         elif record.may_unscale:
             record.may_unscale = False
         else:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update(): "
-                "call it once per step, and scaler.update() after the step"
-            )
+            ours = RuntimeError("Call it once per step, and scaler.update() after the step")
+            torchs, nothing = torch_words.scaler(stage=OptState.UNSCALED), None  # torch looks at the stage first
+            raise torch_words.error(ours, lambda: torchs.unscale_(nothing))  # type: ignore[arg-type]
 
     def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale the gradients in place, and clip them if that was left to a fused step."""
@@ -440,8 +459,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def _per_optimizer_states(self) -> defaultdict[int, Any]:
         """The per-optimizer states of torch's class, for tools that read or write them."""
-        states = {id(record.optimizer): record for record in self._iteration.records.values() if record.has_begun()}
-        return defaultdict(_refresh_per_optimizer_state, states)
+        return OptimizerStates.of(self._iteration)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, _: object) -> None:
@@ -645,11 +663,11 @@ class GradScaler(torch.amp.GradScaler):
             returned = self._step_with_closure(record, closure, args, kwargs)
             record = self._iteration.records.get(optimizer) or self._new_record(optimizer)
         elif record.takes_scaler:
-            warn(
-                "an optimizer's step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf "
-                "that GradScaler sets on the optimizer instead",
-                FutureWarning,
+            hint = (
+                "step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf that GradScaler sets "
+                "on the optimizer instead"
             )
+            warn(torch_words.warning_of_step(hint), FutureWarning)
             returned = optimizer.step(*args, **kwargs | {"grad_scaler": self})
         elif record.takes_grad_scale:
             returned = self._step_with_scale(record, *args, **kwargs)
@@ -873,6 +891,8 @@ class GradScaler(torch.amp.GradScaler):
             found_infs += record.found_inf_per_device.values()
             if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped:
                 steps.append(record)
+        for state in iteration.unseen.values():
+            found_infs += state["found_inf_per_device"].values()
         scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
         if number is not None or found_infs or not iteration.has_only_skips():
             self._move_scale(number, found_infs)
@@ -896,10 +916,12 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(new_scale, torch.Tensor):
             return check_scale("new_scale", new_scale)
         if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.device.type != self._device:
-            raise TypeError(
+            ours = TypeError(
                 f"new_scale must be a number or a one-element tensor on {self._device} without requires_grad, "
                 f"got {tuple(new_scale.shape)} on {new_scale.device.type}, requires_grad={new_scale.requires_grad}"
             )
+            torchs = torch_words.scaler(stage=OptState.READY, _device=self._device)
+            raise torch_words.error(ours, lambda: torchs.update(new_scale))
         return check_scale("new_scale", new_scale.item())
 
     def _move_scale(self, new_scale: float | None, found_infs: list[torch.Tensor]) -> None:
@@ -914,10 +936,8 @@ class GradScaler(torch.amp.GradScaler):
                 scale, trackers, self._iteration_facts(found_inf) if wants_more else IterationFacts(found_inf)
             )
         else:
-            raise RuntimeError(
-                "No inf checks were recorded prior to update(): call scaler.step(optimizer) or "
-                "scaler.unscale_(optimizer) before each update()"
-            )
+            ours = RuntimeError("Call scaler.step(optimizer) or scaler.unscale_(optimizer) before each update()")
+            raise torch_words.error(ours, torch_words.scaler(stage=OptState.READY).update)
 
     def _iteration_facts(self, found_inf: torch.Tensor) -> IterationFacts:
         """Return the results of the iteration that the schedule needs, the same on all ranks."""
@@ -1239,10 +1259,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._iteration.has_begun():
-            raise RuntimeError(
-                "a GradScaler can be pickled or copied only at the beginning of an iteration: "
-                "call scaler.update() first"
-            )
+            ours = RuntimeError("To pickle or copy it now, call scaler.update() first")
+            torchs = torch_words.scaler(_per_optimizer_states={0: {}})
+            raise torch_words.error(ours, torchs.__getstate__)
         # Leave out what belongs to this process. Numbers are kept, and move to a device on first use.
         fresh = object.__new__(type(self))
         fresh._forget_device_state()
@@ -1280,7 +1299,9 @@ def _check_is_loss(outputs: object) -> None:
     if isinstance(outputs, torch.Tensor):
         return
     if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
-        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {outputs!r}")
+        ours = ValueError(f"scale() cannot scale {outputs!r}")
+        nothing: Any = None  # torch goes on for ever into the letters of a string
+        raise torch_words.error(ours, lambda: torch_words.scaler().scale(nothing))
     if isinstance(outputs, (list, tuple)):
         for output in outputs:
             _check_is_loss(output)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from castwise._torch_private import counted_version, stored_values, version
-from castwise.amp import shards
+from castwise.amp import shards, torch_words
 
 if TYPE_CHECKING:
     from castwise.amp.agreement import Agreement
@@ -153,7 +153,8 @@ def params_and_grads(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tenso
         tensors = [param.grad for param in params]
     except AttributeError:
         strange = next(param for param in params if not isinstance(param, torch.Tensor))
-        raise TypeError(f"an optimizer's parameters must be tensors, got {type(strange).__name__}") from None
+        ours = TypeError(f"an optimizer's parameters must be tensors, got {type(strange).__name__}")
+        raise torch_words.error(ours, lambda: torch_words.unscale(strange)) from None
     grads = [tensor for tensor in tensors if tensor is not None]
     if len(grads) < len(params):
         params = [param for param, tensor in zip(params, tensors, strict=True) if tensor is not None]
@@ -201,11 +202,14 @@ def _check_kind(
         )
     if dtype in _HALF and not allow_fp16:
         half = [_name(optimizer, param) for param, other in zip(params, kinds, strict=True) if other[0] in _HALF]
-        raise ValueError(
-            "Attempting to unscale FP16 gradients, which may underflow once unscaled: keep the parameters in fp32 and "
-            "let autocast choose fp16 op by op, or allow them with GradScaler(..., allow_fp16_gradients=True). "
+        ours = ValueError(
+            "They may underflow once unscaled: keep the parameters in fp32 and let autocast choose fp16 op by op, or "
+            "allow them with GradScaler(..., allow_fp16_gradients=True). "
             f"fp16 gradients: {', '.join(half)}"
         )
+        param = torch.zeros((), dtype=torch.float16)
+        param.grad = torch.zeros_like(param)
+        raise torch_words.error(ours, lambda: torch_words.unscale(param))
     if dtype.is_complex and not allow_complex:
         raise TypeError(
             "complex gradients cannot be clipped by value: the gradient of "

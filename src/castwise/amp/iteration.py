@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -12,6 +14,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 
+from castwise.amp import torch_words
 from castwise.amp.after_step import LastStep
 from castwise.amp.gradients import params_and_grads, params_of, versions_of
 from castwise.amp.shared_params import SharedParams
@@ -124,6 +127,17 @@ class OptimizerRecord:
         self[name]  # raises for other names
         setattr(self, name, value)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(("stage", "found_inf_per_device"))
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of torch's entries."""
+        return tuple(self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return one of torch's entries, or a default."""
+        return self[name] if name in self.keys() else default
+
     def has_begun(self) -> bool:
         """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
         return self.stage is not OptState.READY or bool(self.found_inf_per_device)
@@ -138,15 +152,15 @@ class OptimizerRecord:
             raise RuntimeError(
                 f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
             )
+        torchs = torch_words.scaler(stage=OptState.STEPPED)
+        nothing: Any = None  # torch looks at the stage first
         if call == "step":
-            raise RuntimeError(
-                "step() has already been called on this optimizer since the last update(): "
-                "call scaler.update() once per iteration, after the last step()"
-            )
-        raise RuntimeError(
-            f"{call}() is being called after step() of the same optimizer: call it before step(), "
-            "or call scaler.update() first to begin a new iteration"
-        )
+            ours = RuntimeError("Call scaler.update() once per iteration, after the last step()")
+            raise torch_words.error(ours, lambda: torchs.step(nothing))
+        hint = "all it before step(), or call scaler.update() first to begin a new iteration"
+        if call == "unscale_":
+            raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torchs.unscale_(nothing))
+        raise RuntimeError(f"{call}() is being called after step() of the same optimizer: c{hint}")
 
 
 @dataclass(slots=True, eq=False)
@@ -156,12 +170,15 @@ class Iteration:
     records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     """The losses that were given to `scale`, detached; fp32, shape ()."""
+    unseen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """States that tools have written for optimizers without a record, by `id(optimizer)`."""
     compiled_loss: torch.Tensor | None = None
     """The sum of the losses from compiled code: Dynamo would recompile for each length of a list."""
 
     def has_begun(self) -> bool:
         """Return True if an optimizer was unscaled, clipped, stepped or skipped."""
-        return any(record.has_begun() for record in self.records.values())
+        written = any(state != _ready() for state in self.unseen.values())  # to read one is no beginning
+        return written or any(record.has_begun() for record in self.records.values())
 
     def has_only_skips(self) -> bool:
         """Return True if optimizers were used, but only in `GradScaler.skip`."""
@@ -206,3 +223,39 @@ class Iteration:
             if record.clipped is not None:
                 record.clipped = Snapshot(params_and_grads(record.optimizer)[1])
                 record.has_later_loss = True
+
+
+class OptimizerStates(defaultdict[int, Any]):
+    """The states of an iteration's optimizers as in torch's class, by `id(optimizer)`. Items can be read and written.
+
+    If an optimizer has no record yet, its state is kept until there is one, because an id does not lead to it.
+    """
+
+    iteration: Iteration | None = None
+
+    @staticmethod
+    def of(iteration: Iteration) -> OptimizerStates:
+        """Return the states of an iteration."""
+        begun = {id(record.optimizer): record for record in iteration.records.values() if record.has_begun()}
+        states = OptimizerStates(_ready, begun | iteration.unseen)
+        states.iteration = iteration
+        return states
+
+    def __missing__(self, key: int) -> Any:
+        if self.iteration is None:
+            return super().__missing__(key)
+        records = (record for record in self.iteration.records.values() if id(record.optimizer) == key)
+        state = next(records, None) or self.iteration.unseen.setdefault(key, _ready())
+        super().__setitem__(key, state)
+        return state
+
+    def __setitem__(self, key: int, state: Any) -> None:
+        if self.iteration is None:
+            super().__setitem__(key, state)
+        else:
+            for name in state:
+                self[key][name] = state[name]
+
+
+def _ready() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}

@@ -8,8 +8,8 @@ import torch
 from torch.cpu.amp import autocast_mode as torchs
 
 from castwise import amp
-from castwise._torch_private import only_inlined
-from castwise._warnings import warn
+from castwise._deprecation import deprecated
+from castwise._torch_private import only_inlined, scripted_as
 
 __all__ = ["autocast"]
 
@@ -17,6 +17,8 @@ __all__ = ["autocast"]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
+    @deprecated("use castwise.autocast('cpu', ...)", category=FutureWarning)
+    @scripted_as(torchs.autocast)
     class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
         """Deprecated: `castwise.autocast("cpu", ...)`.
 
@@ -35,9 +37,4 @@ with warnings.catch_warnings():
         def __init__(
             self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
         ) -> None:
-            warn(
-                "castwise.cpu.amp.autocast(...), like torch.cpu.amp.autocast, is deprecated: "
-                "use castwise.autocast('cpu', ...)",
-                FutureWarning,
-            )
             super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

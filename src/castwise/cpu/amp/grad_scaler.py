@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.cpu.amp import grad_scaler as torchs
 
 from castwise import amp
-from castwise._warnings import warn
+from castwise._deprecation import deprecated
 
 __all__ = ["GradScaler"]
 
@@ -24,6 +24,7 @@ class GradScaler(amp.GradScaler, torchs.GradScaler):
         FutureWarning: Always.
     """
 
+    @deprecated("use castwise.GradScaler('cpu', ...)", category=FutureWarning)
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -32,9 +33,4 @@ class GradScaler(amp.GradScaler, torchs.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        warn(
-            "castwise.cpu.amp.GradScaler(...), like torch.cpu.amp.GradScaler, is deprecated: "
-            "use castwise.GradScaler('cpu', ...)",
-            FutureWarning,
-        )
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

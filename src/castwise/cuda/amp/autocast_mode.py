@@ -9,8 +9,8 @@ import torch
 from torch.cuda.amp import autocast_mode as torchs
 
 from castwise import amp
-from castwise._torch_private import only_inlined
-from castwise._warnings import warn
+from castwise._deprecation import deprecated
+from castwise._torch_private import only_inlined, scripted_as
 from castwise.amp import autocast_mode
 
 __all__ = ["autocast", "custom_bwd", "custom_fwd"]
@@ -19,6 +19,8 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # torch's class warns when a subclass is defined
 
+    @deprecated("use castwise.autocast('cuda', ...)", category=FutureWarning)
+    @scripted_as(torchs.autocast)
     class autocast(amp.autocast, torchs.autocast):  # type: ignore[no-untyped-call]  # noqa: N801  # as torch has it
         """Deprecated: `castwise.autocast("cuda", ...)`.
 
@@ -37,16 +39,16 @@ with warnings.catch_warnings():
         def __init__(
             self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
         ) -> None:
-            _warn("autocast(...)", "castwise.autocast('cuda', ...)")
             super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
+@deprecated("use castwise.amp.autocast_mode._cast(value, 'cuda', dtype)", category=FutureWarning)
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Deprecated: `castwise.amp.autocast_mode._cast(value, "cuda", dtype)`."""
-    _warn("autocast_mode._cast(value, dtype)", "castwise.amp.autocast_mode._cast(value, 'cuda', dtype)")
     return autocast_mode._cast(value, "cuda", dtype)
 
 
+@deprecated("use castwise.custom_fwd(..., device_type='cuda')", category=FutureWarning)
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """Deprecated: `castwise.custom_fwd(..., device_type="cuda")`.
 
@@ -57,10 +59,10 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     Warns:
         FutureWarning: Always.
     """
-    _warn("custom_fwd(...)", "castwise.custom_fwd(..., device_type='cuda')")
     return amp.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
+@deprecated("use castwise.custom_bwd(..., device_type='cuda')", category=FutureWarning)
 def custom_bwd(bwd: Any) -> Any:
     """Deprecated: `castwise.custom_bwd(..., device_type="cuda")`.
 
@@ -70,9 +72,4 @@ def custom_bwd(bwd: Any) -> Any:
     Warns:
         FutureWarning: Always.
     """
-    _warn("custom_bwd(...)", "castwise.custom_bwd(..., device_type='cuda')")
     return amp.custom_bwd(bwd, device_type="cuda")
-
-
-def _warn(old: str, new: str) -> None:
-    warn(f"castwise.cuda.amp.{old}, like torch.cuda.amp's, is deprecated: use {new}", FutureWarning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.cuda.amp import grad_scaler as torchs
 
 from castwise import amp
-from castwise._warnings import warn
+from castwise._deprecation import deprecated
 from castwise.amp.grad_scaler import OptState
 
 __all__ = ["GradScaler", "OptState"]
@@ -25,6 +25,7 @@ class GradScaler(amp.GradScaler, torchs.GradScaler):
         FutureWarning: Always.
     """
 
+    @deprecated("use castwise.GradScaler('cuda', ...)", category=FutureWarning)
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -33,9 +34,4 @@ class GradScaler(amp.GradScaler, torchs.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        warn(
-            "castwise.cuda.amp.GradScaler(...), like torch.cuda.amp.GradScaler, is deprecated: "
-            "use castwise.GradScaler('cuda', ...)",
-            FutureWarning,
-        )
         super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

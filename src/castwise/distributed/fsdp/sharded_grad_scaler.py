@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 if not torch.distributed.is_available():
     raise ImportError("ShardedGradScaler needs a build of torch that has torch.distributed")
 
 # This import loads all of FSDP, so this module is imported only on demand.
+from torch.distributed import ProcessGroup as ProcessGroup  # torch has it here
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
 from castwise._torch_private import privateuse1_backend_name
+from castwise.amp import torch_words
 from castwise.amp.agreement import Agreement, Ranks
-from castwise.amp.devices import MultiDeviceReplicator
+from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp.grad_scaler import (
     BACKOFF_FACTOR,
     GROWTH_FACTOR,
@@ -26,6 +30,8 @@ from castwise.amp.schedules import Schedule
 
 __all__ = ["GradScaler", "OptState", "ShardedGradScaler", "_refresh_per_optimizer_state"]
 
+logger = logging.getLogger(__name__)
+
 _TYPES = ("cuda", "xla", "cpu", "hpu", "mtia", "xpu")
 
 
@@ -33,12 +39,13 @@ def _is_supported_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type in (*_TYPES, privateuse1_backend_name())
 
 
-class _GeneralMultiDeviceReplicator(MultiDeviceReplicator):
+class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator):
     def __init__(self, master_tensor: torch.Tensor) -> None:
         if not _is_supported_device(master_tensor):
-            raise ValueError(
+            ours = ValueError(
                 f"a tensor can be copied from {', '.join(_TYPES)} or a custom backend, got {master_tensor.device}"
             )
+            raise torch_words.error(ours, lambda: torchs._GeneralMultiDeviceReplicator(master_tensor))
         super().__init__(master_tensor)
 
 
