@@ -372,6 +372,21 @@ def alive(shape: tuple[int, ...]) -> int:
     return sum(issubclass(type(each), Tensor) and each.shape == shape for each in gc.get_objects())
 
 
+def test_of_a_compiled_model_an_output_may_have_no_part_in_the_loss(record: Any, recwarn: Any) -> None:
+    class WithLoss(Calls):
+        def forward(self, x: Tensor) -> Any:
+            logits = self.first(x)
+            return logits, (self.inner(logits) / 0).sum()
+
+    model = WithLoss()
+    recording = record(model)
+    _, loss = torch.compile(model, backend="aot_eager")(torch.ones(2, 4))
+    loss.backward()
+    found = recording.take().diagnose(1.0)
+    assert found.op == "aten.div"
+    assert [each for each in recwarn if "monitor" in str(each.message)] == []
+
+
 @pytest.mark.parametrize("at_once", [False, True], ids=["each its own backward", "one backward for all"])
 def test_gradients_of_outputs_are_kept_of_the_last_batches_only(record: Any, at_once: bool) -> None:
     model, x = nn.Linear(4, 37), torch.ones(2, 4)

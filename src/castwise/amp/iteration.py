@@ -243,15 +243,15 @@ class OptimizerStates(defaultdict[int, Any]):
 
     def __missing__(self, key: int) -> Any:
         if self.iteration is None:
-            return super().__missing__(key)
+            return defaultdict.__missing__(self, key)
         records = (record for record in self.iteration.records.values() if id(record.optimizer) == key)
         state = next(records, None) or self.iteration.unseen.setdefault(key, _ready())
-        super().__setitem__(key, state)
+        dict.__setitem__(self, key, state)
         return state
 
     def __setitem__(self, key: int, state: Any) -> None:
         if self.iteration is None:
-            super().__setitem__(key, state)
+            dict.__setitem__(self, key, state)
         else:
             for name in state:
                 self[key][name] = state[name]

@@ -251,7 +251,9 @@ class Recording:
         self._batches.append(batch)
 
     @guarded
-    def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor) -> None:
+    def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # of a compiled model, and the loss does not depend on this output
+            return
         if not self._fits([gradient]):
             batch.condense()
         elif not batch.is_condensed:
