@@ -45,9 +45,10 @@ bench: .venv/.ready
 	$(BIN)/python examples/compare_schedules.py --write
 	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
-# Third-party code under torch.amp and under castwise. ONLY=peft runs the rows with "peft" in their names and writes nothing.
+# Third-party code under torch.amp and under castwise. ONLY=peft runs the rows with "peft" in their names and writes nothing;
+# with AGAIN=1 it replaces these rows in the result file.
 foreign: .venv-foreign/.ready
-	.venv-foreign/bin/python benchmarks/foreign/compare.py --only "$(ONLY)"
+	.venv-foreign/bin/python benchmarks/foreign/compare.py --only "$(ONLY)" $(if $(AGAIN),--again)
 
 FOREIGN := benchmarks/foreign
 .venv-foreign/.ready: pyproject.toml $(FOREIGN)/requirements.txt $(FOREIGN)/constraints.txt

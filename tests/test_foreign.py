@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -108,6 +109,32 @@ def test_an_exception_covers_what_it_names_and_no_more(compare: Any, monkeypatch
         assert compare.verdict(record) == "castwise: same (emulated dtype)"
     record = record_of(compare, monkeypatch, "script", {**GOOD, told: "given"}, GOOD, {**GOOD, told: "given"})
     assert compare.is_wrong(record)
+
+
+def test_rows_that_are_run_again_replace_theirs_alone_and_in_the_same_setting_only(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "foreign" / "requirements.txt").write_text("torch\n")
+    (tmp_path / "README.md").write_text("<!-- foreign-cpu begins -->\n<!-- foreign-cpu ends -->\n")
+    result = tmp_path / "results" / "foreign-cpu.json"
+    monkeypatch.setattr(compare, "HERE", tmp_path / "foreign")
+    monkeypatch.setattr(compare.recording, "HERE", tmp_path)
+    first, wrong = (
+        record_of(compare, monkeypatch, "script", GOOD, GOOD),
+        record_of(compare, monkeypatch, "script", GOOD, {}, GOOD),
+    )
+    first["name"], wrong["name"] = "first", "second"
+    compare.write([first, wrong])
+    compare.write([{**first, "name": "second"}], again=True)
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["name"], compare.is_wrong(row)) for row in rows] == [("first", False), ("second", False)]
+    before = result.read_bytes()
+    (tmp_path / "foreign" / "requirements.txt").write_text("torch\npytest\n")
+    with pytest.raises(SystemExit, match="the result file has another versions: run all rows"):
+        compare.write([wrong], again=True)
+    assert result.read_bytes() == before
 
 
 def test_a_script_that_tells_castwise_from_torch_is_different(compare: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     make foreign                 # all rows; writes results/foreign-cpu.json and the table in benchmarks/README.md
     make foreign ONLY=peft       # rows whose kind or name has this in it; writes nothing
+    make foreign ONLY=peft AGAIN=1    # and replaces these rows in the result file, if all else in it is as now
 
 Each side of a row is a process of its own (`side.py`), with the same seed and one thread, which notes what it found:
 outcomes of tests, or the bits of losses, weights and outputs. Where castwise differs, torch runs once more, and what it
@@ -184,8 +185,13 @@ def told(row: Row, torch: Facts) -> str:
     return f"{steps} steps, {values} values" if steps else f"{values} values"
 
 
-def write(records: list[dict[str, Any]]) -> None:
-    """Write the result file, and the table into benchmarks/README.md."""
+def write(records: list[dict[str, Any]], *, again: bool = False) -> None:
+    """Write the result file, and the table into benchmarks/README.md.
+
+    Args:
+        records: The rows.
+        again: The rows replace those of the same name in a result file of this machine, day and versions.
+    """
     lines = (HERE / "requirements.txt").read_text().splitlines()
     named = sorted(line for line in lines if not line.startswith("#"))
     versions = {name: version(name) for name in named}
@@ -195,12 +201,20 @@ def write(records: list[dict[str, Any]]) -> None:
         "exceptions": [{"name": each.name, "why": each.why} for each in EXEMPT],
         "rows": records,
     }
+    if again:
+        last = json.loads((HERE.parent / "results" / "foreign-cpu.json").read_text())
+        changed = [key for key in ("machine", "versions") if last[key] != record[key]]
+        if changed:
+            raise SystemExit(f"the result file has another {' and '.join(changed)}: run all rows")
+        by_name = {(each["kind"], each["name"]): each for each in records}
+        record["rows"] = [by_name.get((each["kind"], each["name"]), each) for each in last["rows"]]
     recording.write("foreign-cpu", record, table(record))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="rows whose kind or name has this in it; writes nothing")
+    parser.add_argument("--again", action="store_true", help="with --only: replace these rows in the result file")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="rows at once")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.only.lower() in f"{row.kind}: {row.name}".lower()]
@@ -220,8 +234,8 @@ def main() -> int:
         for process in list(running):  # Ctrl-C does not reach them
             os.killpg(process.pid, signal.SIGKILL)
         raise
-    if not options.only:
-        write(records)
+    if not options.only or options.again:
+        write(records, again=options.again)
     wrong = [record["name"] for record in records if is_wrong(record)]
     print(f"{len(records)} rows, " + (f"different: {', '.join(wrong)}" if wrong else "no difference"))
     return 1 if wrong else 0
