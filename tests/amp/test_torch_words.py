@@ -178,8 +178,11 @@ def set_sharded(library: Any) -> Any:
     return made
 
 
-# What `castwise.install` tells of the programs here.
-OTHERS = ("an optimizer trains parameters", "the monitor skipped", "castwise does not look for mistakes any more")
+# What `castwise.install` tells of the programs here, and torch of TorchScript.
+OTHERS = (
+    *("an optimizer trains parameters", "the monitor skipped", "castwise does not look for mistakes any more"),
+    "`torch.jit.script` is deprecated",
+)
 
 
 def outcome(library: Any, provoke: Callable[[Any], Any]) -> list[Any]:
