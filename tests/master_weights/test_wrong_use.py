@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -432,3 +433,14 @@ def test_an_optimizer_may_be_stepped_alone_when_its_master_weights_are_gone() ->
     inner.step()
     castwise.MasterWeights(inner, model)
     assert len(inner._optimizer_step_pre_hooks) == 1
+
+
+def test_no_deprecated_name_of_torch_is_touched(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = nn.Linear(4, 4)
+            castwise.MasterWeights(torch.optim.SGD(model.parameters(), 0.1), model)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -139,7 +139,9 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
     names = names_of(model)
     new = {param for param in chosen if param.dtype is not dtype}
     if new and torch.distributed.is_available() and torch.distributed.is_initialized():
-        for wrapper in (each for each in gc.get_objects() if isinstance(each, nn.parallel.DistributedDataParallel)):
+        # `isinstance` would read the deprecated `torch.distributed.reduce_op`, which is among all objects.
+        ddp = nn.parallel.DistributedDataParallel
+        for wrapper in (each for each in gc.get_objects() if issubclass(type(each), ddp)):
             for wrapped in filter(new.__contains__, wrapper.parameters()):
                 raise ValueError(
                     f"{names.get(wrapped)!r} is in DistributedDataParallel, whose buckets are for fp32 "
