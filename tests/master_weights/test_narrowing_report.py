@@ -165,6 +165,31 @@ def test_noise_of_numpy_and_counters_are_no_difference_and_as_before() -> None:
     assert not hasattr(model, "seen")
 
 
+class Raises(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class FallsBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = Raises(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.fast(x)  # type: ignore[no-any-return]
+        except NotImplementedError:
+            return self.slow(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_raises_is_a_call_that_has_ended(recwarn: pytest.WarningsRecorder) -> None:
+    model = made(FallsBack)
+    optimizer = MasterWeights(adamw(model), model)
+    report = optimizer.narrowing_report(model, torch.ones(2, 4))
+    assert report.is_same
+    assert [str(each.message) for each in recwarn if "hook" in str(each.message)] == []
+
+
 class CallsMore(nn.Module):
     """Calls a module only with 16-bit weights."""
 

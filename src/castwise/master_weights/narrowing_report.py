@@ -99,8 +99,9 @@ class _Recorder:
             self._open.append(len(self.calls))
             self.calls.append(_Call(self._names[module], caller, _bits(args)))
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, *others: Any) -> None:
         if module in self._names:
+            *kwargs, output = others  # torch leaves the keyword arguments out if the forward has raised
             call = self.calls[self._open.pop()]
             call.inputs += _bits(kwargs)
             call.outputs = _bits(output)
