@@ -190,6 +190,40 @@ def test_a_module_that_raises_is_a_call_that_has_ended(recwarn: pytest.WarningsR
     assert [str(each.message) for each in recwarn if "hook" in str(each.message)] == []
 
 
+class Shares(nn.Module):
+    """One layer and one norm under two names, and one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.again, self.tied.weight, self.same_norm = self.first, self.first.weight, self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.same_norm(self.tied(self.norm(self.again(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def test_shared_layers_and_weights_are_as_before() -> None:
+    model = made(Shares)
+    optimizer = MasterWeights(adamw(model), model)
+    before = [*model.parameters(), *model.buffers()]
+    values = [tensor.clone() for tensor in before]
+    assert optimizer.narrowing_report(model, torch.ones(2, 4)).is_same
+    after = [*model.parameters(), *model.buffers()]
+    assert list(map(id, before)) == list(map(id, after))
+    assert all(map(torch.equal, values, after))
+    assert model.tied.weight is model.first.weight
+
+
+def test_every_module_with_a_shared_weight_gets_the_fp32_one() -> None:
+    class ReadsDtype(Shares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).to(self.tied.weight.dtype)
+
+    model = made(ReadsDtype)
+    optimizer = MasterWeights(adamw(model), model)
+    assert not optimizer.narrowing_report(model, torch.ones(2, 4)).is_same
+
+
 class CallsMore(nn.Module):
     """Calls a module only with 16-bit weights."""
 

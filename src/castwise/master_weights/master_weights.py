@@ -947,16 +947,16 @@ class MasterWeights(torch.optim.Optimizer):
             raise RuntimeError("the model is sharded: call narrowing_report in one process, before sharding the model")
         if wraps_compiled(model):
             raise RuntimeError("the model is compiled: give narrowing_report the model that torch.compile was given")
-        named = self._named(model)
+        weights = set(self._named(model).values())
         self._take_over_written()
-        values = {weight: nn.Parameter(value) for weight, value in self._fp32_of(set(named.values())).items()}
-        for weight, value in values.items():
-            value.requires_grad_(weight.param.requires_grad)
-        kind = next((weight.layout.device.type for weight in values), "cpu")
+        fp32: dict[torch.Tensor, torch.Tensor] = {}
+        for weight, value in self._fp32_of(weights).items():
+            fp32[weight.param] = nn.Parameter(value, requires_grad=weight.param.requires_grad)
+        kind = next((weight.layout.device.type for weight in weights), "cpu")
         policy = self._narrow if isinstance(self._narrow, BoundPolicy) else None
         region: Any = nullcontext() if torch.is_autocast_enabled(kind) else autocast(kind, self._dtype, policy=policy)
         with region:
-            return compare_forwards(model, {name: values[weight] for name, weight in named.items()}, args, kwargs)
+            return compare_forwards(model, fp32, args, kwargs)
 
     def memory(self) -> dict[str, int]:
         """Return the memory of the 16-bit parameters on this rank.

@@ -137,14 +137,14 @@ def _differ(a: Bits | None, b: Bits | None) -> bool:
 
 
 def compare_forwards(
-    model: nn.Module, fp32: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, fp32: Mapping[torch.Tensor, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NarrowingReport:
     """Run a model as it is and with fp32 weights, and compare what its modules compute.
 
     Args:
         model: The model. Its buffers, the attributes of its modules, and the random states of torch, Python and NumPy
             are as before each forward afterwards.
-        fp32: The fp32 weights by parameter name.
+        fp32: The fp32 weight of each parameter that has one.
         args: Arguments of the model, which gets copies of the tensors.
         kwargs: Keyword arguments of the model, likewise.
     """
@@ -154,12 +154,25 @@ def compare_forwards(
     devices = sorted({device.index or 0 for device in accelerators})
     for weights in ({}, fp32):
         recorder = _Recorder(model)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = {buffer: buffer.clone() for buffer in model.buffers()}
         with torch.random.fork_rng(devices, device_type=kind), _as_before(model), recorder.recording():
             of_call = tree_map(_copied, args), tree_map(_copied, kwargs)
-            torch.func.functional_call(model, {**buffers, **weights}, *of_call)
+            # `tie_weights=True` replaces the tensors of a module with two names twice, and then puts replacements back.
+            by_name = _by_name(model, {**buffers, **weights})
+            torch.func.functional_call(model, by_name, *of_call, tie_weights=False)
         calls.append(recorder.calls)
     return _compared(*calls)
+
+
+def _by_name(model: nn.Module, values: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the values for a model's tensors by name, with one name for each attribute of each module."""
+    return {
+        f"{prefix}.{name}" if prefix else name: values[tensor]
+        for prefix, module in model.named_modules()
+        for tensors in (module.named_parameters, module.named_buffers)
+        for name, tensor in tensors(recurse=False, remove_duplicate=False)
+        if tensor in values
+    }
 
 
 @contextmanager
