@@ -117,3 +117,15 @@ def test_gradients_that_come_to_be_one_between_clippings_are_clipped_once_by_eac
         scaler.clip_grad_norm_(optimizer, 100.0)
     scaler.step(optimizer)
     assert [first.item(), second.item()] == pytest.approx([0.5, 0.5], rel=1e-5)
+
+
+def test_an_inf_written_after_clipping_skips_a_fused_step_also_when_another_loss_is_scaled() -> None:
+    param, other = weight(1.0), weight(1.0)
+    scaler, optimizer = scaled(param), Fused([param])
+    scaler.clip_grad_norm_(optimizer, 100.0)
+    assert param.grad is not None
+    param.grad.fill_(torch.inf)
+    scaler.scale(other.sum()).backward()
+    scaler.step(optimizer)
+    assert param.item() == 1.0
+    assert scaler.step_skipped

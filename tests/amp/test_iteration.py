@@ -15,7 +15,17 @@ from tests.amp.scalers import Fused, scaled, weight
 from torch.amp.grad_scaler import OptState
 
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerInfo, OptimizerRecord, Snapshot
+from castwise.amp.iteration import (
+    Clipped,
+    Iteration,
+    KnownOptimizers,
+    OptimizerInfo,
+    OptimizerRecord,
+    Skipped,
+    Snapshot,
+    Stepped,
+    Unscaled,
+)
 
 CPU = torch.device("cpu")
 
@@ -70,10 +80,39 @@ def test_an_optimizer_that_nothing_was_done_with_is_as_torchs_entry() -> None:
     record["found_inf_per_device"] = {CPU: torch.ones(())}
     assert record.found_inf_per_device[CPU] == 1.0
     assert record.has_begun()
-    with pytest.raises(KeyError, match="divisor"):
-        record["divisor"]
-    with pytest.raises(KeyError, match="divisor"):
-        record["divisor"] = None
+    with pytest.raises(KeyError, match="norm"):
+        record["norm"]
+    with pytest.raises(KeyError, match="norm"):
+        record["norm"] = None
+
+
+@pytest.mark.parametrize("written", list(OptState))
+def test_a_stage_that_a_tool_writes_becomes_the_matching_state(written: OptState) -> None:
+    scaler = scaled(param := weight(1.0))
+    optimizer = Fused([param])
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    record = scaler._iteration.records[optimizer]
+    states = {OptState.READY: Clipped, OptState.UNSCALED: Unscaled, OptState.STEPPED: Stepped}
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = written
+    assert type(record.state) is states[written]  # clipping is not lost when its own stage is written
+    assert record["stage"] is written
+
+
+@pytest.mark.parametrize("stage", [None, 1, "STEPPED"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_stage_that_matches_no_state_is_refused(stage: Any, is_known: bool) -> None:
+    scaler = scaled(param := weight(1.0))
+    optimizer = torch.optim.SGD([param])
+    if is_known:
+        scaler.unscale_(optimizer)
+    states, before = scaler._per_optimizer_states, scaler._per_optimizer_states[id(optimizer)]["stage"]
+    text = f"^stage must be one of OptState.READY, OptState.UNSCALED, OptState.STEPPED, got {stage!r}$"
+    with pytest.raises(ValueError, match=text):
+        states[id(optimizer)]["stage"] = stage
+    with pytest.raises(ValueError, match=text):
+        states[id(optimizer)] = {"found_inf_per_device": {CPU: torch.ones(())}, "stage": stage}
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is before
+    assert bool(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]) is is_known
 
 
 @pytest.mark.parametrize(
@@ -96,7 +135,7 @@ def test_an_optimizer_that_nothing_was_done_with_is_as_torchs_entry() -> None:
 )
 def test_the_words_for_calls_after_the_step(name: str, skipped: bool, text: str) -> None:
     record = record_of(weight(1.0))
-    record.stage, record.was_skipped = OptState.STEPPED, skipped
+    record.state = Skipped() if skipped else Stepped()
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         record.refuse(name)
 
@@ -107,11 +146,11 @@ def test_an_iteration_knows_whether_anything_happened_but_skips() -> None:
     assert not iteration.has_only_skips()
     iteration.records[record.optimizer] = record
     assert not iteration.has_begun()
-    record.stage, record.was_skipped = OptState.STEPPED, True
+    record.state = Skipped()
     assert iteration.has_begun()
     assert iteration.has_only_skips()
     other = record_of(weight(1.0))
-    other.stage = OptState.UNSCALED
+    other.state = Unscaled()
     iteration.records[other.optimizer] = other
     assert not iteration.has_only_skips()
 

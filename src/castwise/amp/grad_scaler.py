@@ -5,8 +5,9 @@ The class is only the state machine. `gradients` collects the gradients, `measur
 take the same decision, `closures` runs steps with closures, `outcomes` reports each step and the cause of a skip to the
 host, `after_step` makes the calls that wait for such a report, and `checkpoint` checks loaded states.
 
-The state of one iteration is an `Iteration`, which `update` replaces as a whole. Clipping before a fused step sets a
-`divisor` on the optimizer's record, by which the step divides, and `clipped`, the gradients that it is for.
+The state of one iteration is an `Iteration`, which `update` replaces as a whole. In it, each optimizer has a record,
+whose `state` is a value of its own: `Ready`, then perhaps `Clipped` (which a fused step carries out) or `Unscaled`, and
+at last `Stepped` or `Skipped`.
 
 Private attributes that torch's class also has keep their names and meaning, because subclasses and frameworks use them
 and even replace `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
@@ -36,7 +37,18 @@ from castwise.amp.checks import check_scale
 from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
-from castwise.amp.iteration import Iteration, KnownOptimizers, OptimizerRecord, OptimizerStates, Snapshot
+from castwise.amp.iteration import (
+    Clipped,
+    Iteration,
+    KnownOptimizers,
+    OptimizerRecord,
+    OptimizerStates,
+    Ready,
+    Skipped,
+    Snapshot,
+    Stepped,
+    Unscaled,
+)
 from castwise.amp.observers import OBSERVERS, registered, step_of
 from castwise.amp.outcomes import Outcomes, StepFacts
 from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device
@@ -269,10 +281,10 @@ class GradScaler(torch.amp.GradScaler):
         record = self._iteration.records.get(optimizer)
         if record is None:
             record = self._new_record(optimizer)
-        if record.stage is OptState.STEPPED:
+        if isinstance(record.state, (Stepped, Skipped)):
             record.refuse(call)
-        if record.has_later_loss:
-            record = self._after_later_backward(record, call)
+        if record.before_later_loss is not None:
+            record = self._after_later_backward(record, record.before_later_loss, call)
         if self._gradients_hooks and shows:
             self._show_gradients(record)
         if self._agreement is not None:
@@ -302,21 +314,20 @@ class GradScaler(torch.amp.GradScaler):
         state = self._iteration.unseen.pop(id(record.optimizer), None)
         if state is None:
             return
-        record.stage = state["stage"]
+        record["stage"] = state["stage"]
         if state["found_inf_per_device"]:
             self._note(record, state["found_inf_per_device"])
 
-    def _after_later_backward(self, record: OptimizerRecord, call: str) -> OptimizerRecord:
+    def _after_later_backward(self, record: OptimizerRecord, before: Snapshot, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
-        assert record.clipped is not None
         params, grads = params_and_grads(record.optimizer)
-        written, later = record.clipped.changed(grads)
+        written, later = before.changed(grads)
         if written:
             raise RuntimeError(
                 f"{call}() is being called after a backward has added to gradients that were already clipped: "
                 "clip only when all gradients of a step are accumulated"
             )
-        record.has_later_loss = False
+        record.before_later_loss = None
         if not later:
             return record
         if self._agreement is not None and call == "step":
@@ -324,8 +335,8 @@ class GradScaler(torch.amp.GradScaler):
         earlier = collect(record.optimizer, allow_fp16=True, agreement=self._agreement).without(
             {params[index] for index in later}
         )
-        if record.divisor is not None:
-            measure.multiply_(earlier.groups, measure.reciprocal(record.divisor), {})
+        if isinstance(record.state, Clipped):
+            measure.multiply_(earlier.groups, measure.reciprocal(record.state.divisor), {})
         self._optimizers.shared.mark(earlier.params)
         return self._new_record(record.optimizer, was_shown=record.was_shown)
 
@@ -349,21 +360,28 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "unscale_")
-        if record.stage is OptState.READY:
+        if record.state.is_scaled:
             self._unscale(record, allow_fp16=self._allow_fp16_gradients)
-        elif record.may_unscale:
-            record.may_unscale = False
+        elif isinstance(record.state, Unscaled) and record.state.may_unscale:
+            record.state = dataclasses.replace(record.state, may_unscale=False)
         else:
             ours = RuntimeError("Call it once per step, and scaler.update() after the step")
             torchs, nothing = torch_words.scaler(stage=OptState.UNSCALED), None  # torch looks at the stage first
             raise torch_words.error(ours, lambda: torchs.unscale_(nothing))  # type: ignore[arg-type]
 
-    def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
-        """Unscale the gradients in place, and clip them if that was left to a fused step."""
-        scale = self._made_scale()
-        found_by_clipping = [] if record.divisor is None else list(record.found_inf_per_device.values())
+    def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool, may_unscale: bool = False) -> None:
+        """Unscale the gradients in place, and clip them if that was left to a fused step.
+
+        Args:
+            record: Its gradients are scaled.
+            allow_fp16: Whether fp16 gradients are allowed.
+            may_unscale: Whether the user may still call `unscale_`.
+        """
+        scale, state = self._made_scale(), record.state
+        is_clipped = isinstance(state, Clipped)
+        found_by_clipping = list(record.found_inf_per_device.values()) if is_clipped else []
         # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
-        was_measured = self._agreement is not None and record.divisor is not None and self._is_measured(record)
+        was_measured = self._agreement is not None and isinstance(state, Clipped) and self._is_measured(record, state)
         if self._replaces_unscaling():
             if self._rule.needs_largest:
                 self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
@@ -382,7 +400,7 @@ class GradScaler(torch.amp.GradScaler):
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
-        record.divisor, record.stage = None, OptState.UNSCALED
+        record.state = Unscaled(may_unscale, is_clipped)
         if found_by_clipping:
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
@@ -420,9 +438,9 @@ class GradScaler(torch.amp.GradScaler):
     def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
         """Return gradients in groups with the factor that unscales (and clips) each; unscaled ones are only clipped."""
         scale, unscaled = self._made_scale(), self._optimizers.shared.unscaled
-        if record.stage is not OptState.READY:
+        if not record.state.is_scaled:
             return [(torch.ones_like(scale), grads.groups)]
-        factor = measure.reciprocal(scale if record.divisor is None else record.divisor)
+        factor = measure.reciprocal(record.state.divisor if isinstance(record.state, Clipped) else scale)
         unscaled = {param: unscaled[param] for param in grads.params if param in unscaled} if unscaled else {}
         if not unscaled:
             return [(factor, grads.groups)]
@@ -522,61 +540,82 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
-        is_fused = record.takes_grad_scale
-        allow_fp16 = is_fused or self._allow_fp16_gradients
-        grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=self._agreement)
+        allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
+        grads = self._gradients_to_clip(record, allow_fp16=allow_fp16)
+        is_left_to_step = record.takes_grad_scale and record.state.is_scaled and not grads.repeat
+        as_stepped = grads.measured_in_fp32() if is_left_to_step and record.info.steps_in_fp32 else grads
+        if isinstance(record.state, Clipped):
+            scaled_by = record.state.divisor
+        else:
+            scaled_by = scale if record.state.is_scaled else torch.ones_like(scale)
+        clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type)
+        if error_if_nonfinite and (clip.found_inf or not clip.norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {clip.norm.item()}, so they cannot be clipped: "
+                "skip the step with error_if_nonfinite=False, or find the cause with castwise.diagnose()"
+            )
+        if is_left_to_step:
+            factor = clip.factor(scaled_by) if record.info.steps_in_fp32 else None
+            record.state = Clipped(clip.divisor, factor, Snapshot(params_and_grads(optimizer)[1]))
+        else:
+            clip = self._clip_now(record, grads, clip, scaled_by)
+        record.found_inf_per_device, record.is_reduced = {scale.device: clip.found_inf}, True
+        record.norms, record.norm = norms, clip.norm
+        return clip.norm if not grads.groups else clip.norm.to(grads.groups[0].device)
+
+    def _gradients_to_clip(self, record: OptimizerRecord, *, allow_fp16: bool) -> Gradients:
+        """Collect gradients that all are multiplied by one number; unscale them first if they are not."""
+        optimizer, agreement = record.optimizer, self._agreement
+        grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         if self._rule.needs_largest:
             self._note_largest(record, grads)
         has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
-        if record.stage is OptState.READY and (has_unscaled or self._replaces_unscaling()):
-            self._unscale(record, allow_fp16=allow_fp16)
-            record.may_unscale = True
-            grads = collect(record.optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=self._agreement)
-        is_left_to_step = is_fused and record.stage is OptState.READY and not grads.repeat
+        if record.state.is_scaled and (has_unscaled or self._replaces_unscaling()):
+            self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
+            grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
+        return grads
 
-        scaled_by = torch.ones_like(scale) if record.stage is OptState.UNSCALED else record.divisor
-        if scaled_by is None:
-            scaled_by = scale
-        groups = grads.measured_in_fp32().groups if record.info.steps_in_fp32 and is_left_to_step else grads.groups
-        scaled_norm, norms = measure.norm_of(groups, norm_type, scaled_by, max_norm)
-        found_before = list(record.found_inf_per_device.values())  # kept, as it still skips the step
+    def _measure_clip(
+        self,
+        record: OptimizerRecord,
+        grads: Gradients,
+        scaled_by: torch.Tensor,
+        max_norm: float,
+        norm_type: float,
+    ) -> tuple[measure.Clip, measure.Norms]:
+        """Return the numbers that clip, the same on all ranks, and the norm of each parameter's gradient on this one.
+
+        An inf that was found before stays found, as it still skips the step.
+        """
+        scaled_norm, norms = measure.norm_of(grads.groups, norm_type, scaled_by, max_norm)
+        found_before = list(record.found_inf_per_device.values())
         if self._agreement is not None:
             if not record.is_reduced:
-                found_here = measure.combine(found_before, scale)
+                found_here = measure.combine(found_before, scaled_by)
                 scaled_norm = torch.where(found_here != 0, math.inf, scaled_norm)
             call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
-        dtype = torch.float64 if grads.is_double() else torch.float32
-        clip = measure.clip(scaled_norm, scaled_by, max_norm, dtype)
-        norm, found_inf = clip.norm, clip.found_inf
+        clip = measure.clip(scaled_norm, scaled_by, max_norm, torch.float64 if grads.is_double() else torch.float32)
         if found_before:
-            found_inf = measure.combine([found_inf, *found_before], scale)
-        if error_if_nonfinite and (found_inf or not norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped: skip "
-                "the step with error_if_nonfinite=False, or find the cause with castwise.diagnose()"
-            )
-        if is_left_to_step:
-            record.divisor = clip.divisor
-            if record.info.steps_in_fp32:
-                record.factor = clip.factor(found_inf, scaled_by)
-        elif record.stage is OptState.READY and any(group.dtype is torch.float16 for group in grads.groups):
+            clip = clip._replace(found_inf=measure.combine([clip.found_inf, *found_before], scaled_by))
+        return clip, norms
+
+    def _clip_now(
+        self, record: OptimizerRecord, grads: Gradients, clip: measure.Clip, scaled_by: torch.Tensor
+    ) -> measure.Clip:
+        """Unscale and clip gradients in place; return the numbers with what that has found."""
+        state = record.state
+        if state.is_scaled and any(group.dtype is torch.float16 for group in grads.groups):
             # Unscaling may make an fp16 gradient infinite even if the norm is finite.
             self._unscale(record, allow_fp16=True)
-            record.may_unscale = True
-            found_inf = measure.combine([found_inf, *record.found_inf_per_device.values()], scale)
-            clips_only = clip.factor(found_inf, torch.ones_like(scale))
-            measure.multiply_(grads.groups, clips_only, {scale.device: found_inf})
-        else:
-            measure.multiply_(grads.groups, clip.factor(found_inf, scaled_by), {scale.device: found_inf})
-            if record.stage is OptState.READY:
-                record.stage, record.may_unscale, record.divisor = OptState.UNSCALED, True, None
-                if self._optimizers.shared.watches:
-                    self._optimizers.shared.note_unscaled(params_of(optimizer))
-        record.found_inf_per_device, record.is_reduced = {scale.device: found_inf}, True
-        record.clipped = Snapshot(params_and_grads(optimizer)[1])
-        record.norms, record.norm = norms, norm
-        return norm if not grads.groups else norm.to(grads.groups[0].device)
+            found_infs = [clip.found_inf, *record.found_inf_per_device.values()]
+            clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
+            scaled_by = torch.ones_like(scaled_by)
+        measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
+        if state.is_scaled and self._optimizers.shared.watches:
+            self._optimizers.shared.note_unscaled(params_of(record.optimizer))
+        record.state = Unscaled(not isinstance(state, Unscaled) or state.may_unscale, is_clipped=True)
+        return clip
 
     @never_traced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
@@ -614,9 +653,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale gradients unless they already are, and still allow the user to call `unscale_`."""
-        if record.stage is OptState.READY:
-            self._unscale(record, allow_fp16=allow_fp16)
-            record.may_unscale = True
+        if record.state.is_scaled:
+            self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -672,15 +710,14 @@ class GradScaler(torch.amp.GradScaler):
         elif record.takes_grad_scale:
             returned = self._step_with_scale(record, *args, **kwargs)
         else:
-            if record.stage is OptState.READY:
+            if record.state.is_scaled:
                 self.unscale_(optimizer)
             if self._agreement is not None:
                 self._agree("step")
             elif self._scale is not None and not self._scale.is_cpu:
                 self._find_late_infs(record)
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
-        record.stage = OptState.STEPPED
-        record.clipped = None  # it keeps gradients alive
+        record.state = Stepped()
         found_infs = list(record.found_inf_per_device.values())
         self._last_step = record.info.last_step = LastStep(self._outcomes.updates + 1, found_infs)
         return returned
@@ -699,7 +736,7 @@ class GradScaler(torch.amp.GradScaler):
         record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
         if not record.is_finite:
             params, grads = params_and_grads(record.optimizer)
-            still_scaled_by = self._scale if record.stage is OptState.READY else None
+            still_scaled_by = self._scale if record.state.is_scaled else None
             record.note_flags(measure.local_flags(params, grads, still_scaled_by))
             for observer in OBSERVERS:
                 observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
@@ -720,19 +757,20 @@ class GradScaler(torch.amp.GradScaler):
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales, clips and skips in its own step."""
         scale, optimizer, shared = self._made_scale(), record.optimizer, self._optimizers.shared
-        if record.stage is OptState.READY and shared.unscaled and self._has_unscaled(params_of(optimizer)):
+        if record.state.is_scaled and shared.unscaled and self._has_unscaled(params_of(optimizer)):
             # One grad_scale applies to all its gradients, but some are already unscaled.
             self._unscale(record, allow_fp16=True)
-        if record.stage is OptState.READY and (record.divisor is None or not self._is_measured(record)):
+        state = record.state
+        if isinstance(state, Ready) or (isinstance(state, Clipped) and not self._is_measured(record, state)):
             self._check_inf_per_device(optimizer)
+            state = record.state
         if self._agreement is not None:
             self._agree("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
         may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)
-        unscales = record.stage is OptState.READY
         facts = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
-        if unscales and record.factor is not None and getattr(optimizer, "grad_scale", None) is None:
-            facts["grad_factor"] = record.factor
+        if isinstance(state, Clipped) and state.factor is not None and getattr(optimizer, "grad_scale", None) is None:
+            facts["grad_factor"] = state.factor
         with closures.given(optimizer, **facts):
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
                 with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
@@ -740,14 +778,13 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 returned = optimizer.step(*args, **kwargs)
         # torch's fused kernels write the gradients back unscaled, unless they skip; other kernels may not.
-        if unscales and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
+        if state.is_scaled and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
             shared.note_unscaled(params_of(optimizer), unless=found_inf)
         return returned
 
-    def _is_measured(self, record: OptimizerRecord) -> bool:
+    def _is_measured(self, record: OptimizerRecord, state: Clipped) -> bool:
         """Return True if the gradients are still those that clipping has left to a fused step."""
-        assert record.clipped is not None
-        is_measured = record.clipped.matches(params_and_grads(record.optimizer)[1])
+        is_measured = state.grads.matches(params_and_grads(record.optimizer)[1])
         if self._agreement is not None and not is_measured:
             raise _changed_since_clipping()  # ranks decided on the earlier gradients, and one rank cannot check alone
         return is_measured
@@ -774,7 +811,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = self._grad_scale(record)
         found, norms = measure.check(grads.groups, scale if divisor is None else divisor)
         record.norms = norms
-        if record.divisor is not None:  # the result of clipping still counts, as it does for other optimizers
+        if isinstance(record.state, Clipped):  # the result of clipping still counts, as it does for other optimizers
             flags = [*record.found_inf_per_device.values(), *found.values()]
             found = {scale.device: measure.combine(flags, scale)}
         self._note(record, found)
@@ -787,9 +824,9 @@ class GradScaler(torch.amp.GradScaler):
         assert scale is not None
         if isinstance(user_scale, (int, float)):
             user_scale = torch.full_like(scale, user_scale)
-        if record.stage is not OptState.READY:
+        if not record.state.is_scaled:
             return user_scale
-        divisor = scale if record.divisor is None else record.divisor
+        divisor = record.state.divisor if isinstance(record.state, Clipped) else scale
         return divisor if user_scale is None else divisor * user_scale
 
     def _step_with_closure(
@@ -828,9 +865,9 @@ class GradScaler(torch.amp.GradScaler):
                 raise closures.NonFiniteEvaluationError
             return loss
 
-        if record.divisor is not None:
+        if isinstance(record.state, Clipped):
             self._unscale_now(record, allow_fp16=allow_fp16)
-        if record.stage is OptState.UNSCALED:
+        if isinstance(record.state, Unscaled):
             self._optimizers.shared.mark(params_of(optimizer))
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
         # `MasterWeights` calls the closure before it changes anything, and only it may write to its weights.
@@ -858,7 +895,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         record = self._open(optimizer, "skip", shows=False)
-        record.stage, record.was_skipped, record.clipped = OptState.STEPPED, True, None
+        record.state = Skipped()
 
     # -- the end of an iteration --------------------------------------------------------------------------------------
 
@@ -886,10 +923,10 @@ class GradScaler(torch.amp.GradScaler):
         found_infs: list[torch.Tensor] = []
         steps = []
         for record in iteration.records.values():
-            if record.divisor is not None and record.stage is OptState.READY:
-                self._clip_without_step(record)
+            if isinstance(record.state, Clipped) and record.state.grads.matches(params_and_grads(record.optimizer)[1]):
+                self._unscale(record, allow_fp16=True)  # their fused step may come after this iteration
             found_infs += record.found_inf_per_device.values()
-            if record.stage is OptState.STEPPED and record.found_inf_per_device and not record.was_skipped:
+            if isinstance(record.state, Stepped) and record.found_inf_per_device:
                 steps.append(record)
         for state in iteration.unseen.values():
             found_infs += state["found_inf_per_device"].values()
@@ -906,11 +943,6 @@ class GradScaler(torch.amp.GradScaler):
         if has_to_wait and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
             self._after_steps.run(outcomes.updates)
             outcomes.settle(self._rule, ranks_agree=self._agreement is not None)
-
-    def _clip_without_step(self, record: OptimizerRecord) -> None:
-        """Unscale and clip gradients that were left to a fused step, which may come after this iteration."""
-        if record.clipped is not None and record.clipped.matches(params_and_grads(record.optimizer)[1]):
-            self._unscale(record, allow_fp16=True)
 
     def _number(self, new_scale: float | torch.Tensor) -> float:
         if not isinstance(new_scale, torch.Tensor):

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,6 +80,67 @@ class Snapshot:
         return written, [index for index, (grad, _) in now if id(grad) not in then]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """The gradients are as the backward left them: scaled."""
+
+    stage: ClassVar[OptState] = OptState.READY
+    is_scaled: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipped:
+    """The gradients are still scaled: a fused step will unscale and clip them while it reads them."""
+
+    stage: ClassVar[OptState] = OptState.READY  # torch has no such state, and its tools may still unscale
+    is_scaled: ClassVar[bool] = True
+    divisor: torch.Tensor
+    """Unscales and clips: fp32, shape ()."""
+    factor: torch.Tensor | None
+    """The same for an optimizer that multiplies instead (`MasterWeights`): fp32, shape ()."""
+    grads: Snapshot
+    """The gradients that were measured."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unscaled:
+    """The gradients are unscaled."""
+
+    stage: ClassVar[OptState] = OptState.UNSCALED
+    is_scaled: ClassVar[bool] = False
+    may_unscale: bool = False
+    """Whether `unscale_` may still be called, because clipping has unscaled and not the user."""
+    is_clipped: bool = False
+    """Whether they are clipped by their norm, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stepped:
+    """The optimizer was stepped; it may have left the step out because of an inf or NaN."""
+
+    stage: ClassVar[OptState] = OptState.STEPPED
+    is_scaled: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skipped:
+    """`GradScaler.skip` was called, which does not count as a step."""
+
+    stage: ClassVar[OptState] = OptState.STEPPED
+    is_scaled: ClassVar[bool] = False
+
+
+State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped
+
+
+def state_of(stage: object) -> State:
+    """Return the state that matches a stage of torch's scaler; raise a ValueError if it is none."""
+    for state in (Ready, Unscaled, Stepped):
+        if state.stage is stage:
+            return state()
+    raise ValueError(f"stage must be one of {', '.join(map(str, OptState))}, got {stage!r}")
+
+
 @dataclass(slots=True, eq=False)
 class OptimizerRecord:
     """An optimizer in one iteration; `record["stage"]` and `record["found_inf_per_device"]` work as in torch."""
@@ -90,27 +151,18 @@ class OptimizerRecord:
     """Whether the optimizer wants the scaler as an argument of its step (deprecated)."""
     takes_grad_scale: bool = False
     """Whether the optimizer unscales and skips in its own step, as a fused one does."""
-    stage: OptState = OptState.READY
+    state: State = Ready()
+    """What was done with the gradients so far."""
     found_inf_per_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
     is_reduced: bool = True
     """Whether `found_inf_per_device` is already reduced over all ranks."""
-    was_skipped: bool = False
-    """Whether `GradScaler.skip` was called, which does not count as a step."""
+    before_later_loss: Snapshot | None = None
+    """If a loss was scaled after clipping: the gradients at that moment, to which its backward must not add."""
     is_finite: bool | None = None
     """Whether the step was taken; None if the host does not know."""
     was_shown: bool = False
     """Whether the gradients hooks were called."""
-    divisor: torch.Tensor | None = None
-    """The divisor that unscales and clips in a fused step, if clipping was left to it: fp32, shape ()."""
-    factor: torch.Tensor | None = None
-    """With `divisor`, the factor for an optimizer that multiplies instead (`MasterWeights`): fp32, shape ()."""
-    clipped: Snapshot | None = None
-    """The gradients after clipping, or before a later backward."""
-    has_later_loss: bool = False
-    """Whether a loss was scaled after clipping."""
-    may_unscale: bool = False
-    """Whether `unscale_` may still be called although clipping has already unscaled."""
     norm: torch.Tensor | None = None
     """The norm that clipping found."""
     largest: torch.Tensor | None = None
@@ -119,13 +171,17 @@ class OptimizerRecord:
     """Parameters and a norm (or 0 or NaN) for each: shows the host later which gradients were not finite."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in ("stage", "found_inf_per_device"):
-            raise KeyError(name)
-        return getattr(self, name)
+        if name == "stage":
+            return self.state.stage
+        if name == "found_inf_per_device":
+            return self.found_inf_per_device
+        raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self[name]  # raises for other names
-        setattr(self, name, value)
+        if name == "found_inf_per_device":
+            self.found_inf_per_device = value
+        elif self[name] is not value:  # raises for other names
+            self.state = state_of(value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))
@@ -140,7 +196,7 @@ class OptimizerRecord:
 
     def has_begun(self) -> bool:
         """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
-        return self.stage is not OptState.READY or bool(self.found_inf_per_device)
+        return self.state.stage is not OptState.READY or bool(self.found_inf_per_device)
 
     def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
         """Record for each parameter whether its gradient is finite."""
@@ -148,7 +204,7 @@ class OptimizerRecord:
 
     def refuse(self, call: str) -> NoReturn:
         """Raise a RuntimeError for a call that comes after the optimizer was stepped or skipped."""
-        if self.was_skipped:
+        if isinstance(self.state, Skipped):
             raise RuntimeError(
                 f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
             )
@@ -183,7 +239,7 @@ class Iteration:
     def has_only_skips(self) -> bool:
         """Return True if optimizers were used, but only in `GradScaler.skip`."""
         begun = [record for record in self.records.values() if record.has_begun()]
-        return bool(begun) and all(record.was_skipped for record in begun)
+        return bool(begun) and all(isinstance(record.state, Skipped) for record in begun)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Record a loss, to find the cause of a skipped step. Traced by Dynamo."""
@@ -220,9 +276,9 @@ class Iteration:
     def expect_later_backward(self) -> None:
         """Take a snapshot of the clipped gradients, now that the backward of another scaled loss may add to them."""
         for record in self.records.values():
-            if record.clipped is not None:
-                record.clipped = Snapshot(params_and_grads(record.optimizer)[1])
-                record.has_later_loss = True
+            state = record.state
+            if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
+                record.before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])
 
 
 class OptimizerStates(defaultdict[int, Any]):
@@ -253,9 +309,19 @@ class OptimizerStates(defaultdict[int, Any]):
         if self.iteration is None:
             dict.__setitem__(self, key, state)
         else:
+            state_of(state.get("stage", OptState.READY))  # raises before anything is written
             for name in state:
                 self[key][name] = state[name]
 
 
+class _UnseenState(dict[str, Any]):
+    """A state as in torch's class, whose stage can only be set to one of torch's."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "stage":
+            state_of(value)
+        super().__setitem__(name, value)
+
+
 def _ready() -> dict[str, Any]:
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
+    return _UnseenState(stage=OptState.READY, found_inf_per_device={})

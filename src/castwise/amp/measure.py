@@ -283,11 +283,11 @@ class Clip(NamedTuple):
     found_inf: torch.Tensor
     """1 if the norm is not finite, or the divisor is not because the scale is too large; else 0: fp32."""
 
-    def factor(self, found_inf: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def factor(self, scale: torch.Tensor) -> torch.Tensor:
         """Return the factor that unscales and clips, or only unscales if `found_inf` is set: fp32, shape ()."""
         if scale.is_cpu:
-            return reciprocal(scale) if found_inf.item() else self.coefficient / scale
-        return torch.where(found_inf != 0, 1.0, self.coefficient) / scale
+            return reciprocal(scale) if self.found_inf.item() else self.coefficient / scale
+        return torch.where(self.found_inf != 0, 1.0, self.coefficient) / scale
 
 
 def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype: torch.dtype = torch.float32) -> Clip:
