@@ -320,7 +320,7 @@ class _UnseenState(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "stage":
             state_of(value)
-        super().__setitem__(name, value)
+        dict.__setitem__(self, name, value)
 
 
 def _ready() -> dict[str, Any]:
