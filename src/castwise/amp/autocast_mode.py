@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
@@ -163,25 +163,33 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             cache_enabled = is_autocast_cache_enabled()
         elif cache_enabled is not True and cache_enabled is not False:
             raise _no_cache_flag(cache_enabled)
+        if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
+            raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._caches = cache_enabled
         self._enabled = enabled and can_autocast_to(device_type, self.fast_dtype)
-        low_precisions: Sequence[torch.dtype] = (self.fast_dtype,) if self._enabled else ()
-        if policy is not None and self._enabled:
-            if all(can_autocast_to(device_type, low) for low in policy.low_precisions):
-                self._policy, low_precisions = policy, policy.low_precisions
-            self._enabled = self._policy is not None and policy.dtype is not None
-        if device_type == "cpu":
-            for low in low_precisions:
+        if policy is not None or weight_cache is not None:
+            self._extend(policy, weight_cache)
+        if device_type == "cpu" and (self._enabled or self._policy is not None):
+            for low in (self.fast_dtype,) if self._policy is None else self._policy.low_precisions:
                 # Dynamo would guard on the set of past warnings, and recompile after each warning.
                 if is_dynamo_compiling() or low not in emulation.SETTLED:
                     emulation.warn_if_emulated(low)
-        if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
-            raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
-        if weight_cache is not None and (low_precisions or (self._policy is not None and self._policy.recipes)):
-            self._extensions = (weight_cache,)
-        if self._policy is not None:
-            self._extensions += (self._policy,)
         self._entries: dict[int, _Entry] = {}  # by thread
+
+    @only_inlined
+    def _extend(self, policy: BoundPolicy | None, weight_cache: WeightCache | None) -> None:
+        """Give an enabled region a policy and a weight cache, before it is entered."""
+        if not self._enabled:
+            return
+        if policy is not None:
+            if all(can_autocast_to(self.device, low) for low in policy.low_precisions):
+                self._policy, self.fast_dtype = policy, policy.dtype or self.fast_dtype
+            self._enabled = self._policy is not None and policy.dtype is not None
+        of_policy = self._policy
+        has_casts = self._enabled if of_policy is None else bool(of_policy.low_precisions or of_policy.recipes)
+        self._extensions = (weight_cache,) if weight_cache is not None and has_casts else ()
+        if of_policy is not None:
+            self._extensions += (of_policy,)
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # torch's is an attribute

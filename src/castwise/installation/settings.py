@@ -71,11 +71,8 @@ class Settings:
             return
         if not self._is_bound:
             self._bind()
-        if self._bound is not None:
-            region._policy, region.fast_dtype = self._bound, self._bound.dtype or region.fast_dtype
-            region._enabled = self._bound.dtype is not None
-        cache = region._extensions if self._cache is None else (self._cache,)
-        region._extensions = cache if self._bound is None else (*cache, self._bound)
+        of_region = next(iter(region._extensions), None)  # a weight cache, because the region has no policy
+        region._extend(self._bound, of_region if self._cache is None else self._cache)
 
     def _bind(self) -> None:
         self._is_bound = True

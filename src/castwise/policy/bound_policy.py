@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from castwise._torch_private import (
     backwards_without_autocast,
     fsdp_mixed_precision,
+    function_modes,
     graph_node_running,
     graph_nodes_made,
     is_backward_running,
@@ -286,7 +287,7 @@ class BoundPolicy:
             if backwards is not None and backwards_without_autocast() is None:  # it was entered
                 backwards.__exit__(None, None, None)
             if mode is not None:
-                op_rules.exit_mode(mode, is_entered=False)
+                op_rules.exit_if_entered(mode)
             THREAD.state = None  # as before: the region has put the state of an outer one away
             raise
 
@@ -365,8 +366,10 @@ class _Again:
 
     @only_inlined
     def __exit__(self, *_: object) -> None:
-        if self._mode is not None:
-            op_rules.exit_mode(self._mode, is_entered=is_dynamo_compiling())
+        if self._mode is not None and is_dynamo_compiling():
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        elif self._mode is not None:
+            op_rules.exit_if_entered(self._mode)
         THREAD.state = self._outer
 
 
@@ -407,6 +410,24 @@ class _Rule(NamedTuple):
         if name in _LOW_PRECISION:
             return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
         return outer._replace(enabled=False, ops=False, writes=name != "exclude")
+
+    @only_inlined
+    def quantized(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: State,
+        weights: Any,
+        tell: Telling | None,
+    ) -> Any:
+        """Return the output of a linear layer by the recipe."""
+        assert self.recipe is not None
+        input = input.to(state.dtype if state.enabled else torch.float32)
+        if self.torchao is not None:
+            return self.torchao(input, weight, bias)
+        uses_kernels = input.device.type in self.kernels_on
+        return quantized_linear.linear(input, weight, bias, self.recipe, uses_kernels, weights, tell)
 
     @only_inlined
     def cast_output(self, result: Any, outer: State) -> Any:
@@ -514,21 +535,14 @@ class _RuledForward:
 
     @only_inlined
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = outer = THREAD.state
-        mode: TorchFunctionMode | None = None
         compiling = is_dynamo_compiling()
-        if not compiling and (outer is None or not outer.again) and is_backward_running():
-            forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forward_again())]
-            again = max(forwards, key=lambda forward: forward.start).state if forwards else None
-            if again is not None:
-                outer, mode = again._replace(again=True), again.bound.mode()
+        outer, again = (THREAD.state, None) if compiling else self._outer_state()
         rule = None if outer is None else self.rules.get(outer.key)
         forward = self.__wrapped__ if compiling else self._without_rules()
-        if rule is None:
+        if outer is None or rule is None:
             return forward(*args, **kwargs)
-        start = None if compiling else graph_nodes_made()
-        native = native_state_of(outer.device)
         if not outer.is_native():
+            start, native = None if compiling else graph_nodes_made(), native_state_of(outer.device)
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -536,124 +550,195 @@ class _RuledForward:
         if rule.recipe is not None and len(args) + len(kwargs) == 1:
             input = args[0] if args else kwargs.get("input")  # None has nn.Linear raise its own error
             if isinstance(input, torch.Tensor) and input.is_floating_point() and input.dtype is not torch.float64:
-                return rule.cast_output(self._by_recipe(input, rule, outer, native), outer)
+                return rule.cast_output(self._by_recipe(input, rule, outer), outer)
         state, casts = rule.state_inside(outer), None
         if rule.precision is not None and not state.enabled:
             casts = Casts(outer.device, torch.float32)
             args = tuple([casts.cast(arg) for arg in args])
             kwargs = {name: casts.cast(arg) for name, arg in kwargs.items()}
-        cuda = hidden = None
-        if rule.fast_path is False and compiling and outer.device != "cuda":
-            # Torch checks for a mode, which Dynamo does not see, and for CUDA autocast on any device, which it does.
-            cuda = native_state_of("cuda")
-        elif rule.fast_path is False and not outer.bound.op_rules:
-            mode = _Seen()
-        elif rule.fast_path and mode is None and not compiling:
-            hidden = op_rules.innermost_mode(outer.bound)
-        widening = _Fp32Weights() if rule.precision == "float32" and self.has_low_weights else None
-        is_entered = compiling  # until then, an interrupt may have come between any two steps
         try:
-            try:
-                THREAD.state = state
-                if hidden is not None:
-                    op_rules.exit_mode(hidden)
-                if mode is not None:
-                    mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-                if widening is not None:
-                    widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
-                if rule.precision is not None:
-                    # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
-                    cache = outer.cache and state.dtype is outer.bound.dtype if state.enabled else native[2]
-                    set_native_state(outer.device, state.enabled, state.dtype if state.enabled else native[1], cache)
-                if cuda is not None:
-                    set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
-                is_entered = True
-                result = forward(*args, **kwargs)
-            finally:
-                if cuda is not None:
-                    restore_native_state("cuda", *cuda)
-                if rule.precision is not None:
-                    restore_native_state(outer.device, *native)
-                    outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
-                if widening is not None:
-                    op_rules.exit_mode(widening, is_entered)
-                if mode is not None:
-                    op_rules.exit_mode(mode, is_entered)
-                if hidden is not None:
-                    op_rules.enter_mode(hidden, is_entered)
-                THREAD.state = before
-                if casts is not None:
-                    casts.give_back()
-        except BaseException:
-            if not compiling:
-                _restore(before, outer.device, native, cuda, (widening, mode), hidden)
-            raise
+            if compiling:
+                result = self._compiled(forward, args, kwargs, rule, outer, state)
+            else:
+                result = self._eager(forward, args, kwargs, rule, outer, state, again)
+        finally:
+            if casts is not None:
+                casts.give_back()
         return rule.cast_output(result, outer)
 
     @only_inlined
-    def _by_recipe(self, input: torch.Tensor, rule: _Rule, outer: State, native: tuple[bool, torch.dtype, bool]) -> Any:
+    def _outer_state(self) -> tuple[State | None, op_rules.OpRuleMode | None]:
+        """Return the state around the module; when checkpointing reruns it, that of its forward, and a mode for it."""
+        outer = THREAD.state
+        if (outer is None or not outer.again) and is_backward_running():
+            forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forward_again())]
+            state = max(forwards, key=lambda forward: forward.start).state if forwards else None
+            if state is not None:
+                return state._replace(again=True), state.bound.mode()
+        return outer, None
+
+    @only_inlined
+    def _eager(
+        self,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        rule: _Rule,
+        outer: State,
+        state: State,
+        mode: TorchFunctionMode | None,
+    ) -> Any:
+        """Call a forward in another state, which an interrupt at any line does not leave behind."""
+        start, changes = graph_nodes_made(), _ThreadChanges(outer.device, sets_native=rule.precision is not None)
+        try:
+            try:
+                if rule.fast_path is False and not outer.bound.op_rules:
+                    mode = _Seen()
+                elif rule.fast_path and mode is None:
+                    changes.hide(op_rules.innermost_mode(outer.bound))
+                THREAD.state = state
+                if mode is not None:
+                    changes.enter(mode)
+                if rule.precision == "float32" and self.has_low_weights:
+                    changes.enter(_Fp32Weights())
+                if rule.precision is not None:
+                    _set_native(outer, state)
+                return forward(*args, **kwargs)
+            finally:
+                changes.put_back()
+                if rule.precision is not None:
+                    outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
+        except BaseException:
+            changes.put_back()  # the interrupt may have come while they were put back
+            raise
+
+    @only_inlined
+    def _compiled(
+        self,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        rule: _Rule,
+        outer: State,
+        state: State,
+    ) -> Any:
+        """Call a forward in another state, while Dynamo traces."""
+        cuda = seen = widening = None
+        if rule.fast_path is False and outer.device != "cuda":
+            # Torch checks for a mode, which Dynamo does not see, and for CUDA autocast on any device, which it does.
+            cuda = native_state_of("cuda")
+        elif rule.fast_path is False and not outer.bound.op_rules:
+            seen = _Seen()
+        if rule.precision == "float32" and self.has_low_weights:
+            widening = _Fp32Weights()
+        before, native = THREAD.state, native_state_of(outer.device)
+        try:
+            THREAD.state = state
+            if seen is not None:
+                seen.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            if widening is not None:
+                widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
+            if rule.precision is not None:
+                _set_native(outer, state)
+            if cuda is not None:
+                set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
+            return forward(*args, **kwargs)
+        finally:
+            if cuda is not None:
+                restore_native_state("cuda", *cuda)
+            if rule.precision is not None:
+                restore_native_state(outer.device, *native)
+            if widening is not None:
+                widening.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            if seen is not None:
+                seen.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            THREAD.state = before
+
+    @only_inlined
+    def _by_recipe(self, input: torch.Tensor, rule: _Rule, outer: State) -> Any:
         """Return the output of a linear layer that has a recipe."""
         assert rule.recipe is not None
         module: Any = self._module()
         state, weights, tell = rule.state_inside(outer), quantized_linear.quantize_weight, None
-        is_entered = is_dynamo_compiling()  # see `__call__`
-        if not is_entered:
+        if not is_dynamo_compiling():
             if state.weights is not None:
                 weights = functools.partial(state.weights.quantized, module)
             if LISTENERS:
                 is_emulated = input.device.type not in rule.kernels_on
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
-        hidden = op_rules.innermost_mode(outer.bound) if outer.bound.op_rules else None
-        try:
+        if is_dynamo_compiling():
+            hidden, native = op_rules.innermost_mode(outer.bound), native_state_of(outer.device)
             try:
                 if hidden is not None:
-                    op_rules.exit_mode(hidden)
+                    hidden.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
                 set_native_state(outer.device, False, native[1], native[2])
-                is_entered = True
-                input = input.to(state.dtype if state.enabled else torch.float32)
-                if rule.torchao is not None:
-                    return rule.torchao(input, weight, bias)
-                uses_kernels = input.device.type in rule.kernels_on
-                return quantized_linear.linear(input, weight, bias, rule.recipe, uses_kernels, weights, tell)
+                return rule.quantized(input, weight, bias, state, weights, tell)
             finally:
                 restore_native_state(outer.device, *native)
                 if hidden is not None:
-                    op_rules.enter_mode(hidden, is_entered)
+                    hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        changes = _ThreadChanges(outer.device, sets_native=True)
+        try:
+            try:
+                changes.hide(op_rules.innermost_mode(outer.bound))
+                _set_native(outer, outer._replace(enabled=False))
+                return rule.quantized(input, weight, bias, state, weights, tell)
+            finally:
+                changes.put_back()
         except BaseException:
-            if not is_dynamo_compiling():
-                _restore(THREAD.state, outer.device, native, None, (), hidden)
+            changes.put_back()
             raise
 
 
-@only_inlined
-def _restore(
-    before: State | None,
-    device: str,
-    native: tuple[bool, torch.dtype, bool],
-    cuda: tuple[bool, torch.dtype, bool] | None,
-    entered: tuple[TorchFunctionMode | None, ...],
-    hidden: TorchFunctionMode | None,
-) -> None:
-    """Put the thread's state back, whatever of it an interrupt has kept `_RuledForward` from putting back.
+class _ThreadChanges:
+    """What a rule changes in the thread's state. `put_back` may be called again if an interrupt has ended it.
 
     Args:
-        before: The policy's state before the module.
         device: The `type` of the region's device.
-        native: Its native state before the module.
-        cuda: The native state of CUDA, if the module has changed it.
-        entered: The modes that are active in the module, innermost first.
-        hidden: The mode that was exited for the module.
+        sets_native: Whether the rule sets torch's own switches.
     """
-    if cuda is not None:
-        restore_native_state("cuda", *cuda)
-    restore_native_state(device, *native)
-    for mode in entered:
+
+    @only_inlined
+    def __init__(self, device: str, *, sets_native: bool) -> None:
+        self._state, self._device = THREAD.state, device
+        self._native = native_state_of(device) if sets_native else None
+        self._entered: list[TorchFunctionMode] = []
+        self._hidden: TorchFunctionMode | None = None
+
+    @only_inlined
+    def enter(self, mode: TorchFunctionMode) -> None:
+        """Enter a mode."""
+        self._entered.append(mode)
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    @only_inlined
+    def hide(self, mode: TorchFunctionMode | None) -> None:
+        """Exit the innermost mode, if it is given."""
+        self._hidden = mode
         if mode is not None:
-            op_rules.exit_mode(mode, is_entered=False)
-    if hidden is not None:
-        op_rules.enter_mode(hidden, is_exited=False)
-    THREAD.state = before
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+
+    @only_inlined
+    def put_back(self) -> None:
+        """Put back the state of the thread before the changes."""
+        if self._native is not None:
+            restore_native_state(self._device, *self._native)
+        for mode in reversed(self._entered):
+            op_rules.exit_if_entered(mode)
+        if self._hidden is not None and self._hidden not in function_modes():
+            self._hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        THREAD.state = self._state
+
+
+@only_inlined
+def _set_native(outer: State, state: State) -> None:
+    """Set torch's switches to a rule's state."""
+    _, dtype, cache = native_state_of(outer.device)
+    if state.enabled:
+        # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
+        dtype, cache = state.dtype, outer.cache and state.dtype is outer.bound.dtype
+    set_native_state(outer.device, state.enabled, dtype, cache)
 
 
 def note_dtypes(model: nn.Module) -> None:

@@ -254,16 +254,9 @@ def innermost_mode(bound: BoundPolicy) -> OpRuleMode | None:
 
 
 @only_inlined
-def enter_mode(mode: TorchFunctionMode, is_exited: bool = True) -> None:
-    """Enter a mode; if it is not known to have been exited, because of an interrupt, only if it was."""
-    if is_exited or mode not in function_modes():
-        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
-
-
-@only_inlined
-def exit_mode(mode: TorchFunctionMode, is_entered: bool = True) -> None:
-    """Exit a mode; if it is not known to have been entered, because of an interrupt, only if it was."""
-    if is_entered or mode in function_modes():
+def exit_if_entered(mode: TorchFunctionMode) -> None:
+    """Exit a mode if it was entered, which is not known after an interrupt."""
+    if mode in function_modes():
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
 
