@@ -12,7 +12,7 @@ from torch import nn
 import castwise
 from castwise.amp.outcomes import DELAY
 from castwise.amp.readback import Readback
-from castwise.monitor.steps_by_hand import StepsByHand
+from castwise.monitor.step_sources import ScaledSteps, StepsByHand
 
 Record = dict[str, Any]
 
@@ -66,10 +66,10 @@ def test_steps_by_hand_and_of_the_scaler_are_counted_together_and_once() -> None
 def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Readback, "is_on_host", False)
     optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))]), castwise.GradScaler("cpu", init_scale=8.0)
-    steps, known = StepsByHand(optimizers=1), []
+    steps, known = StepsByHand(ScaledSteps(scaler), optimizers=1), []
     for _ in range(5):
         scaler.scale(torch.ones(()))
-        steps.add(optimizer, scaler)
+        steps.add(optimizer)
         known.append([facts.iteration for facts in steps.facts()])
         scaler._outcomes.updates += 1
     assert known == [[]] * DELAY + [[1], [2], [3]]

@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from castwise._guard import Guard, guarded
@@ -45,6 +44,17 @@ Subscriber = Callable[[Mistake], object]
 
 class MixedPrecisionMistake(UserWarning):
     """A mixed-precision mistake in a training script."""
+
+
+def _to_finders(event: str) -> Any:
+    """Return a method of `Watch` that passes an event on to the finders."""
+
+    @guarded
+    def pass_on(self: Watch, *args: Any, **kwargs: Any) -> None:
+        self._each(event, *args, **kwargs)
+
+    pass_on.__qualname__ = f"Watch.{event}"  # by which the guard knows it
+    return pass_on
 
 
 class Watch(Observer):
@@ -167,32 +177,12 @@ class Watch(Observer):
         with suppress(MixedPrecisionMistake):  # where warnings are errors
             warnings.warn_explicit(mistake.message(), MixedPrecisionMistake, file, line)
 
-    @guarded
-    def model_found(self, model: nn.Module) -> None:
-        """Notify the finders of a model that is being trained."""
-        self._each("model_found", model)
+    # -- events: see `Observer` and `Finder` --------------------------------------------------------------------
 
-    @guarded
-    def file_saved(self) -> None:
-        """Notify the finders of a saved file."""
-        self._each("file_saved")
-
-    @guarded
-    def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
-        """Notify the finders of an optimizer's loaded checkpoint."""
-        self._each("state_loaded", optimizer, state_dict)
-
-    @guarded
-    def advanced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notify the finders of an advanced learning-rate schedule."""
-        self._each("advanced", optimizer)
-
-    # -- events -------------------------------------------------------------------------------------------------
-
-    @guarded
-    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
-        """Notify the finders."""
-        self._each("scaler_made", scaler, wanted=wanted)
+    model_found, file_saved, state_loaded = map(_to_finders, ("model_found", "file_saved", "state_loaded"))
+    scaler_made, saved, loaded = map(_to_finders, ("scaler_made", "saved", "loaded"))
+    entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
+    advanced = _to_finders("advanced")
 
     @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -250,31 +240,6 @@ class Watch(Observer):
         if not self._is_elsewhere():
             self._each("updating", scaler, is_set=is_set)
             self._tick()
-
-    @guarded
-    def saved(self, scaler: Any) -> None:
-        """Notify the finders."""
-        self._each("saved", scaler)
-
-    @guarded
-    def loaded(self, scaler: Any) -> None:
-        """Notify the finders."""
-        self._each("loaded", scaler)
-
-    @guarded
-    def entered(self, region: Any) -> None:
-        """Notify the finders."""
-        self._each("entered", region)
-
-    @guarded
-    def left(self, region: Any) -> None:
-        """Notify the finders."""
-        self._each("left", region)
-
-    @guarded
-    def compiled(self, device_type: str, enabled: bool) -> None:
-        """Notify the finders."""
-        self._each("compiled", device_type, enabled)
 
     @guarded
     def _step_resolved(self, facts: StepFacts) -> None:

@@ -32,8 +32,7 @@ from castwise.monitor.shards import is_split_over_ranks
 from castwise.monitor.sinks import Record, Sink, Sinks
 from castwise.monitor.skips import PARAMETERS_NAMED, Skip, agreed
 from castwise.monitor.step_numbers import StepNumbers
-from castwise.monitor.steps_by_hand import StepsByHand
-from castwise.monitor.unscaled import UnscaledSteps, steps_of
+from castwise.monitor.step_sources import ScaledSteps, StepsByHand, steps_of
 
 if TYPE_CHECKING:
     from castwise.diagnosis.diagnosis import Diagnosis
@@ -135,8 +134,8 @@ class Monitor:
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
-        self._recording = _recording_of(model, scaler) if on_skip and self._is_scaled else None
-        if on_skip and not self._is_scaled:
+        self._recording = _recording_of(model, scaler) if on_skip and self._steps.is_scaled else None
+        if on_skip and not self._steps.is_scaled:
             text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
             warn(text, UserWarning)
         self._guard = Guard()
@@ -206,12 +205,11 @@ class Monitor:
         if self._ranks.is_apart:
             self._sinks.set_apart(self._ranks.rank)
         self._iterations = Iterations(len(self._optimizers), self._begin)
-        scaler: Any = self._scaler
-        self._numbers.start(scaler._outcomes.steps if self._is_scaled else self._steps.iteration - 1)
-        self._by_hand = StepsByHand(len(self._optimizers))
-        self._scaler_steps = ScalerSteps(
-            self._sample_skipped, self._model, self._optimizers, scaler if self._is_scaled else None, self._guard
-        )
+        self._numbers.start(self._steps.steps)
+        source, optimizers = self._steps, self._optimizers
+        self._by_hand = StepsByHand(source, len(optimizers)) if isinstance(source, ScaledSteps) else None
+        scaler = self._scaler if source.is_scaled else None
+        self._scaler_steps = ScalerSteps(self._sample_skipped, self._model, optimizers, scaler, self._guard)
         self._handles = [self._scaler_steps]
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
@@ -323,15 +321,15 @@ class Monitor:
         if iteration is not None and iteration.sample is not None:
             with self._guard:  # a step by hand is recorded anyway
                 iteration.sample.measure_update(optimizer)
-        if not self._is_scaled or iteration is None or self._scaler_steps.is_stepping:
+        if self._by_hand is None or iteration is None or self._scaler_steps.is_stepping:
             return
         if iteration.expects(optimizer, self._steps.iteration):
-            self._by_hand.add(optimizer, self._scaler)
+            self._by_hand.add(optimizer)
             self._record_steps_by_hand()
 
     @guarded
     def _record_steps_by_hand(self, *, all_: bool = False) -> None:
-        for facts in self._by_hand.facts(all_=all_):
+        for facts in () if self._by_hand is None else self._by_hand.facts(all_=all_):
             self._record(replace(facts, number=self._numbers.of(facts.iteration)))
 
     @guarded
@@ -359,7 +357,7 @@ class Monitor:
             {
                 "kind": "step",
                 "step": facts.number,
-                "scale": facts.scale if self._is_scaled else None,
+                "scale": facts.scale if self._steps.is_scaled else None,
                 "skipped": facts.skipped,
                 "cause": skip and skip.cause,
                 "rank": skip and skip.rank,
@@ -439,10 +437,6 @@ class Monitor:
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is one for one in self._optimizers)
-
-    @property
-    def _is_scaled(self) -> bool:
-        return not isinstance(self._steps, UnscaledSteps)
 
 
 def check_every(every: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from castwise.amp.outcomes import StepFacts
-from castwise.monitor.unscaled import UnscaledSteps
+from castwise.monitor.step_sources import UnscaledSteps
 
 
 def optimizer_on(device: str) -> torch.optim.Optimizer:
