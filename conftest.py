@@ -55,7 +55,7 @@ _TAKE_LONG = {"demo": "trains for minutes", "bench": "measures for minutes", "do
 
 
 def _blocks(document: Document) -> Iterator[Region]:
-    """Find what is to be run. A block that nobody would run is an error."""
+    """Find what is to be run. A block that would not run is an error."""
     page = types.ModuleType(f"page_{Path(document.path).stem.replace('-', '_')}")
     document.namespace = page.__dict__
     document.namespace.update({_PAGE: page, _OUTSIDE: contextlib.ExitStack()})
@@ -94,10 +94,10 @@ def _python(example: Example, code: str | None = None) -> None:
 def _doctest(example: Example, code: str) -> None:
     found = doctest.DocTestParser().get_doctest(code, {}, example.path, example.path, example.line)
     found.globs = example.namespace
-    heard: list[str] = []
+    output: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
-    if runner.run(found, out=heard.append, clear_globs=False).failed:
-        raise AssertionError("".join(heard))
+    if runner.run(found, out=output.append, clear_globs=False).failed:
+        raise AssertionError("".join(output))
 
 
 def _diff(example: Example) -> None:

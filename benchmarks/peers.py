@@ -59,11 +59,11 @@ class Batch(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The state after a batch; `told` is what the library reports about the step when asked, or None."""
+    """The state after a batch; `reported` is what the library reports about the step when asked, or None."""
 
     scale: float | None
     weight: list[float]
-    told: str | None = None
+    reported: str | None = None
 
 
 Train: TypeAlias = Callable[[list[Batch], float | None], Iterable[Seen]]
@@ -98,9 +98,9 @@ def of_loop(library: Any, batches: list[Batch], init_scale: float | None, **opti
     optimizer = sgd(model)
     schedule = castwise.schedules.Dynamic(**first_scale(init_scale), **options)
     scaler = library.GradScaler("cpu", **({"schedule": schedule} if options else first_scale(init_scale)))
-    told: list[str | None] = [None]
+    reported: list[str | None] = [None]
     if library is castwise:
-        scaler.register_step_hook(lambda facts: told.append(facts.cause and str(facts.cause)))
+        scaler.register_step_hook(lambda facts: reported.append(facts.cause and str(facts.cause)))
     for batch in batches:
         optimizer.zero_grad()
         with library.autocast("cpu", dtype=torch.float16):
@@ -108,7 +108,7 @@ def of_loop(library: Any, batches: list[Batch], init_scale: float | None, **opti
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        yield Seen(scaler.get_scale(), model.weight.tolist(), told[-1])
+        yield Seen(scaler.get_scale(), model.weight.tolist(), reported[-1])
 
 
 def of_lightning(batches: list[Batch], init_scale: float | None) -> Iterator[Seen]:
@@ -237,8 +237,8 @@ def of_deepspeed(batches: list[Batch], init_scale: float | None) -> Iterator[See
     for batch in batches:
         engine.backward(loss_of(engine, batch._replace(x=batch.x.half())))
         engine.step()
-        told = None if engine.was_step_applied() else "skipped"
-        yield Seen(float(optimizer.loss_scale), model.weight.tolist(), told)
+        reported = None if engine.was_step_applied() else "skipped"
+        yield Seen(float(optimizer.loss_scale), model.weight.tolist(), reported)
 
 
 ALL = ("none", "NaN losses", "NaN losses, fp16", "overflow", "unscaling")
@@ -355,7 +355,7 @@ def outcome(train: Train, batches: list[Batch], init_scale: float | None, where:
         "steps taken after it": sum(taken[where.stop :]),
         "weights are finite": all(map(math.isfinite, weights[-1])),
         "loss at the end / at first": relative if math.isfinite(relative) else None,
-        "told": dict(Counter(each.told for each in seen[where] if each.told)),
+        "reported": dict(Counter(each.reported for each in seen[where] if each.reported)),
         "heard": heard,
         "error": error,
     }
@@ -617,8 +617,8 @@ def end(result: dict[str, Any] | None) -> str:
 def words(result: dict[str, Any]) -> list[str]:
     """Return the cells about what the library reported."""
     said = textwrap.shorten(result["error"] or next(iter(result["said"]), "-"), 90, placeholder=" ...")
-    told = ", ".join(f"{count} x {what}" for what, count in result["told"].items())
-    return [said, told or "-"]
+    reported = ", ".join(f"{count} x {what}" for what, count in result["reported"].items())
+    return [said, reported or "-"]
 
 
 def fault_tables(results: dict[str, dict[str, Any]]) -> list[str]:

@@ -18,7 +18,7 @@ os.environ.pop("COLUMNS", None)  # which pytest-xdist sets, and tables in a pipe
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _emulated_formats_have_been_told() -> None:
+def _emulated_formats_were_warned_of() -> None:
     """Tests that compare our warnings with torch's must not meet the one that torch does not have."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

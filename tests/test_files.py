@@ -172,7 +172,7 @@ def test_metrics_that_castwise_has_not_written_are_not_cut(tmp_path: Path) -> No
 
 def test_a_long_search_does_not_begin_if_its_policy_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text("# mine\n")
-    told = CliRunner().invoke(app, ["tune", "-o", str(tmp_path / "policy.toml")])
-    assert told.exit_code == 2
-    assert "it exists and is not a policy that castwise has written" in told.stderr
+    result = CliRunner().invoke(app, ["tune", "-o", str(tmp_path / "policy.toml")])
+    assert result.exit_code == 2
+    assert "it exists and is not a policy that castwise has written" in result.stderr
     assert (tmp_path / "policy.toml").read_text() == "# mine\n"

@@ -102,12 +102,12 @@ def test_a_row_that_torch_cannot_run_fails(compare: Any, monkeypatch: pytest.Mon
 
 
 def test_an_exception_covers_what_it_names_and_no_more(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "warning: UserWarning: this CPU has no units for torch.bfloat16: its ops are emulated"
+    warning = "warning: UserWarning: this CPU has no units for torch.bfloat16: its ops are emulated"
     for rank in ("", "rank 1: "):
-        record = record_of(compare, monkeypatch, "script", GOOD, {**GOOD, rank + told: "given"}, GOOD)
+        record = record_of(compare, monkeypatch, "script", GOOD, {**GOOD, rank + warning: "given"}, GOOD)
         assert not compare.is_wrong(record)
         assert compare.verdict(record) == "castwise: same (emulated dtype)"
-    record = record_of(compare, monkeypatch, "script", {**GOOD, told: "given"}, GOOD, {**GOOD, told: "given"})
+    record = record_of(compare, monkeypatch, "script", {**GOOD, warning: "given"}, GOOD, {**GOOD, warning: "given"})
     assert compare.is_wrong(record)
 
 

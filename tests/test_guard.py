@@ -20,14 +20,14 @@ from castwise.monitor.run import Run
 Records = list[dict[str, Any]]
 
 
-def test_the_first_failure_is_told_and_no_other() -> None:
+def test_the_first_failure_is_reported_and_no_other() -> None:
     guard = Guard()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in (1, 2):
             with guard:
                 raise ValueError(number)
-    assert [str(each.message) for each in told] == ["the monitor skipped a measurement that failed: ValueError: 1"]
+    assert [str(each.message) for each in caught] == ["the monitor skipped a measurement that failed: ValueError: 1"]
 
 
 def test_an_interrupt_is_no_failure() -> None:

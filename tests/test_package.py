@@ -49,7 +49,7 @@ MAY_IMPORT = {
 }
 USE_THE_PUBLIC_API = {"demo", "bench", "cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
-# Who runs torch's mixed precision: as a rival, or to replay what somebody else's region did.
+# Who runs torch's mixed precision: as a rival, or to replay what another region did.
 RUN_TORCHS_CLASSES = ("bench/", "demo/training.py", "diagnosis/forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
@@ -305,9 +305,9 @@ def test_an_integration_without_its_framework_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_FRAMEWORKS, *names], capture_output=True, text=True, check=True
     )
-    told = done.stdout.splitlines()
-    assert len(told) == len(names)
-    for name, text in zip(names, told, strict=True):
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(names)
+    for name, text in zip(names, lines, strict=True):
         assert text.startswith(f"castwise.integrations.{name} needs ")
         assert "pip install" in text
 

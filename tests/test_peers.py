@@ -54,10 +54,10 @@ def end(result: dict[str, Any]) -> str:
     return "ends with an error" if result["error"] else ending
 
 
-def says_what_was_heard(said: str, told: str, result: dict[str, Any]) -> bool:
-    heard = " ".join((result["error"] or next(iter(result["said"]), "-")).split())
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) x ([^,]+)", told)}
-    return heard.startswith(said.removesuffix(" ...")) and counts == result["told"]
+def says_what_was_heard(said: str, reported: str, result: dict[str, Any]) -> bool:
+    shown = " ".join((result["error"] or next(iter(result["said"]), "-")).split())
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) x ([^,]+)", reported)}
+    return shown.startswith(said.removesuffix(" ...")) and counts == result["reported"]
 
 
 @pytest.mark.parametrize(("library", "feature", "cell"), CELLS, ids=[f"{cell[0]}: {cell[1]}" for cell in CELLS])
@@ -130,13 +130,13 @@ def test_casts_and_graphs_are_those_that_were_counted() -> None:
 
 def test_what_became_of_nan_losses_is_what_was_recorded() -> None:
     assert [row[0] for row in NANS[1:]] == list(RECORD["faults"])
-    for name, before, after, fp32, fp16, said, told in NANS[1:]:
+    for name, before, after, fp32, fp16, said, reported in NANS[1:]:
         results = RECORD["faults"][name]
         shown = [results[key] for key in ("NaN losses", "NaN losses, fp16") if key in results]
         assert (number(before), number(after)) == (shown[0]["scale before"], shown[0]["scale after"])
         in_cells = [f"{result['steps taken after it']}, {end(result)}" for result in shown]
         assert [cell for cell in (fp32, fp16) if cell != "-"] == in_cells
-        assert says_what_was_heard(said, told, shown[0])
+        assert says_what_was_heard(said, reported, shown[0])
         assert all(result["steps taken at the fault"] == 0 for result in shown)
 
 
@@ -145,13 +145,13 @@ def test_what_became_of_nan_losses_is_what_was_recorded() -> None:
 )
 def test_what_became_of_an_overflow_is_what_was_recorded(fault: str, rows: list[list[str]]) -> None:
     assert [row[0] for row in rows[1:]] == [name for name, results in RECORD["faults"].items() if fault in results]
-    for name, step, before, after, ending, said, told in rows[1:]:
+    for name, step, before, after, ending, said, reported in rows[1:]:
         result = RECORD["faults"][name][fault]
         is_taken = result["steps taken at the fault"] == 1 or not result["weights are finite"]
         assert step == ("taken" if is_taken else "skipped")
         assert (number(before), number(after)) == (result["scale before"], result["scale after"])
         assert ending == end(result)
-        assert says_what_was_heard(said, told, result)
+        assert says_what_was_heard(said, reported, result)
 
 
 def test_what_ranks_did_is_what_was_recorded() -> None:

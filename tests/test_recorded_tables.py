@@ -60,7 +60,7 @@ def test_the_first_pages_show_what_was_recorded(monkeypatch: pytest.MonkeyPatch)
     assert len(readme.PAGES[0].read_text().splitlines()) <= 120
 
 
-def test_ratios_on_the_first_pages_are_told_from_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_on_the_first_pages_are_reported_from_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     readme = importlib.import_module("readme")
     costs = readme.result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]

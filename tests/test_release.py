@@ -186,8 +186,8 @@ def test_the_wheel_alone_is_the_library(installed: Path) -> None:
 def test_the_wheel_alone_tells_its_version_and_what_the_command_line_needs(installed: Path) -> None:
     command = installed / "bin" / "castwise"
     assert run(command, "--version").stdout == f"castwise {castwise.__version__}\n"
-    told = run(command, "--help")
-    assert (told.returncode, told.stdout) == (0, HELP)
+    result = run(command, "--help")
+    assert (result.returncode, result.stdout) == (0, HELP)
     commands = sorted(str(each.name or each.callback.__name__) for each in app.registered_commands if each.callback)
     assert f"The commands {', '.join(commands[:-1])} and {commands[-1]} need the `cli` extra" in HELP
     refused = run(command, "report")
@@ -211,9 +211,9 @@ def test_the_command_line_and_its_completion_work_from_the_wheel(installed: Path
     path = f"{installed / 'bin'}:{os.environ['PATH']}"
     assert run("castwise", "--version", PATH=path).stdout == f"castwise {castwise.__version__}\n"
     for arguments in (["--help"], ["report", "--help"]):
-        told = run("castwise", *arguments, PATH=path)
-        assert told.returncode == 0, told.stderr
-        assert told.stdout.lstrip().startswith("Usage: castwise"), told.stdout
+        result = run("castwise", *arguments, PATH=path)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.lstrip().startswith("Usage: castwise"), result.stdout
     assert run("bash", "-c", COMPLETE, PATH=path).stdout == "report\n"
     (tmp_path / "monitor.jsonl").write_text('{"kind": "run", "format": 1, "settings": {}}\n')
     reported = run("castwise", "report", tmp_path, PATH=path)

@@ -38,11 +38,11 @@ def test_a_bar_is_not_shown_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkup_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     monkeypatch.setattr(checkup, "BUDGET_S", 0.1)
-    checkup.examine(lambda *progress: told.append(progress))
-    assert [(done, total) for _, done, total in told[:3]] == [(0, 11), (1, 11), (2, 11)]
-    assert told[0][0].startswith("cpu: fp32")
+    checkup.examine(lambda *progress: calls.append(progress))
+    assert [(done, total) for _, done, total in calls[:3]] == [(0, 11), (1, 11), (2, 11)]
+    assert calls[0][0].startswith("cpu: fp32")
 
 
 def test_paths_are_printed_as_they_are(tmp_path: Path) -> None:

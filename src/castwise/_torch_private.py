@@ -279,7 +279,7 @@ def load_compiler() -> None:
 def backwards_without_autocast() -> Any:
     """Return a context manager in which this thread compiles backwards to run outside autocast; None if none is needed.
 
-    A user's own setting is kept, unless it equals torch's default: the two cannot be told apart.
+    A user's own setting is kept, unless it equals torch's default: the two cannot be distinguished.
     """
     config = _find("torch._functorch", "config")
     # Before torch 2.13 the setting is shared by all threads; the name exists there too.

@@ -97,7 +97,7 @@ def orders(rank: int, _: int, kind: str) -> Any:
 def backward_after_clipping(rank: int, _: int, kind: str) -> Any:
     """A batch is thrown away after it was clipped, and in the next only the last rank has a gradient, which is inf.
 
-    It is told that it cannot step alone on what the others have not agreed on, and clips again with them.
+    An error says that it cannot step alone on what the others have not agreed on, and it clips again with them.
     """
     training = Training(kind)
     training.backward()

@@ -35,7 +35,7 @@ class Fused(torch.optim.SGD):
 
 
 class Rank(Agreement):
-    """The only rank there is, without a process group; it remembers what it was told."""
+    """The only rank there is, without a process group; it records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -71,6 +71,6 @@ class Rank(Agreement):
 
 
 def agreeing(scaler: GradScaler) -> Rank:
-    """Have a scaler agree with nobody, and return what it says."""
+    """Give a scaler an agreement of one rank, and return it."""
     scaler._agree_with(rank := Rank())
     return rank

@@ -73,7 +73,7 @@ def test_optimizers_that_are_stepped_together_share_a_collective(
         assert rank["scale"] == 4.0
 
 
-def test_flags_of_four_ranks_are_told_apart(ranks: Any) -> None:
+def test_flags_of_four_ranks_are_distinguished(ranks: Any) -> None:
     for rank in ranks("several|foreach|9", 4):
         assert rank["collectives"] == [64, 64]
         assert rank["weights"] == [0.5] + [1.0] * 8
@@ -219,7 +219,7 @@ WHOLE = 2  # a plain gradient counts as a copy that both ranks hold
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_do_not_do_the_same_are_told_so_before_any_has_stepped(ranks: Any, name: str, clip: str) -> None:
+def test_ranks_that_do_not_do_the_same_raise_before_any_has_stepped(ranks: Any, name: str, clip: str) -> None:
     for rank in ranks(f"difference|fused|{name}|{clip}", 3):
         assert "the ranks no longer use their scalers in the same way" in rank["error"]
         assert "ranks [0, 1] report: " in rank["error"]
@@ -253,13 +253,13 @@ def test_a_step_that_a_rank_leaves_out_is_found_out(ranks: Any, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_does_not_come_is_reported_within_the_timeout(kind: str, tmp_path: Path) -> None:
-    told, _ = (rank[f"hang|{kind}"] for rank in run(WORKER, 2, tmp_path / "store", f"hang|{kind}"))
-    assert "rank 0 could not agree with the other ranks of process group" in told["error"]
-    assert "on whether to take step 1, so it has not stepped" in told["error"]
-    assert "ranks [0] report: step() with " in told["error"]
-    assert "; no report within 5 s from ranks [1], which ended, hang or have not noticed it yet. " in told["error"]
-    assert "imed out" in told["error"]
-    assert told["weights"] == [1.0]
+    survivor, _ = (rank[f"hang|{kind}"] for rank in run(WORKER, 2, tmp_path / "store", f"hang|{kind}"))
+    assert "rank 0 could not agree with the other ranks of process group" in survivor["error"]
+    assert "on whether to take step 1, so it has not stepped" in survivor["error"]
+    assert "ranks [0] report: step() with " in survivor["error"]
+    assert "; no report within 5 s from ranks [1], which ended, hang or have not noticed it yet. " in survivor["error"]
+    assert "imed out" in survivor["error"]
+    assert survivor["weights"] == [1.0]
 
 
 # -- in one process ---------------------------------------------------------------------------------------------------

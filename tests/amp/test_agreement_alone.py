@@ -185,7 +185,7 @@ ODD: dict[str, tuple[Callable[[Agreement], Any], str, str]] = {
 
 @pytest.mark.parametrize("norm_type", [None, 2.0, 4.5, math.inf])
 @pytest.mark.parametrize("name", list(ODD))
-def test_all_ranks_are_told_who_does_what(world: Callable[[int], World], name: str, norm_type: float | None) -> None:
+def test_all_ranks_learn_who_does_what(world: Callable[[int], World], name: str, norm_type: float | None) -> None:
     odd, usual, other = ODD[name]
     errors = world(3).run(lambda rank: tell(rank, odd, norm_type=norm_type))
     assert len({str(error) for error in errors}) == 1
@@ -318,10 +318,10 @@ def test_the_next_to_look_raises(world: Callable[[int], World], differs: bool) -
             return str(error), ranks.any_(flags(of=1), "step")
         return None
 
-    for told in world(2).run(meet):
-        assert (told is not None) is differs
-        if told is not None:
-            assert "ranks [0, 1] report: what was said (history" in told[0]
+    for error in world(2).run(meet):
+        assert (error is not None) is differs
+        if error is not None:
+            assert "ranks [0, 1] report: what was said (history" in error[0]
 
 
 class OnADevice(torch.Tensor):
@@ -583,7 +583,7 @@ def test_anything_of_one_rank_is_a_group() -> None:
     assert not ranks.is_of_all_ranks()
 
 
-def test_a_rank_outside_of_its_group_is_told_so(world: Callable[[int], World]) -> None:
+def test_a_rank_outside_of_its_group_raises(world: Callable[[int], World]) -> None:
     of, outside = world(2), torch.distributed.GroupMember.NON_GROUP_MEMBER
     assert of.run(lambda rank: agreed(outside).is_of_all_ranks()) == [False, False]
     for rank, error in enumerate(of.run(lambda rank: agreed(outside).any_(flags(of=1), "step"))):

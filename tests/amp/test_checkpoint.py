@@ -120,14 +120,14 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("state", "error", "told"), REFUSED)
-def test_what_is_no_state_is_refused(state: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=f"{re.escape(told)}$"):
+@pytest.mark.parametrize(("state", "error", "message"), REFUSED)
+def test_what_is_no_state_is_refused(state: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{re.escape(message)}$"):
         checkpoint.read(state, Static())
 
 
 @pytest.mark.parametrize(
-    ("schedule", "trackers", "told"),
+    ("schedule", "trackers", "message"),
     [
         (Headroom(), {"peak": 1.0}, "the trackers of Headroom must be peak, margin, got {'peak': 1.0}"),
         (Headroom(), {"peak": 1.0, "margin": -0.5}, "margin must be a finite number >= 0, got -0.5"),
@@ -138,6 +138,8 @@ def test_what_is_no_state_is_refused(state: Any, error: type[Exception], told: s
         ),
     ],
 )
-def test_what_a_schedule_cannot_remember_is_refused(schedule: Schedule, trackers: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_what_a_schedule_cannot_remember_is_refused(
+    schedule: Schedule, trackers: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         checkpoint.read(saved(schedule, trackers), schedule)

@@ -40,7 +40,7 @@ OF_SCALE = "a finite number > 0, within [2**-126, 3.4e38]"
 
 
 @pytest.mark.parametrize(
-    ("check", "given", "error", "told"),
+    ("check", "given", "error", "message"),
     [
         (checks.real_number, True, TypeError, "a number, got True of type bool"),
         (checks.real_number, "1", TypeError, "a number, got '1' of type str"),
@@ -60,8 +60,10 @@ OF_SCALE = "a finite number > 0, within [2**-126, 3.4e38]"
         (partial(checks.one_of, allowed=("a", "b")), "c", ValueError, "one of 'a', 'b', got 'c'"),
     ],
 )
-def test_what_is_not_is_quoted(check: Callable[[str, Any], Any], given: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=f"^x must be {re.escape(told)}$"):
+def test_what_is_not_is_quoted(
+    check: Callable[[str, Any], Any], given: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^x must be {re.escape(message)}$"):
         check("x", given)
 
 

@@ -96,15 +96,15 @@ def test_a_message_is_whole() -> None:
 
 
 def test_a_gradient_that_only_unscaling_makes_infinite_is_named_by_clipping() -> None:
-    param, told = weight(1.0), []
+    param, reported = weight(1.0), []
     scaler, optimizer = GradScaler("cpu", init_scale=2.0**-10), Fused([param])
-    scaler.register_step_hook(lambda facts: told.append(len(facts.parameters)))
+    scaler.register_step_hook(lambda facts: reported.append(len(facts.parameters)))
     scaler.scale(param.sum())
     param.grad = torch.tensor([3e38])
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     scaler.update()
-    assert told == [1]
+    assert reported == [1]
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -267,7 +267,7 @@ def test_room_for_a_momentum_that_a_skipped_step_has_made_is_not_left_as_it_is(d
     optimizer = torch.optim.SGD([third, first, second], momentum=0.9)
     optimizer.state[first]["momentum_buffer"] = torch.full((2,), 5.0)
     found_inf = torch.tensor(found)
-    if device == "meta":  # not on the host, so nobody looks at it; it is brought to where the momentum is
+    if device == "meta":  # not on the host, so it is not read; it is brought to where the momentum is
         found_inf = OnAnAccelerator(found_inf)
     with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
         optimizer.state[second]["momentum_buffer"] = torch.full((2,), torch.nan)

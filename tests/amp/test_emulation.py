@@ -144,7 +144,7 @@ def test_the_first_region_warns_of_its_format_and_no_later_one(case: str, warned
 
 
 @HELD_TO_AVX2
-def test_each_format_is_told_once(warned: Warned) -> None:
+def test_each_format_is_reported_once(warned: Warned) -> None:
     bf16, fp16 = (text for text, *_ in warned["both"])
     assert "torch.bfloat16" in bf16
     assert ": its ops are emulated, two to ten or more times slower than in torch.float32;" in bf16
@@ -189,7 +189,7 @@ def test_without_onednn_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capabilities", "limit", "native", "told"),
+    ("dtype", "capabilities", "limit", "native", "message"),
     [
         (
             FP16,
@@ -223,13 +223,13 @@ def test_the_warning_says_why_and_what_to_do(
     capabilities: dict[str, bool],
     limit: tuple[str, str] | None,
     native: dict[torch.dtype, bool],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(emulation, "limit_of_onednn", lambda: limit)
     monkeypatch.setattr(emulation, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(emulation, "is_native_here", lambda dtype: native.get(dtype, False))
-    assert emulation._message(dtype) == told
+    assert emulation._message(dtype) == message
 
 
 @pytest.mark.parametrize(("limit", "is_native"), [(None, True), ("AVX2", False), ("AVX512_CORE_BF16", True)])
@@ -258,5 +258,7 @@ def test_the_first_line_outside_castwise_is_warned_of_what_is_emulated_once(
         warnings.simplefilter("always")
         for _ in range(2):
             region()
-    told = [(str(each.message), linecache.getline(each.filename, each.lineno).strip()) for each in caught]
-    assert told == ([] if is_native is not False else [(emulation._message(FP16), "emulation.warn_if_emulated(FP16)")])
+    message = [(str(each.message), linecache.getline(each.filename, each.lineno).strip()) for each in caught]
+    assert message == (
+        [] if is_native is not False else [(emulation._message(FP16), "emulation.warn_if_emulated(FP16)")]
+    )

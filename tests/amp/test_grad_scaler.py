@@ -237,7 +237,7 @@ def test_an_optimizer_that_takes_the_scaler_gets_it(bad: bool) -> None:
 
 
 class Vetoing(GradScaler):
-    """A subclass that finds inf where nobody else does."""
+    """A subclass that finds inf where castwise does not."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -588,7 +588,7 @@ def test_an_overridden_scale_reaches_a_fused_step() -> None:
 
 
 class KeepsGradients(torch.optim.SGD):
-    """A fused optimizer of somebody else's, which does not write unscaled gradients back."""
+    """A third-party fused optimizer, which does not write unscaled gradients back."""
 
     _step_supports_amp_scaling = True
 
@@ -783,7 +783,7 @@ def test_ranks_begin_with_the_numbers_of_the_scaler_and_hear_of_those_that_are_s
 
 
 @pytest.mark.parametrize(("gradient", "known"), [(8.0, 2.0), (torch.inf, 0.0)])
-def test_ranks_are_told_the_largest_finite_gradient(gradient: float, known: float) -> None:
+def test_ranks_learn_the_largest_finite_gradient(gradient: float, known: float) -> None:
     scaler, param = GradScaler("cpu", schedule=Headroom(init_scale=4.0)), weight(1.0)
     rank = agreeing(scaler)
     scaler.scale(param.sum())
@@ -904,7 +904,7 @@ def test_a_backoff_that_would_end_at_a_scale_of_zero_is_refused_wherever_it_come
 def test_a_repr_shows_the_settings_and_reads_nothing_from_the_device() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, allow_fp16_gradients=True)
     scaler.scale(torch.ones(1, requires_grad=True))
-    scaler._scale = torch.empty((), device="meta")  # whose values nobody can read
+    scaler._scale = torch.empty((), device="meta")  # whose values cannot be read
     scaler.set_growth_interval(7)
     text = repr(scaler)
     assert text.startswith("GradScaler('cpu', schedule=Dynamic(init_scale=8.0, ")

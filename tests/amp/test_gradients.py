@@ -90,12 +90,12 @@ def test_fp16_gradients_are_refused_by_name_or_by_place() -> None:
     for param in module.parameters():
         param.grad = torch.zeros_like(param)
     by_name = torch.optim.SGD(module.named_parameters(), lr=0.1)
-    told = (
+    message = (
         "Attempting to unscale FP16 gradients. They may underflow once unscaled: keep the parameters in fp32 and "
         "let autocast choose fp16 op by op, or allow them with GradScaler(..., allow_fp16_gradients=True). "
         "fp16 gradients: weight, bias"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         found_in(by_name, allow_fp16=False)
     by_place = torch.optim.SGD(module.parameters(), lr=0.1)
     place = re.escape("param_groups[0]['params'][0] of shape (1, 2), param_groups[0]['params'][1] of shape (1,)")
@@ -126,7 +126,7 @@ def test_gradients_of_other_kinds_are_refused_by_name_every_time(grad: torch.Ten
     param = torch.nn.Parameter(torch.zeros(2, 2))
 
     class Holder:
-        """Anything may hold a gradient for an optimizer of somebody else's."""
+        """Anything may hold a gradient for a third-party optimizer."""
 
         shape = param.shape
 
@@ -141,8 +141,8 @@ def test_gradients_of_other_kinds_are_refused_by_name_every_time(grad: torch.Ten
 
 
 def test_complex_gradients_are_refused_by_name_where_order_matters() -> None:
-    told = "param_groups[0]['params'][1] of shape (2,) is torch.complex64; use clip_grad_norm_"
-    with pytest.raises(TypeError, match=f"{re.escape(told)}$"):
+    message = "param_groups[0]['params'][1] of shape (2,) is torch.complex64; use clip_grad_norm_"
+    with pytest.raises(TypeError, match=f"{re.escape(message)}$"):
         collect(torch.ones(2), torch.ones(2, dtype=torch.complex64), allow_complex=False)
     collect(torch.ones(2), allow_complex=False)
 
@@ -225,7 +225,7 @@ def test_a_name_that_the_optimizer_lacks_is_its_place() -> None:
     assert names == ["first", "param_groups[0]['params'][1] of shape (2,)"]
 
 
-def test_whether_a_gradient_is_there_twice_is_told() -> None:
+def test_whether_a_gradient_is_there_twice_is_reported() -> None:
     assert not collect(torch.ones(1), torch.ones(1)).repeat
     shared = torch.ones(1)
     found = collect(shared, torch.ones(1), shared)
@@ -236,12 +236,12 @@ def test_whether_a_gradient_is_there_twice_is_told() -> None:
 def test_what_can_be_unscaled_is_listed() -> None:
     optimizer = optimizer_of(torch.ones(2, 2).to(torch.float8_e4m3fn))
     dtypes = "float16, complex32, bfloat16, float32, float64, complex64, complex128"
-    told = (
+    message = (
         "the gradient of param_groups[0]['params'][0] of shape (2, 2) has dtype torch.float8_e4m3fn and layout "
         f"torch.strided, which cannot be unscaled: use {', '.join(f'torch.{name}' for name in dtypes.split(', '))} in "
         "torch.strided, torch.sparse_coo"
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         found_in(optimizer)
 
 

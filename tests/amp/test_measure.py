@@ -72,7 +72,7 @@ def test_a_check_agrees_with_the_quotients_of_a_fused_kernel(
 
 
 @pytest.mark.parametrize("on_accelerator", [False, True])
-def test_sums_that_overflow_and_opposite_infinities_are_told_apart(on_accelerator: bool) -> None:
+def test_sums_that_overflow_and_opposite_infinities_are_distinguished(on_accelerator: bool) -> None:
     for tensor, expected in ((torch.full((5000,), 3e38), False), (torch.tensor([math.inf, -math.inf]), True)):
         found, _ = measure.check(groups_of(tensor, on_accelerator=on_accelerator), ONE)
         assert is_found(found) is expected

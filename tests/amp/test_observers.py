@@ -1,4 +1,4 @@
-"""Observers are told of everything that a training does with its scalers and regions, in order, and change nothing."""
+"""Observers are notified of all uses of scalers and regions, in order, and change nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from castwise.amp.observers import OBSERVERS, Observer, registered
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
-    """The names of what an observer was told, while it is there."""
+def events() -> Iterator[list[str]]:
+    """The events that an observer has received, while it is there."""
     seen: list[str] = []
 
     class Everything(Observer):
@@ -43,14 +43,14 @@ def train(**options: Any) -> tuple[castwise.GradScaler, torch.Tensor]:
     return scaler, weight.detach()
 
 
-def test_a_step_is_told_from_its_scaler_to_its_update(told: list[str]) -> None:
+def test_a_step_is_distinguished_from_its_scaler_to_its_update(events: list[str]) -> None:
     train()
-    made, entered, left, scaled, stepping, *inside, stepped, updating = told
+    made, entered, left, scaled, stepping, *inside, stepped, updating = events
     assert [made, entered, left, scaled] == ["scaler_made wanted=True", "entered", "left", "scaled"]
     assert (stepping, inside, stepped, updating) == ("stepping", ["unscaling"], "stepped", "updating is_set=False")
 
 
-def test_clipping_saving_loading_and_asking_are_told(told: list[str]) -> None:
+def test_clipping_saving_loading_and_asking_are_reported(events: list[str]) -> None:
     scaler, _ = train()
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], 0.5)
@@ -62,33 +62,33 @@ def test_clipping_saving_loading_and_asking_are_told(told: list[str]) -> None:
         lambda: scaler.load_state_dict(scaler.state_dict()),
         scaler.get_scale,
     ):
-        told.append("--")
+        events.append("--")
         call()  # type: ignore[no-untyped-call]
-    calls = " ".join(told).split(" -- ")[1:]
+    calls = " ".join(events).split(" -- ")[1:]
     assert calls[:4] == ["scaled", "unscaling", "unscaling", "updating is_set=True"]
     assert set(calls[4].split()) == {"asked", "saved", "loaded"}
     assert calls[5] == "asked"
 
 
-def test_the_end_of_a_step_that_fails_is_told(told: list[str]) -> None:
+def test_the_end_of_a_step_that_fails_is_reported(events: list[str]) -> None:
     scaler = castwise.GradScaler("cpu")
-    told.clear()
+    events.clear()
     with pytest.raises(RuntimeError, match="needs a scale"):
         scaler.step(torch.optim.SGD([torch.zeros(1)]))
-    assert told == ["stepping", "stepped"]
+    assert events == ["stepping", "stepped"]
 
 
-def test_of_a_disabled_scaler_steps_are_told(told: list[str]) -> None:
+def test_of_a_disabled_scaler_steps_are_reported(events: list[str]) -> None:
     train(enabled=False)
-    assert told == ["scaler_made wanted=False", "entered", "left", "stepping", "stepped"]
+    assert events == ["scaler_made wanted=False", "entered", "left", "stepping", "stepped"]
 
 
-def test_nothing_changes_for_being_observed(told: list[str]) -> None:
+def test_nothing_changes_for_being_observed(events: list[str]) -> None:
     _, observed = train()
     OBSERVERS.clear()
     _, alone = train()
     assert torch.equal(observed, alone)
-    assert told
+    assert events
 
 
 def test_an_observer_may_leave_out_what_it_does_not_want_to_know() -> None:

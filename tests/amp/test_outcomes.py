@@ -1,4 +1,4 @@
-"""What became of each step: why it was skipped, who is told, and what is counted."""
+"""What became of each step: why it was skipped, who is notified, and what is counted."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class World:
         self.good, self.bad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([self.good, self.bad], lr=0.125, **implementation)
         self.scaler = GradScaler("cpu", schedule=schedule or Dynamic(1024.0))
-        self.told: list[StepFacts] = []
+        self.reported: list[StepFacts] = []
 
     def listen(self) -> World:
-        self.scaler.register_step_hook(self.told.append)
+        self.scaler.register_step_hook(self.reported.append)
         return self
 
     def backward(self, loss: float = 1.0, gradient: float = 1.0) -> None:
@@ -77,7 +77,7 @@ def test_a_step_that_is_taken_has_no_cause(implementation: dict[str, Any], clip:
     world = World(**implementation).listen()
     world.step(loss=2.5, clip=clip)
     norm = pytest.approx(math.sqrt(5.0)) if clip else None
-    assert world.told == [
+    assert world.reported == [
         StepFacts(1, world.optimizer, 1024.0, skipped=False, loss=2.5, grad_norm=norm, iteration=1)  # type: ignore[arg-type]
     ]
 
@@ -90,7 +90,7 @@ def test_gradients_of_a_finite_loss_are_an_overflow(
 ) -> None:
     world = World(**implementation).listen()
     world.step(gradient=gradient, clip=clip, unscale=unscale)
-    facts = world.told[0]
+    facts = world.reported[0]
     assert (facts.skipped, facts.cause, facts.scale, facts.loss) == (True, Cause.OVERFLOW, 1024.0, 1.0)
     assert [param is world.bad for param in facts.parameters] == [True]
 
@@ -99,7 +99,7 @@ def test_gradients_of_a_finite_loss_are_an_overflow(
 def test_a_loss_that_is_not_finite_is_the_cause(implementation: dict[str, Any], loss: float) -> None:
     world = World(**implementation).listen()
     world.step(loss=loss, gradient=math.nan)
-    assert world.told[0].cause is Cause.NONFINITE_LOSS
+    assert world.reported[0].cause is Cause.NONFINITE_LOSS
 
 
 def test_one_micro_batch_whose_loss_is_not_finite_is_enough(implementation: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def test_one_micro_batch_whose_loss_is_not_finite_is_enough(implementation: dict
     world.scaler.scale(torch.tensor(math.nan, requires_grad=True))
     world.scaler.scale([torch.ones(2, requires_grad=True)])
     world.step(gradient=math.inf)
-    assert world.told[0].cause is Cause.NONFINITE_LOSS
+    assert world.reported[0].cause is Cause.NONFINITE_LOSS
 
 
 def test_weights_that_are_not_finite_are_the_cause(implementation: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_are_the_cause(implementation: dict[str, Any
     with torch.no_grad():
         world.good[1] = math.nan
     world.step(loss=math.nan, gradient=math.nan)
-    assert world.told[0].cause is Cause.NONFINITE_WEIGHTS
+    assert world.reported[0].cause is Cause.NONFINITE_WEIGHTS
 
 
 def test_without_a_loss_the_cause_is_unknown(implementation: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def test_without_a_loss_the_cause_is_unknown(implementation: dict[str, Any]) -> 
     world.bad.grad = torch.tensor([math.inf, 0.0])
     world.scaler.step(world.optimizer)
     world.scaler.update()
-    assert world.told[0].cause is Cause.UNKNOWN
+    assert world.reported[0].cause is Cause.UNKNOWN
 
 
 def test_a_frozen_mask_of_infs_is_no_broken_weight(implementation: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_a_frozen_mask_of_infs_is_no_broken_weight(implementation: dict[str, Any
     mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
     world.optimizer.add_param_group({"params": [mask]})
     world.step(loss=math.nan, gradient=math.nan)
-    assert world.told[0].cause is Cause.NONFINITE_LOSS
+    assert world.reported[0].cause is Cause.NONFINITE_LOSS
 
 
 def test_a_norm_that_fp32_cannot_hold_is_no_other_ranks_fault() -> None:
@@ -141,7 +141,7 @@ def test_a_norm_that_fp32_cannot_hold_is_no_other_ranks_fault() -> None:
     world.scaler.clip_grad_norm_(world.optimizer, 1e-6)
     world.scaler.step(world.optimizer)
     world.scaler.update()
-    assert world.told[0].cause is Cause.OVERFLOW
+    assert world.reported[0].cause is Cause.OVERFLOW
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_of_several_losses_and_optimizers_it_is_known_whose_loss_it_was_if_all_a
     world.scaler.step(world.optimizer)
     world.scaler.step(other)
     world.scaler.update()
-    assert [facts.cause for facts in world.told] == causes
+    assert [facts.cause for facts in world.reported] == causes
 
 
 def test_a_closure_forgets_no_other_optimizers_loss() -> None:
@@ -172,7 +172,7 @@ def test_a_closure_forgets_no_other_optimizers_loss() -> None:
 
     world.scaler.step(world.optimizer, closure)
     world.scaler.update()
-    assert world.told[0].loss == math.inf
+    assert world.reported[0].loss == math.inf
 
 
 def test_an_update_that_is_refused_counts_no_step() -> None:
@@ -183,7 +183,7 @@ def test_an_update_that_is_refused_counts_no_step() -> None:
         with pytest.raises(ValueError, match="new_scale must be a finite number > 0"):
             world.scaler.update(-1.0)
     world.scaler.update()
-    assert world.scaler.state_dict()["steps_taken"] == len(world.told) == 1
+    assert world.scaler.state_dict()["steps_taken"] == len(world.reported) == 1
 
 
 def test_facts_are_of_the_iteration_in_which_their_gradients_were_shown() -> None:
@@ -198,14 +198,14 @@ def test_facts_are_of_the_iteration_in_which_their_gradients_were_shown() -> Non
             world.scaler.step(world.optimizer)
         world.scaler.update(1024.0)
     assert shown == [1, 2, 4]
-    assert [(facts.number, facts.iteration) for facts in world.told] == [(1, 1), (2, 4)]
+    assert [(facts.number, facts.iteration) for facts in world.reported] == [(1, 1), (2, 4)]
 
 
 def test_the_loss_of_an_iteration_is_not_that_of_the_next(implementation: dict[str, Any]) -> None:
     world = World(**implementation).listen()
     world.step(loss=math.nan, gradient=math.nan)
     world.step(gradient=math.inf)
-    assert [facts.cause for facts in world.told] == [Cause.NONFINITE_LOSS, Cause.OVERFLOW]
+    assert [facts.cause for facts in world.reported] == [Cause.NONFINITE_LOSS, Cause.OVERFLOW]
 
 
 def test_a_closure_has_the_loss_of_its_last_evaluation() -> None:
@@ -217,7 +217,7 @@ def test_a_closure_has_the_loss_of_its_last_evaluation() -> None:
 
     world.scaler.step(world.optimizer, closure)
     world.scaler.update()
-    assert world.told[0].loss == 3.0
+    assert world.reported[0].loss == 3.0
 
 
 def test_a_gradient_that_is_gone_before_the_update_is_still_named(implementation: dict[str, Any]) -> None:
@@ -226,10 +226,10 @@ def test_a_gradient_that_is_gone_before_the_update_is_still_named(implementation
     world.scaler.step(world.optimizer)
     world.optimizer.zero_grad()
     world.scaler.update()
-    assert [param is world.bad for param in world.told[0].parameters] == [True]
+    assert [param is world.bad for param in world.reported[0].parameters] == [True]
 
 
-def test_each_of_several_optimizers_is_told_by_itself() -> None:
+def test_each_of_several_optimizers_is_reported_by_itself() -> None:
     world = World().listen()
     other = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], lr=1.0)
     world.backward(gradient=math.inf)
@@ -237,7 +237,7 @@ def test_each_of_several_optimizers_is_told_by_itself() -> None:
     world.scaler.step(world.optimizer)
     world.scaler.step(other)
     world.scaler.update()
-    assert [(facts.number, facts.optimizer, facts.skipped) for facts in world.told] == [
+    assert [(facts.number, facts.optimizer, facts.skipped) for facts in world.reported] == [
         (1, world.optimizer, True),
         (2, other, False),
     ]
@@ -248,31 +248,31 @@ def test_what_is_deliberately_skipped_is_no_step() -> None:
     world.backward()
     world.scaler.skip(world.optimizer)
     world.scaler.update()
-    assert world.told == []
+    assert world.reported == []
     assert world.scaler.state_dict()["steps_taken"] == 0
 
 
 def test_a_hook_that_is_removed_hears_nothing() -> None:
     world = World()
-    handle = world.scaler.register_step_hook(world.told.append)
+    handle = world.scaler.register_step_hook(world.reported.append)
     handle.remove()
     world.step()
-    assert world.told == []
+    assert world.reported == []
 
 
 @pytest.mark.usefixtures("slow_host")
 def test_an_accelerators_facts_come_two_updates_later_and_all_of_them(implementation: dict[str, Any]) -> None:
     world = World(**implementation).listen()
-    heard = []
+    counts = []
     for gradient in (1.0, math.inf, 1.0, 1.0):
         world.step(gradient=gradient)
-        heard.append(len(world.told))
-    assert heard == [0, 0, 1, 2]
+        counts.append(len(world.reported))
+    assert counts == [0, 0, 1, 2]
     assert DELAY == 2
     world.scaler.synchronize()
-    assert [facts.skipped for facts in world.told] == [False, True, False, False]
-    assert [facts.scale for facts in world.told] == [1024.0, 1024.0, 512.0, 512.0]
-    assert [facts.parameters for facts in world.told] == [(), (world.bad,), (), ()]
+    assert [facts.skipped for facts in world.reported] == [False, True, False, False]
+    assert [facts.scale for facts in world.reported] == [1024.0, 1024.0, 512.0, 512.0]
+    assert [facts.parameters for facts in world.reported] == [(), (world.bad,), (), ()]
 
 
 @pytest.mark.usefixtures("slow_host")
@@ -447,7 +447,7 @@ def test_loading_drops_what_is_still_on_its_way() -> None:
     world.scaler.step_scheduler(scheduler)
     world.scaler.synchronize()
     assert scheduler.last_epoch == 0
-    assert len(world.told) == 1
+    assert len(world.reported) == 1
 
 
 def test_torchs_idiom_advances_the_schedule_on_skipped_steps_and_warns() -> None:
@@ -763,7 +763,7 @@ def test_a_schedule_and_a_number_beside_it_are_refused(scaler: Callable[..., Any
         ValueError, match=f"{name}={value!r} cannot be combined with schedule=: use the arguments of Static"
     ):
         scaler("cpu", schedule=Static(), **given)
-    assert scaler("cpu", schedule=Static(), enabled=False, **given).get_scale() == 1.0  # nobody looks at it
+    assert scaler("cpu", schedule=Static(), enabled=False, **given).get_scale() == 1.0  # it is not used
 
 
 def test_the_schedule_can_be_asked_for() -> None:
@@ -821,7 +821,7 @@ def test_the_words_for_one_step_and_for_several() -> None:
     none.scaler.unscale_(none.optimizer)
     found = none.scaler._per_optimizer_states[id(none.optimizer)]["found_inf_per_device"]
     for found_inf in found.values():
-        found_inf.fill_(1.0)  # as a tool does that has heard so of another rank
+        found_inf.fill_(1.0)  # as a tool does that knows so from another rank
     none.scaler.step(none.optimizer)
     with pytest.warns(UserWarning, match="Cause: ") as caught:
         none.scaler.update()
@@ -838,23 +838,23 @@ def test_an_error_says_what_was_found_out_or_how_to_find_out() -> None:
 
 def test_the_first_diagnosis_is_not_lost_to_a_hook_that_has_none() -> None:
     world = World(Dynamic(1024.0, patience=1, on_exhausted="raise"))
-    for told in ("of the first", None):
-        world.scaler.register_step_hook(lambda _, told=told: told)  # type: ignore[misc]  # bound now
+    for answer in ("of the first", None):
+        world.scaler.register_step_hook(lambda _, answer=answer: answer)  # type: ignore[misc]  # bound now
     with pytest.raises(ScaleExhausted) as caught:
         world.step(gradient=math.nan)
     assert caught.value.diagnosis == "of the first"
 
 
 def test_the_warning_shows_the_last_diagnosis_of_the_row_of_skips() -> None:
-    for told, shown in ((["it was the head", None], "it was the head"), ([None, None], "castwise.diagnose(")):
+    for returned, shown in ((["it was the head", None], "it was the head"), ([None, None], "castwise.diagnose(")):
         world = World(Dynamic(1024.0, patience=2))
-        answers = iter(told)
+        answers = iter(returned)
         world.scaler.register_step_hook(lambda _, answers=answers: next(answers))  # type: ignore[misc]  # bound now
         world.step(gradient=math.nan)
         with pytest.warns(UserWarning, match="Cause") as caught:
             world.step(gradient=math.nan)
         assert shown in str(caught[0].message)
-        assert ("castwise.diagnose(" in str(caught[0].message)) == (told[0] is None)
+        assert ("castwise.diagnose(" in str(caught[0].message)) == (returned[0] is None)
 
 
 @pytest.mark.usefixtures("slow_host")
@@ -892,7 +892,7 @@ def test_the_loss_of_a_step_is_the_sum_in_fp32_of_what_was_scaled(
         param.grad = torch.ones_like(param)
     world.scaler.step(world.optimizer)
     world.scaler.update()
-    assert [facts.loss for facts in world.told] == [known]
+    assert [facts.loss for facts in world.reported] == [known]
 
 
 def test_several_losses_of_an_iteration_are_forgotten_with_it() -> None:
@@ -907,7 +907,7 @@ def test_several_losses_of_an_iteration_are_forgotten_with_it() -> None:
     world.scaler.step(world.optimizer)
     world.scaler.step(second)
     world.scaler.update()
-    assert [facts.cause for facts in world.told] == [None, Cause.NONFINITE_LOSS, None]
+    assert [facts.cause for facts in world.reported] == [None, Cause.NONFINITE_LOSS, None]
 
 
 # -- what is asked for, and where --------------------------------------------------------------------------------------
@@ -931,7 +931,7 @@ def test_a_default_device_elsewhere_does_not_matter_to_facts() -> None:
     world.scaler.step(world.optimizer)
     with torch.device("meta"):
         world.scaler.update()
-    assert [(facts.loss, facts.grad_norm, facts.skipped) for facts in world.told] == [(1.0, None, True)]
+    assert [(facts.loss, facts.grad_norm, facts.skipped) for facts in world.reported] == [(1.0, None, True)]
 
 
 def test_of_a_step_that_was_taken_all_the_same_no_parameter_is_named() -> None:
@@ -943,7 +943,7 @@ def test_of_a_step_that_was_taken_all_the_same_no_parameter_is_named() -> None:
         found_inf.zero_()  # as a tool does that knows better
     world.scaler.step(world.optimizer)
     world.scaler.update()
-    assert [(facts.skipped, facts.parameters) for facts in world.told] == [(False, ())]
+    assert [(facts.skipped, facts.parameters) for facts in world.reported] == [(False, ())]
 
 
 @pytest.mark.parametrize(("gradient", "cause"), [(math.nan, Cause.OVERFLOW), (1.0, Cause.ANOTHER_RANK)])
@@ -952,4 +952,4 @@ def test_among_ranks_a_skip_is_another_ranks_if_the_gradients_here_were_finite(g
     ranks = agreeing(world.scaler)
     ranks.any_ = lambda flags, call: [flag.fill_(1.0) for flag in flags]  # type: ignore[assignment,method-assign]
     world.step(gradient=gradient)
-    assert [facts.cause for facts in world.told] == [cause]
+    assert [facts.cause for facts in world.reported] == [cause]

@@ -30,8 +30,8 @@ class TakesScaler(Fused):
 
 
 @pytest.fixture
-def told() -> Iterator[list[Any]]:
-    """Whom the observers were told about."""
+def notified() -> Iterator[list[Any]]:
+    """What the observers were notified of."""
     seen: list[Any] = []
 
     class Steps(Observer):
@@ -44,7 +44,7 @@ def told() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize(("cls", "enabled"), [(Fused, True), (Fused, False), (TakesScaler, True)])
-def test_arguments_reach_the_step_also_when_somebody_observes(cls: Any, enabled: bool, told: list[Any]) -> None:
+def test_arguments_reach_the_step_also_when_observed(cls: Any, enabled: bool, notified: list[Any]) -> None:
     param = weight(1.0)
     scaler = scaled(param, enabled=enabled)
     optimizer = cls([param])
@@ -52,10 +52,10 @@ def test_arguments_reach_the_step_also_when_somebody_observes(cls: Any, enabled:
         warnings.simplefilter("ignore", FutureWarning)
         scaler.step(optimizer, None, 3, by=5)
     assert optimizer.called_with == (None, (3,), {"by": 5})
-    assert told == [(scaler, optimizer)]
+    assert notified == [(scaler, optimizer)]
 
 
-def test_an_optimizer_that_takes_the_scaler_is_told_what_to_do_instead() -> None:
+def test_an_optimizer_that_takes_the_scaler_gets_a_warning_with_what_to_do_instead() -> None:
     scaler = scaled(param := weight(1.0))
     text = (
         "step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf that GradScaler "
@@ -75,7 +75,7 @@ def test_a_closure_has_to_scale_its_loss() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_ranks_are_told_of_each_call_and_with_what_they_go_together(fused: bool) -> None:
+def test_ranks_record_each_call_and_with_what_they_go_together(fused: bool) -> None:
     scaler = scaled(param := weight(1.0), weight(1.0))
     ranks = agreeing(scaler)
     optimizer, other = Fused([param], fused=fused), Fused([weight(1.0)], fused=fused)
@@ -112,13 +112,13 @@ def test_after_a_step_nothing_keeps_its_gradients() -> None:
 def test_a_gradient_that_only_unscaling_makes_infinite_is_named() -> None:
     param = weight(1.0)
     scaler, optimizer = GradScaler("cpu", init_scale=2.0**-10), Fused([param])
-    told: list[StepFacts] = []
-    scaler.register_step_hook(told.append)
+    notified: list[StepFacts] = []
+    scaler.register_step_hook(notified.append)
     scaler.scale(param.sum()).backward()
     param.grad = torch.full_like(param, 3e38)
     scaler.step(optimizer)
     scaler.update()
-    assert [len(facts.parameters) for facts in told] == [1]
+    assert [len(facts.parameters) for facts in notified] == [1]
 
 
 def test_fp16_gradients_of_a_fused_optimizer_some_of_which_are_unscaled_already() -> None:
@@ -213,7 +213,7 @@ def test_step_skipped_is_one_element_where_the_scale_is() -> None:
     scaler = scaled(param)
     with torch.device("meta"):
         assert scaler.step_skipped.device.type == "cpu"
-        assert GradScaler("cpu").step_skipped.device.type == "meta", "nobody knows better yet"
+        assert GradScaler("cpu").step_skipped.device.type == "meta", "not known better yet"
     scaler.unscale_(optimizer := torch.optim.SGD([param]))
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {torch.device("cpu"): torch.ones(1)}
     scaler.step(optimizer)
@@ -228,7 +228,7 @@ def test_each_of_several_schedules_of_an_optimizer_is_advanced_once_and_nobody_i
     stranger = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([weight(1.0)], lr=1.0), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scaler.step_scheduler(stranger)  # of nobody a step is known
+        scaler.step_scheduler(stranger)  # no step of it is known
         scaler.step(optimizer)
         for _ in range(2):
             for schedule in schedules:
@@ -254,13 +254,13 @@ def test_a_warning_that_waited_for_the_device_names_the_line_that_waits(monkeypa
     assert [each.filename for each in caught] == [__file__]
 
 
-def test_what_another_rank_has_found_is_told_also_when_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_rank_has_found_is_reported_also_to_waiting_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Readback, "is_on_host", property(lambda self: False))
     scaler = scaled(param := weight(1.0))
-    rank, optimizer, told = agreeing(scaler), Fused([param]), []
+    rank, optimizer, notified = agreeing(scaler), Fused([param]), []
     rank.any_ = lambda flags, call: [flag.fill_(1.0) for flag in flags]  # type: ignore[assignment,method-assign]
-    scaler.register_step_hook(lambda facts: told.append(facts.cause))
+    scaler.register_step_hook(lambda facts: notified.append(facts.cause))
     scaler.step(optimizer)
     scaler.update()
     scaler.synchronize()
-    assert told == [Cause.ANOTHER_RANK]
+    assert notified == [Cause.ANOTHER_RANK]

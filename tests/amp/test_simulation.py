@@ -125,7 +125,7 @@ def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         *((line, "") for line in ("{}", "[1.0]", "no json", "\xff", "[" * 9000)),
         ("[-1.0, true, null]", "largest must be a finite number >= 0, got -1.0"),
@@ -145,8 +145,8 @@ def test_a_trace_is_kept_in_a_file(tmp_path: Path) -> None:
         ("[1, true]", "expected a list of the largest gradient, whether the loss is finite, and exponents"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, told: str) -> None:
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(f"[1.0, true, null]\n{line}\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=re.escape(f"trace.jsonl, line 2 is not a step of a trace: {told}")):
+    with pytest.raises(ValueError, match=re.escape(f"trace.jsonl, line 2 is not a step of a trace: {message}")):
         read_trace(file)

@@ -29,7 +29,7 @@ def _state_is_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is told to a tracer that is a torch function mode, as `torch.export`'s."""
+    """What a tracer receives that is a torch function mode, as `torch.export`'s."""
     seen: list[Any] = []
     for name in ("record_enter_autocast", "record_exit_autocast"):
         monkeypatch.setattr(_torch_private, name, lambda of, name=name: seen.append((name, of)))
@@ -44,14 +44,14 @@ def test_a_node_sets_all_of_the_state(call: Callable[..., None], given: tuple[An
     assert state() == given[1:]
 
 
-def test_a_tracer_is_told_of_both_ends(recorded: list[Any]) -> None:
+def test_a_tracer_is_reported_of_both_ends(recorded: list[Any]) -> None:
     _traced_region.enter(*REGION)
     assert recorded.pop() == ("record_enter_autocast", ("cpu", torch.float16, True, False))
     _traced_region.leave("cpu", False, torch.bfloat16, True)
     assert recorded == [("record_exit_autocast", ())]
 
 
-def test_without_a_tracer_nobody_is_told(recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_tracer_nothing_is_reported(recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_private, "is_torch_function_mode_enabled", lambda: False)
     _traced_region.enter(*REGION)
     _traced_region.leave("cpu", False, torch.bfloat16, True)

@@ -56,7 +56,7 @@ def test_the_page_has_a_section_for_each_result_in_the_folder(tmp_path: Path) ->
     assert text.count("## ") == 1
 
 
-def test_the_machine_is_told_with_versions_date_and_command() -> None:
+def test_the_machine_is_reported_with_versions_date_and_command() -> None:
     about = machine.machine("cpu", "castwise bench --quick")
     assert list(about) == ["device", "cores", "threads", "python", "torch", "castwise", "date", "command"]
     assert all(about.values())

@@ -81,20 +81,22 @@ def test_policies_by_name_and_file_are_compared(here: Path) -> None:
 
 
 def test_a_policy_may_be_the_reference_and_a_page_is_written(here: Path) -> None:
-    code, printed, told = run("compare", *TASK, "--reference", "bf16_stable", "--report", "page.html")
+    code, printed, errors = run("compare", *TASK, "--reference", "bf16_stable", "--report", "page.html")
     assert code == 0
-    assert told == "wrote page.html\n"
+    assert errors == "wrote page.html\n"
     assert (here / "page.html").stat().st_size > 1e6
     assert "bf16" in printed
 
 
 def test_a_policy_is_tuned_and_written(here: Path) -> None:
     formats = ("--format", "bfloat16", "--format", "float32")
-    code, printed, told = run("tune", *TASK, *formats, "--tolerance", "0.5", "-o", "best.toml", "--report", "page.html")
+    code, printed, errors = run(
+        "tune", *TASK, *formats, "--tolerance", "0.5", "-o", "best.toml", "--report", "page.html"
+    )
     assert code == 0
     assert printed.startswith("bfloat16: 0.500 of the flops of float32")
     assert Policy.from_file(here / "best.toml") == Policy(compute="bfloat16")
-    assert told == "wrote best.toml\nwrote page.html\n"
+    assert errors == "wrote best.toml\nwrote page.html\n"
     code, printed, _ = run("tune", *TASK, *formats, "--cost", "bytes", "--json")
     assert code == 0
     assert json.loads(printed)["cost_kind"] == "bytes"
@@ -108,18 +110,18 @@ def test_a_tolerance_out_of_reach_is_exit_code_1() -> None:
 
 @pytest.mark.parametrize("command", ["compare", "tune"])
 def test_a_reference_that_is_not_finite_is_diagnosed_with_exit_code_1(command: str) -> None:
-    code, printed, told = run(command, "--model", "task_of_test.py:broken")
+    code, printed, errors = run(command, "--model", "task_of_test.py:broken")
     assert code == 1
     assert printed == ""
-    assert "is nan in the reference" in told
-    assert "2.bias is nan" in told
+    assert "is nan in the reference" in errors
+    assert "2.bias is nan" in errors
 
 
 @pytest.mark.parametrize("command", ["compare", "tune"])
 def test_ctrl_c_is_exit_code_130(command: str) -> None:
-    code, _, told = run(command, "--model", "task_of_test.py:interrupted")
+    code, _, errors = run(command, "--model", "task_of_test.py:interrupted")
     assert code == 130
-    assert told == f"castwise {command}: stopped\n"
+    assert errors == f"castwise {command}: stopped\n"
 
 
 @pytest.mark.parametrize(
@@ -159,19 +161,19 @@ def test_ctrl_c_is_exit_code_130(command: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(arguments: list[str], text: str) -> None:
-    code, _, told = run(*arguments)
+    code, _, errors = run(*arguments)
     assert code == 2
-    assert text in told
-    assert told.startswith(f"castwise {arguments[0]}: ")
-    assert told.count("\n") == 1
+    assert text in errors
+    assert errors.startswith(f"castwise {arguments[0]}: ")
+    assert errors.count("\n") == 1
 
 
 def test_a_policy_that_does_not_fit_the_model_is_named(here: Path) -> None:
     Policy(compute="bfloat16", modules={"blocks": "float32"}).to_file(here / "other.toml")
-    code, _, told = run("compare", *TASK, "--policy", "other.toml")
+    code, _, errors = run("compare", *TASK, "--policy", "other.toml")
     assert code == 2
-    assert "other" in told
-    assert "matches no module of the model" in told
+    assert "other" in errors
+    assert "matches no module of the model" in errors
 
 
 def test_names_on_the_command_line_are_those_of_the_library() -> None:
@@ -187,16 +189,16 @@ def test_where_nothing_can_be_written_is_found_before_the_run(command: str, monk
         raise AssertionError("the run has begun")
 
     monkeypatch.setattr(precision_drift.Comparison, "drift", drift)
-    code, _, told = run(command, *TASK, "--report", "no/page.html")
+    code, _, errors = run(command, *TASK, "--report", "no/page.html")
     assert code == 2
-    assert "cannot write no/page.html: there is no folder no; create it first" in told
+    assert "cannot write no/page.html: there is no folder no; create it first" in errors
 
 
 @pytest.mark.parametrize("command", ["compare", "tune"])
 def test_an_error_of_the_model_has_a_traceback_that_begins_in_the_model(command: str) -> None:
-    code, printed, told = run(command, "--model", "task_of_test.py:refusing")
+    code, printed, errors = run(command, "--model", "task_of_test.py:refusing")
     assert (code, printed) == (1, "")
-    lines = told.splitlines()
+    lines = errors.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1].startswith('  File "task_of_test.py", line ')
     assert lines[1].endswith(", in loss")

@@ -44,11 +44,11 @@ def test_it_prints_what_each_device_computes_and_what_to_train_with() -> None:
 
 
 def test_it_shows_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    shown = contextlib.nullcontext(lambda what, done, total: told.append(what))
+    progress: list[str] = []
+    shown = contextlib.nullcontext(lambda what, done, total: progress.append(what))
     monkeypatch.setattr("castwise.cli.doctor.progress_bar", lambda: shown)
     run()
-    assert told[0].startswith("cpu: fp32")
+    assert progress[0].startswith("cpu: fp32")
 
 
 def test_as_json_it_is_the_same_facts_and_nothing_else() -> None:

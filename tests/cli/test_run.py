@@ -1,4 +1,4 @@
-"""`castwise run` on training scripts that were written for torch.amp, by somebody who did not know of castwise."""
+"""`castwise run` on training scripts that were written for torch.amp; their authors did not know castwise."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_script_that_ends_badly_ends_as_without_and_has_a_report(ending: str, 
     assert [record["step"] for record in records(tmp_path / "out") if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     wrong = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
     source = TRAINING.replace("    scaler.step", f"    {wrong}\n    scaler.step")
@@ -253,10 +253,10 @@ def test_mistakes_are_told_in_the_terminal_and_in_the_report(tmp_path: Path) -> 
     )
     line = script.read_text().splitlines().index(f"    {wrong}") + 1
     run = forked("--out", tmp_path / "out", script)
-    told = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
-    assert run.stderr.count(told) == 1
+    warning = f"castwise: {script}:{line}: gradients are clipped here while they are still multiplied"
+    assert run.stderr.count(warning) == 1
     during, _, after = run.stderr.partition(f"{last}\n")
-    assert told in during
+    assert warning in during
     counts, _, mistake, report = after.splitlines()[-4:]
     assert counts.startswith("castwise: ")
     assert "; skipped: " in counts
@@ -389,8 +389,8 @@ def test_settings_reach_the_script(tmp_path: Path) -> None:
     settings = ["--policy", str(policy), "--schedule", "Headroom(init_scale=8.0)", "--weight-cache", "--every", "7"]
     run = forked("--out", tmp_path / "out", *settings, script, "--lr", "1", "-m", "--out", "x")
     assert run.returncode == 0, run.stderr
-    told = run.stdout.splitlines()[-1]
-    assert told == "torch.bfloat16 8.0 ['--lr', '1', '-m', '--out', 'x'] __main__ True"
+    printed = run.stdout.splitlines()[-1]
+    assert printed == "torch.bfloat16 8.0 ['--lr', '1', '-m', '--out', 'x'] __main__ True"
     (begin,) = (record for record in records(tmp_path / "out") if record["kind"] == "run")
     assert begin["settings"].items() >= {"every": 7}.items()  # type: ignore[attr-defined]
 
@@ -552,11 +552,11 @@ optimizer.step()
 """
 
 
-def test_what_had_no_effect_without_a_scaler_is_told_at_the_end(tmp_path: Path) -> None:
+def test_what_had_no_effect_without_a_scaler_is_reported_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(UNSCALED.replace("3, 4)", "3, 4).log()"))
-    told = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
-    assert "castwise: numbers were inf or NaN, but no step was diagnosed, because that needs an enabled" in told
-    assert "castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs)" in told
+    errors = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
+    assert "castwise: numbers were inf or NaN, but no step was diagnosed, because that needs an enabled" in errors
+    assert "castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs)" in errors
     (tmp_path / "train.py").write_text(UNSCALED)
     assert "diagnose" not in forked("--out", tmp_path / "out", tmp_path / "train.py").stderr
     options = ["--on-skip", "nothing", "--schedule", "Guard", "--json"]

@@ -26,7 +26,7 @@ FOLDERS = ("/castwise/comparison/", "/castwise/tuning/", "/castwise/diagnosis/re
 
 @pytest.fixture(autouse=True)
 def ctrl_c_raises() -> Iterator[None]:
-    """As it does in a terminal: what is started in the background may be told to ignore it."""
+    """As it does in a terminal: what is started in the background may ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

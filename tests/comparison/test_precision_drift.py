@@ -652,7 +652,7 @@ def test_a_model_of_torchs_transformer_layers_in_evaluation() -> None:
     assert relative_rms(drift["bf16"]["0.layers.1.self_attn"].introduced) > 0
 
 
-def test_experts_that_get_other_tokens_are_told_and_end_nothing() -> None:
+def test_experts_that_get_other_tokens_are_reported_and_end_nothing() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -879,7 +879,7 @@ class State:
 
 
 class Changing(nn.Module):
-    """Writes to whatever it can reach, and raises when told."""
+    """Writes to whatever it can reach, and raises on request."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()

@@ -344,7 +344,7 @@ def test_names_are_those_without_wrappers() -> None:
     assert (found.module, found.op) == ("inner", "aten.div")
 
 
-# -- what is nobody's fault -------------------------------------------------------------------------------------------
+# -- what is no fault ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_mask_may_be_a_trained_parameter() -> None:
     assert not diagnose(Masked(), lambda y: y[:, 0].sum(), torch.ones(4, 4))
 
 
-def test_a_fault_beside_masks_is_told_from_them() -> None:
+def test_a_fault_beside_masks_is_distinguished_from_them() -> None:
     mask = torch.zeros(2, 2).masked_fill(torch.eye(2).bool(), -INF)
 
     class Attention(nn.Module):
@@ -584,7 +584,7 @@ def diagnosed_in_fp16(end: Callable[[Tensor], Tensor]) -> Diagnosis:
 
 
 @pytest.mark.filterwarnings("ignore:this CPU has no units for torch.float16:UserWarning")
-def test_an_overflow_that_a_sigmoid_makes_harmless_is_told_of_beside_no_fault() -> None:
+def test_an_overflow_that_a_sigmoid_makes_harmless_is_reported_of_beside_no_fault() -> None:
     found = diagnosed_in_fp16(lambda x: x)
     assert not found
     (harmless,) = found.harmless

@@ -110,7 +110,7 @@ def documented_arguments(found: object) -> set[str]:
     )
 
 
-# Enums are made by Python, a warning by nobody but us; these methods are called by a framework, or
+# Enums are made by Python, a warning by us alone; these methods are called by a framework, or
 # the base class says all.
 WITHOUT_ARGUMENTS = {
     *("Cause", "OptState", "MixedPrecisionMistake"),

@@ -18,7 +18,7 @@ BANNED = {
     r"\b[Ww]hat (has |have )?be(came|comes|come) of\b": "the outcome of",
     r"\b([Ii]n|[Oo]ut)side of\b": "inside, outside",
     r"\bin force\b": "active",
-    r"\b(is|are|was|were) told\b": "the exact verb: raises, warns, notifies",
+    r"\btold\b": "the exact verb: raises, warns, notifies; distinguished for told apart",
     r"\b(is|are|was|were) looked at\b": "is checked, is read",
     r"\band (the|its) like\b": "and similar ones, or name them",
     r"\bfound out\b": "detected, determined",

@@ -409,9 +409,9 @@ def test_a_warning_of_a_learning_rate_schedule_is_given_at_the_line_that_calls_i
     with castwise.installed():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with pytest.warns(UserWarning, match="lr_scheduler.step\\(\\)` before `optimizer.step") as told:
+        with pytest.warns(UserWarning, match="lr_scheduler.step\\(\\)` before `optimizer.step") as caught:
             scheduler.step()
-    assert {each.filename for each in told} == {__file__}
+    assert {each.filename for each in caught} == {__file__}
 
 
 def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:

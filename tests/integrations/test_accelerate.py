@@ -480,7 +480,7 @@ def test_a_guard_skips_in_bf16_where_accelerate_has_no_scaler() -> None:
     assert ours.accelerator.optimizer_step_was_skipped is False
 
 
-# -- what Accelerate is told ------------------------------------------------------------------------------------
+# -- what Accelerate is given ------------------------------------------------------------------------------------
 
 
 def test_the_numbers_of_its_scaler_are_kept() -> None:
@@ -525,7 +525,7 @@ def test_all_regions_are_castwises(make: Any, dtype: torch.dtype) -> None:
     assert model(torch.ones(1, 6)).dtype is torch.float32
 
 
-def test_what_its_autocast_is_told_is_kept() -> None:
+def test_settings_of_its_autocast_are_kept() -> None:
     accelerator = prepare(fp16(kwargs_handlers=[AutocastKwargs(cache_enabled=False)]))
     model = accelerator.prepare(net())
     with accelerator.autocast():

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """MLflow with its own store in a folder, which it takes only when it is told to."""
+    """MLflow with its own store in a folder, which it takes only on request."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow

@@ -259,7 +259,7 @@ def test_layers_that_do_more_with_their_weights_keep_them_in_fp32() -> None:
     }
 
 
-def test_an_optimizer_with_nothing_to_do_is_told_of() -> None:
+def test_an_optimizer_with_nothing_to_do_is_reported_of() -> None:
     model, other = net(), net()
     with pytest.warns(UserWarning, match=r"^MasterWeights has nothing to do"):
         MasterWeights(adamw(other.parameters()), model)

@@ -151,7 +151,7 @@ def test_an_optimizer_that_restores_its_state_is_left_alone() -> None:
     assert WATCH.found == []
 
 
-def test_any_optimizer_that_inherits_the_cast_is_told_of() -> None:
+def test_any_optimizer_that_inherits_the_cast_is_reported_of() -> None:
     class Own(torch.optim.Optimizer):
         pass
 

@@ -48,21 +48,21 @@ class Training:
         self.optimizer.zero_grad()
 
 
-class Somebody:
-    """Someone who wants to know of mistakes."""
+class Subscriber:
+    """Receives mistakes."""
 
-    def told(self, mistake: Mistake) -> None:
+    def receive(self, mistake: Mistake) -> None:
         pass
 
 
 @pytest.fixture
 def training() -> Iterator[Training]:
-    somebody = Somebody()
-    WATCH.subscribe(somebody.told, of_gradients=True)
+    subscriber = Subscriber()
+    WATCH.subscribe(subscriber.receive, of_gradients=True)
     try:
         yield Training()
     finally:
-        WATCH.unsubscribe(somebody.told)
+        WATCH.unsubscribe(subscriber.receive)
     assert OBSERVERS == []
 
 
@@ -217,7 +217,7 @@ def test_a_guard_for_bf16(training: Training) -> None:
 
 
 def test_gradients_of_a_network_that_is_not_stepped(training: Training) -> None:
-    critic = nn.Linear(1, 1)  # nobody zeroes its gradients
+    critic = nn.Linear(1, 1)  # its gradients are never zeroed
     for _ in range(4):
         with castwise.autocast("cpu", dtype=torch.float16):
             loss = critic(training.model(torch.randn(4, 8))).float().mean()
@@ -227,7 +227,7 @@ def test_gradients_of_a_network_that_is_not_stepped(training: Training) -> None:
 
 
 def test_a_training_with_torchs_own_scaler(training: Training) -> None:
-    """Nobody is told of what that one does; its optimizer's steps are seen all the same."""
+    """No observer sees that one; its optimizer's steps are seen all the same."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         with torch.autocast("cpu", dtype=torch.float16):
@@ -294,15 +294,15 @@ def test_a_backward_that_begins_with_a_scaled_gradient(training: Training) -> No
 def test_a_frozen_part_in_fp16_and_the_rest_in_fp32() -> None:
     backbone, head = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    somebody = Somebody()
-    WATCH.subscribe(somebody.told, of_gradients=True)
+    subscriber = Subscriber()
+    WATCH.subscribe(subscriber.receive, of_gradients=True)
     for _ in range(3):
         with castwise.autocast("cpu", dtype=torch.float16):
             features = backbone(torch.randn(4, 8))
         head(features.float()).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    WATCH.unsubscribe(somebody.told)
+    WATCH.unsubscribe(subscriber.receive)
     assert WATCH.found == []
 
 

@@ -47,7 +47,7 @@ def train_and_look(training: Training) -> None:
         (checkpoints, "caller"),
     ],
 )
-def test_a_finder_that_fails_is_told_of_once_and_ends_nothing(
+def test_a_finder_that_fails_is_reported_of_once_and_ends_nothing(
     training: Training, monkeypatch: pytest.MonkeyPatch, where: object, name: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -57,9 +57,9 @@ def test_a_finder_that_fails_is_told_of_once_and_ends_nothing(
     before = [param.detach().clone() for param in training.model.parameters()]
     with pytest.warns(
         RuntimeWarning, match=r"castwise's check \w+ failed and is turned off: ZeroDivisionError"
-    ) as told:
+    ) as caught:
         train_and_look(training)
-    assert len([each for each in told if each.category is RuntimeWarning]) == 1
+    assert len([each for each in caught if each.category is RuntimeWarning]) == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
 
 

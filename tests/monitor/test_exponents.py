@@ -48,7 +48,7 @@ def from_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(params=["on a CPU", "without a sync", "without a sync, deterministic"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the route of accelerators on the CPU as well, which can only be told apart by its speed."""
+    """Take the route of accelerators on the CPU as well, which differs only in its speed."""
     if request.param != "on a CPU":
         monkeypatch.setattr(exponents, "_add_on_cpu", exponents._add_without_a_sync)
     torch.use_deterministic_algorithms("deterministic" in request.param)

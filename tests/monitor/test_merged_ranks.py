@@ -74,7 +74,7 @@ def test_a_verdict_of_one_folder_covers_that_rank_only(tmp_path: Path) -> None:
     assert "inf or NaN at 1 step" in str(castwise.verdict(second.path.parent))
 
 
-def test_mistakes_of_all_ranks_are_told_once(tmp_path: Path) -> None:
+def test_mistakes_of_all_ranks_are_reported_once(tmp_path: Path) -> None:
     texts = dict.fromkeys(("name", "text", "corrected", "source"), "x")
     mistakes = [{"kind": "mistake", "file": "train.py", "line": line, **texts} for line in (3, 7)]
     (run,) = merge_ranks(ranks(tmp_path, [*records({}), mistakes[0]], [*records({}), *mistakes]))

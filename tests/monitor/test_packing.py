@@ -227,7 +227,7 @@ def packed(content: bytes) -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ("no base 85: \x00", "it cannot be unpacked"),
         (base64.b85encode(b"no xz").decode(), "it cannot be unpacked"),
@@ -237,12 +237,12 @@ def packed(content: bytes) -> str:
         (base64.b85encode(lzma.compress(b"{}" * 99)[:-9]).decode(), "it is truncated"),
     ],
 )
-def test_what_cannot_be_unpacked_is_no_record(data: str, told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_unpacked_is_no_record(data: str, message: str, tmp_path: Path) -> None:
     recorded(tmp_path, steps=1)
     *lines, end = (tmp_path / "monitor.jsonl").read_text().splitlines()
     broken = json.dumps({**json.loads(lines[-1]), "packed": data})
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:-1], broken, end, end]) + "\n")
-    with pytest.raises(ValueError, match=f"monitor.jsonl, line 4 is not a record of a monitor: .*{told}"):
+    with pytest.raises(ValueError, match=f"monitor.jsonl, line 4 is not a record of a monitor: .*{message}"):
         Run.read(tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_a_sample_says_what_was_lost_of_each_operand(recipe: str, tmp_path: Path
     layers = samples[-1]["quantized"]
     assert set(layers) == {"0", "2"}
     assert layers["0"]["recipe"] == f"{recipe} (emulated)"
-    assert "grad_output" not in layers["0"]  # nobody wants the gradient of the batch
+    assert "grad_output" not in layers["0"]  # the gradient of the batch is not needed
     of = RECIPES[recipe]
     operands = {"input": (batch.bfloat16(), of.output[0]), "weight": (net[0].weight.detach(), of.output[1])}
     for name, (operand, scaling) in operands.items():
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_measured_once(use_reentrant: bool, tmp_path: Path) -> N
     assert set(samples[0]["quantized"]) == set(plain[0]["quantized"])
 
 
-def test_nothing_is_told_when_nobody_asks(tmp_path: Path) -> None:
+def test_nothing_is_reported_without_an_observer(tmp_path: Path) -> None:
     recorded(tmp_path, "mxfp8")
     assert not LISTENERS
 

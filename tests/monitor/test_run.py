@@ -145,10 +145,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("record", "told"), WRONG)
-def test_what_a_record_holds_is_checked(record: dict[str, Any], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("record", "message"), WRONG)
+def test_what_a_record_holds_is_checked(record: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text(f"{json.dumps(HEADER)}\n{json.dumps(record)}\n{json.dumps(HEADER)}\n")
-    with pytest.raises(ValueError, match=re.escape(f"monitor.jsonl, line 2 is not a record of a monitor: {told}")):
+    with pytest.raises(ValueError, match=re.escape(f"monitor.jsonl, line 2 is not a record of a monitor: {message}")):
         Run.read(tmp_path)
 
 

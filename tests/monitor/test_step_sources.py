@@ -17,15 +17,15 @@ def optimizer_on(device: str) -> torch.optim.Optimizer:
     return torch.optim.SGD([weight], lr=0.1)
 
 
-# Any device but a CPU will do for one that nobody may wait for.
-@pytest.mark.parametrize(("device", "told"), [("cpu", [1, 2, 3, 4]), ("meta", [1, 2])])
-def test_facts_come_as_late_as_those_of_a_scaler(device: str, told: list[int]) -> None:
+# Any device but a CPU will do for one that must not be waited for.
+@pytest.mark.parametrize(("device", "reported"), [("cpu", [1, 2, 3, 4]), ("meta", [1, 2])])
+def test_facts_come_as_late_as_those_of_a_scaler(device: str, reported: list[int]) -> None:
     optimizer, facts = optimizer_on(device), list[StepFacts]()
     steps = UnscaledSteps([optimizer])
     handle = steps.register_step_hook(facts.append)
     for _ in range(4):
         optimizer.step()
-    assert [fact.number for fact in facts] == told
+    assert [fact.number for fact in facts] == reported
     steps.synchronize()
     assert [fact.number for fact in facts] == [1, 2, 3, 4]
     handle.remove()
@@ -35,7 +35,7 @@ def test_facts_come_as_late_as_those_of_a_scaler(device: str, told: list[int]) -
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_facts_of_a_step_have_the_number_that_was_told_before_it(device: str) -> None:
+def test_the_facts_of_a_step_have_the_number_that_was_known_before_it(device: str) -> None:
     optimizers, facts = [optimizer_on(device), optimizer_on(device)], list[StepFacts]()
     steps = UnscaledSteps(optimizers)
     steps.register_step_hook(facts.append)

@@ -278,7 +278,7 @@ def compiled_run(
 
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
     seen: list[torch.Tensor] = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with nullcontext() if watched is None else watched(model, optimizer, scaler, folder):
             call = compiled(model, backend=backend)
@@ -295,7 +295,7 @@ def compiled_run(
                 scaler.update()
                 optimizer.zero_grad()
         seen.append(call(X).detach())
-    return graphs, [str(warning.message) for warning in told], seen
+    return graphs, [str(warning.message) for warning in caught], seen
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -308,10 +308,10 @@ def test_what_is_compiled_is_the_same_as_without_a_watch(
     torch.manual_seed(0)
     model = nn.Sequential(Block(breaks), encoder_layer())
     by_itself = copy.deepcopy(model)
-    graphs, told, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
-    expected_graphs, expected_told, expected = compiled_run(by_itself, compiled, None, tmp_path)
+    graphs, caught, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
+    expected_graphs, expected_caught, expected = compiled_run(by_itself, compiled, None, tmp_path)
     assert graphs == expected_graphs
-    assert told == expected_told
+    assert caught == expected_caught
     assert_same(seen, expected)
 
 

@@ -537,7 +537,7 @@ def test_two_dtypes_of_one_weight() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Three blocks, the one in the middle as somebody wants it to be run."""
+    """Three blocks, the one in the middle with a run of the user's choice."""
 
     def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -1078,7 +1078,7 @@ def test_a_forward_of_another_thread_since_then_hides_none_that_is_run_again() -
     assert model[0].seen == [FP16, FP16, FP16]
 
 
-def test_a_module_that_begins_its_region_is_told_from_the_region() -> None:
+def test_a_module_that_begins_its_region_is_distinguished_from_the_region() -> None:
     model = nn.Sequential(Calls(nn.Softmax(-1)))
     bound = Policy(compute="float32", modules={"0": "float32"}, ops={"softmax": "bfloat16"}).bind(model)
     with castwise.autocast("cpu", policy=bound):

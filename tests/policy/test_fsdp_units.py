@@ -50,7 +50,7 @@ def test_a_unit_is_gathered_in_the_one_low_precision_that_all_of_it_computes_in(
         ({"modules": {"*.mlp": "float32"}}, "own dtype"),
         ({"modules": {"*.mlp": "float16"}}, "float16"),
         ({"ops": {"linear": "float32"}}, "own dtype"),
-        ({"ops": {"conv1d": "float16"}}, "own dtype"),  # nobody knows which module calls it
+        ({"ops": {"conv1d": "float16"}}, "own dtype"),  # it is not known which module calls it
         ({"ops": {"softmax": "float32"}}, "bfloat16"),
     ],
 )

@@ -291,7 +291,7 @@ def test_of_some_modules_it_is_known_that_no_rule_is_for_them(module: Any, ops: 
 @pytest.mark.parametrize(
     "write", [lambda t: F.relu(t, True), lambda t: F.relu(t, inplace=True), lambda t: F.hardtanh(t, -0.5, 0.5, True)]
 )
-def test_a_function_that_is_told_to_write_to_its_argument_does(write: Any) -> None:
+def test_a_function_that_is_asked_to_write_to_its_argument_does(write: Any) -> None:
     given, expected = x(), x()
     with region(ops={"relu": "float16", "hardtanh": "float16"}):
         assert write(given) is given
@@ -313,7 +313,7 @@ def test_a_function_that_is_told_to_write_to_its_argument_does(write: Any) -> No
         ((0, 1.0, False, None), {}, False),
     ],
 )
-def test_it_may_be_told_by_position_or_by_name(args: Any, kwargs: Any, writes: bool) -> None:
+def test_it_may_be_given_by_position_or_by_name(args: Any, kwargs: Any, writes: bool) -> None:
     """torch itself names them; Dynamo passes on what was called."""
     assert _writes_to_arguments(Rule(flags=(("inplace", 2), ("max_norm", 3))), args, kwargs) is writes
 

@@ -94,7 +94,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("make", MODELS)
 def test_a_policy_that_changes_nothing_in_it_leaves_torchs_bits(make: Any, fields: dict[str, Any], mode: Any) -> None:
     expected = run(make(), plain(), mode)
-    assert are_same(expected, one_by_one(make)) is (make is Attention), "which cannot be told apart"
+    assert are_same(expected, one_by_one(make)) is (make is Attention), "which cannot be distinguished"
     model = make()
     bound = Policy("bfloat16", **fields).bind(model)
     assert are_same(run(model, castwise.autocast("cpu", policy=bound), mode), expected)

@@ -290,7 +290,7 @@ def test_runs_are_called_by_what_tells_them_apart() -> None:
     assert labels([Path("/x/a/monitor.jsonl")] * 2) == ["x/a (1)", "x/a (2)"]
 
 
-def test_no_runs_and_missing_extras_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_runs_and_missing_extras_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="write_report needs at least one run, got none"):
         write_report([], tmp_path / "page.html")
     for name in ("jinja2", "plotly"):

@@ -94,7 +94,7 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
     assert run["findings"][0]["diagnoses"] == []
 
 
-def test_a_diagnosis_is_told_with_the_ranges_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10000")
     text = (
         "forward: 1: aten.exp gives inf\n  at C:\\net.py:31: x.exp(): 3\n  input 0: float16 (4, 8), -1 .. 20\n"

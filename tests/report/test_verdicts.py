@@ -24,7 +24,7 @@ GOOD = {"a": -16.0, "b": -16.0}
 OUTPUTS = {"a": 1.0, "b": 1.0}
 
 
-def told(run: Path, beginning: str) -> Advice:
+def advice_on(run: Path, beginning: str) -> Advice:
     found = [advice for advice in verdict(run) if advice.text.startswith(beginning)]
     assert len(found) == 1, str(verdict(run))
     return found[0]
@@ -56,7 +56,7 @@ def log2_of(advice: Advice, name: str) -> float:
 
 def test_fp16_is_safe_where_everything_fits(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(), *samples())
-    advice = told(run, "fp16 is safe here at scale 2^14")
+    advice = advice_on(run, "fp16 is safe here at scale 2^14")
     largest = Run.read(run).samples[0]["modules"]["a"]["largest"]
     assert advice.severity == "good"
     assert advice.evidence["headroom_bits"] == pytest.approx(math.log2(65504 / largest) - 14)
@@ -82,15 +82,15 @@ def test_the_safe_scales_are_those_at_which_every_gradient_fits(tmp_path: Path) 
         return True
 
     safe = [exponent for exponent in range(-40, 40) if fits(exponent)]
-    evidence = told(run, "fp16 is safe here").evidence
+    evidence = advice_on(run, "fp16 is safe here").evidence
     assert (evidence["lowest_safe_scale"], evidence["highest_safe_scale"]) == (2.0 ** safe[0], 2.0 ** safe[-1])
 
 
-def test_a_scale_that_is_too_high_or_too_low_is_told_by_how_much_to_move(tmp_path: Path) -> None:
-    high = told(write(tmp_path / "a", *steps(scale=2.0**22), *samples(2.0**22)), "The scale could be lowered by")
+def test_a_scale_that_is_too_high_or_too_low_is_reported_by_how_much_to_move(tmp_path: Path) -> None:
+    high = advice_on(write(tmp_path / "a", *steps(scale=2.0**22), *samples(2.0**22)), "The scale could be lowered by")
     highest = log2_of(high, "highest_safe_scale")
     assert f"lowered by {22 - highest:.1f} bits to 2^{highest:g}," in high.text
-    low = told(write(tmp_path / "b", *steps(scale=2.0**-8), *samples(2.0**-8)), "The scale should be raised")
+    low = advice_on(write(tmp_path / "b", *steps(scale=2.0**-8), *samples(2.0**-8)), "The scale should be raised")
     lowest, highest = (log2_of(low, f"{end}_safe_scale") for end in ("lowest", "highest"))
     assert f"raised by {lowest + 8:.1f} to {highest + 8:.1f} bits: gradients fit from 2^{lowest:g} to" in low.text
 
@@ -98,7 +98,7 @@ def test_a_scale_that_is_too_high_or_too_low_is_told_by_how_much_to_move(tmp_pat
 def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=1.0 / 4), *samples(1.0 / 4, gradients={"a": -16.0, "b": -22.0}))
     share = Run.read(run).samples[0]["modules"]["b"]["formats"]["fp16"]["flush"]
-    advice = told(run, "b loses")
+    advice = advice_on(run, "b loses")
     assert 0.25 < share < 0.75
     assert advice.severity == "critical"
     assert advice.evidence["mean_flushed_share"] == pytest.approx(share)
@@ -108,9 +108,9 @@ def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path:
 
 def test_underflow_that_no_safe_scale_cures_asks_for_bf16(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(), *samples(gradients={"a": -8.0, "b": -40.0}))
-    assert "bf16, because even the highest safe scale" in told(run, "b loses").text
-    assert "b needs at least 2^" in told(run, "No scale fits").text
-    assert "a allows at most 2^" in told(run, "No scale fits").text
+    assert "bf16, because even the highest safe scale" in advice_on(run, "b loses").text
+    assert "b needs at least 2^" in advice_on(run, "No scale fits").text
+    assert "a allows at most 2^" in advice_on(run, "No scale fits").text
 
 
 def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
@@ -136,16 +136,16 @@ def test_zeros_before_the_first_gradients_are_no_underflow(tmp_path: Path) -> No
     vanished = {**records[0]["modules"]["b"], **tally(count(torch.zeros(1 << 16))).record()}
     for kind, name in (("modules", "b"), ("gradients", "b.weight")):
         records[0][kind][name] = vanished
-    assert told(write(tmp_path / "first", *steps(), *records), "fp16 is safe here").severity == "good"
+    assert advice_on(write(tmp_path / "first", *steps(), *records), "fp16 is safe here").severity == "good"
     records[0], records[1] = samples()[0], {**records[0], "step": 200}
-    advice = told(write(tmp_path / "later", *steps(), *records), "b loses up to 100% of its gradients")
+    advice = advice_on(write(tmp_path / "later", *steps(), *records), "b loses up to 100% of its gradients")
     assert advice.evidence["vanished_samples"] == 1
 
 
 def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_path: Path) -> None:
     outputs = {"": 6.0, "blocks": 6.0, "blocks.1": 6.0, "blocks.2": 1.0}
     run = write(tmp_path, *steps(), *samples(outputs=outputs))
-    advice = told(run, "Outputs of")
+    advice = advice_on(run, "Outputs of")
     assert 'Outputs of blocks.1 are near the limit of fp16: keep it in fp32 with Policy(compute="float16", ' in str(
         advice
     )
@@ -157,13 +157,15 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
 
 
 def test_bf16_weights_are_judged_by_the_updates_they_would_lose(tmp_path: Path) -> None:
-    losing = told(
+    losing = advice_on(
         write(tmp_path / "a", *steps(), *samples(lost_in_bf16=0.12)), "Keep the weights in fp32: bf16 weights"
     )
     assert "would lose 12% of updates" in losing.text
     assert "optimizer = castwise.MasterWeights(optimizer, model)" in losing.text
     assert losing.evidence["lost_updates_share"] == pytest.approx(0.12)
-    assert "are fine here" in told(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
+    assert (
+        "are fine here" in advice_on(write(tmp_path / "b", *steps(), *samples(lost_in_bf16=0.001)), "bf16 weights").text
+    )
 
 
 def test_of_weights_that_are_16_bit_already_nothing_is_said(tmp_path: Path) -> None:
@@ -172,33 +174,33 @@ def test_of_weights_that_are_16_bit_already_nothing_is_said(tmp_path: Path) -> N
     assert not [piece for piece in verdict(write(tmp_path, *steps(), *records)) if "bf16 weights" in piece.text]
 
 
-def test_skips_are_told_by_cause_with_the_parameters_named_most(tmp_path: Path) -> None:
+def test_skips_are_reported_by_cause_with_the_parameters_named_most(tmp_path: Path) -> None:
     records = steps()
     for at in (50, 250):
         records[at - 1] = step(at, 2.0**14, "overflow", parameters=["head.weight", "a.bias"])
     records[99] = step(100, 2.0**14, "overflow", parameters=["head.weight"])
     records[299] = step(300, 2.0**14, "another rank")
     run = write(tmp_path, *records, *samples())
-    advice = told(run, "3 steps skipped for overflow: the normal cost")
+    advice = advice_on(run, "3 steps skipped for overflow: the normal cost")
     assert advice.evidence["parameters_named_most"] == ("head.weight (3x)", "a.bias (2x)")
     assert (advice.evidence["first_step"], advice.evidence["last_step"]) == (50, 250)
-    assert told(run, "1 step skipped: because another rank's").severity == "note"
+    assert advice_on(run, "1 step skipped: because another rank's").severity == "note"
 
 
 def test_too_many_overflows_are_a_warning_but_not_those_of_the_warm_up(tmp_path: Path) -> None:
     warm_up = [step(i, 2.0**30, "overflow") for i in range(1, 15)] + steps()[14:]
-    assert told(write(tmp_path / "a", *warm_up), "14 steps skipped for overflow").severity == "note"
+    assert advice_on(write(tmp_path / "a", *warm_up), "14 steps skipped for overflow").severity == "note"
     often = [step(i, 2.0**14, "overflow" if i % 50 == 0 else None) for i in range(1, 401)]
-    assert told(write(tmp_path / "b", *often), "Gradient overflow cost 2% of all steps").severity == "warning"
+    assert advice_on(write(tmp_path / "b", *often), "Gradient overflow cost 2% of all steps").severity == "warning"
 
 
 def test_losses_that_are_not_finite_clear_the_scale(tmp_path: Path) -> None:
     records = steps()
     records[6] = step(7, 2.0**14, "non-finite loss", loss="nan")
-    advice = told(write(tmp_path, *records), "The loss was inf or NaN at 1 step, first at step 7")
+    advice = advice_on(write(tmp_path, *records), "The loss was inf or NaN at 1 step, first at step 7")
     assert "the forward or the data, not the scale" in advice.text
     taken = [step(i, None, loss="inf" if i == 9 else 1.0) for i in range(1, 20)]
-    assert told(write(tmp_path / "b", *taken), "The loss was inf or NaN at 1 step").evidence["first_step"] == 9
+    assert advice_on(write(tmp_path / "b", *taken), "The loss was inf or NaN at 1 step").evidence["first_step"] == 9
 
 
 def test_weights_that_are_not_finite_are_the_end(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_weights_that_are_not_finite_are_the_end(tmp_path: Path) -> None:
 
 def test_a_scale_that_goes_down_without_end_is_critical(tmp_path: Path) -> None:
     falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 25)]
-    advice = told(write(tmp_path, *falling), "The scale collapsed to 2^-7 at step 24")
+    advice = advice_on(write(tmp_path, *falling), "The scale collapsed to 2^-7 at step 24")
     assert advice.severity == "critical"
     assert advice.evidence["longest_row_of_skipped_steps"] == 24
     held = [step(i, 2.0**7, "non-finite loss", loss="nan") for i in range(3, 23)]
@@ -228,7 +230,7 @@ def test_overflows_that_ended_at_a_lower_scale_ask_to_start_lower(tmp_path: Path
     assert "No scale helps" not in str(found)
 
 
-def test_overflows_at_every_scale_are_not_told_to_start_lower(tmp_path: Path) -> None:
+def test_overflows_at_every_scale_get_no_advice_to_start_lower(tmp_path: Path) -> None:
     falling = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 41)]
     found = str(verdict(write(tmp_path, *falling, *samples())))
     assert "No scale helps" in found
@@ -238,12 +240,12 @@ def test_overflows_at_every_scale_are_not_told_to_start_lower(tmp_path: Path) ->
 
 def test_skips_are_a_usual_price_only_once_a_step_was_taken(tmp_path: Path) -> None:
     skips = [step(i, 2.0 ** (17 - i), "overflow") for i in range(1, 7)]
-    assert "none was taken since" in told(write(tmp_path / "a", *skips), "6 steps skipped for overflow").text
+    assert "none was taken since" in advice_on(write(tmp_path / "a", *skips), "6 steps skipped for overflow").text
     taken = (step(i, 2.0**10) for i in range(7, 9))
-    assert "normal cost" in told(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
+    assert "normal cost" in advice_on(write(tmp_path / "b", *skips, *taken), "6 steps skipped for overflow").text
 
 
-def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_told_again(tmp_path: Path) -> None:
+def test_losses_of_steps_that_were_skipped_for_their_weights_are_not_reported_again(tmp_path: Path) -> None:
     killed = [step(i, 2.0**14, "non-finite weights", loss="nan") for i in range(10, 20)]
     assert "The loss was" not in str(verdict(write(tmp_path, *steps(9), *killed)))
 
@@ -267,16 +269,16 @@ def test_a_bad_batch_is_one_warning_with_its_diagnosis(tmp_path: Path) -> None:
     (cause,) = warnings[0].diagnosed
     assert (cause.advice, cause.details) == (advice, "a range")
     alone = write(tmp_path / "b", *steps(2), bad, broken, *steps(400)[3:], *samples())
-    warning = told(alone, "The loss was inf or NaN")
+    warning = advice_on(alone, "The loss was inf or NaN")
     assert "castwise.diagnose" in warning.text
     assert warning.evidence["first_module_not_finite"] == "a"
 
 
-def test_outputs_that_are_not_finite_are_told_where_no_skip_tells_it(tmp_path: Path) -> None:
+def test_outputs_that_are_not_finite_are_reported_where_no_skip_tells_it(tmp_path: Path) -> None:
     broken = sample(150, 2.0**14, GOOD, OUTPUTS, not_finite=("a",))
     broken["activations"] = broken["modules"]
     run = write(tmp_path, *steps(), *samples(n=1), broken, *samples()[1:])
-    assert told(run, "Outputs of a were inf or NaN").severity == "warning"
+    assert advice_on(run, "Outputs of a were inf or NaN").severity == "warning"
 
 
 def test_an_overflow_of_a_scale_that_is_sought_is_one_note_without_a_remedy(tmp_path: Path) -> None:
@@ -285,7 +287,7 @@ def test_an_overflow_of_a_scale_that_is_sought_is_one_note_without_a_remedy(tmp_
     assert [piece.severity for piece in verdict(run) if "overflow" in piece.finding and "skipped" in piece.text] == [
         "note"
     ]
-    advice = told(run, "1 step skipped for overflow: the normal cost")
+    advice = advice_on(run, "1 step skipped for overflow: the normal cost")
     assert advice.text.endswith("finding the scale. Step 1: a overflowed.")
 
 
@@ -293,14 +295,18 @@ def test_an_overflow_that_no_scale_mends_is_one_warning_with_the_first_and_the_l
     skips = {at: step(at, 2.0**14, "overflow") for at in (10, 20, 30, 40)}
     records = [skips.get(each["step"], each) for each in steps()]
     found = [diagnosis(at, "overflow", f"blocks.{at // 20}") for at in skips]
-    advice = told(write(tmp_path, *records, *found), "4 steps skipped for overflow, and a lower scale does not help.")
+    advice = advice_on(
+        write(tmp_path, *records, *found), "4 steps skipped for overflow, and a lower scale does not help."
+    )
     assert advice.severity == "warning"
     assert [(each.at, each.module) for each in advice.diagnosed] == [("Step 10", "blocks.0"), ("Step 40", "blocks.2")]
 
 
-def test_diagnoses_of_steps_without_a_record_are_told(tmp_path: Path) -> None:
+def test_diagnoses_of_steps_without_a_record_are_reported(tmp_path: Path) -> None:
     found = [diagnosis(at, "overflow", "blocks.3.attn", advice="Keep it in fp32.") for at in (10, 20)]
-    advice = told(write(tmp_path, *steps(), *found), "Steps were skipped: overflow. 2 steps from 10 to 20: blocks.3")
+    advice = advice_on(
+        write(tmp_path, *steps(), *found), "Steps were skipped: overflow. 2 steps from 10 to 20: blocks.3"
+    )
     assert (advice.evidence["module"], advice.evidence["diagnosed_steps"]) == ("blocks.3.attn", 2)
 
 
@@ -347,7 +353,9 @@ def test_a_loss_that_grows_by_orders_of_magnitude_before_steps_fail_is_divergenc
 
 def test_a_gradient_norm_that_grows_is_divergence_unless_the_loss_falls(tmp_path: Path) -> None:
     norms = [1.0, 1.5, 90.0, 4e5]
-    assert told(write(tmp_path / "a", *diverged([2.0, 2.0, 2.1, 3.0], norms)), "Training diverged: the gradient norm")
+    assert advice_on(
+        write(tmp_path / "a", *diverged([2.0, 2.0, 2.1, 3.0], norms)), "Training diverged: the gradient norm"
+    )
     assert "diverged" not in str(verdict(write(tmp_path / "b", *diverged([2.0, 1.9, 1.8, 1.7], norms))))
 
 
@@ -355,7 +363,7 @@ def test_the_norms_of_samples_tell_of_divergence_where_nothing_was_clipped(tmp_p
     records = [{**each, "grad_norm": None} for each in diverged([2.0, 2.0, 2.1, 3.0])]
     norms = [{**each, "grad_norm": norm} for each, norm in zip(samples(n=4), [1.0, 1.5, 90.0, 4e5], strict=True)]
     run = write(tmp_path, *records, *({**each, "step": at} for at, each in enumerate(norms, 1)))
-    advice = told(run, "Training diverged: the gradient norm grew from 1.5 at step 2 to 4e+05 at step 4")
+    advice = advice_on(run, "Training diverged: the gradient norm grew from 1.5 at step 2 to 4e+05 at step 4")
     assert advice.severity == "critical"
 
 
@@ -435,14 +443,14 @@ def test_a_loss_that_multiplies_within_the_last_few_updates_is_divergence(
 def test_an_update_larger_than_the_weights_after_which_all_steps_fail_is_divergence(tmp_path: Path) -> None:
     records = taken_and_skipped(3.1, *[math.nan] * 9, skipped="." + 9 * "x")
     found = diagnosis(2, "non-finite loss", "blocks.0.attn")
-    told_of = {}
+    text_at = {}
     for ratio in (0.01, 71.0):
         first = sample(1, 2.0**14, GOOD, OUTPUTS)
         first["weights"] = {name: {**each, "update_to_weight": ratio} for name, each in first["weights"].items()}
-        told_of[ratio] = str(verdict(write(tmp_path / str(ratio), *records, first, found)))
-    assert "Training diverged: the update of step 1 was 71 times as large as the weights" in told_of[71.0]
-    assert "keep it" not in told_of[71.0].replace("overflowed. keep it", "")
-    assert "diverged" not in told_of[0.01]
+        text_at[ratio] = str(verdict(write(tmp_path / str(ratio), *records, first, found)))
+    assert "Training diverged: the update of step 1 was 71 times as large as the weights" in text_at[71.0]
+    assert "keep it" not in text_at[71.0].replace("overflowed. keep it", "")
+    assert "diverged" not in text_at[0.01]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -458,7 +466,7 @@ def test_numbers_that_grow_by_design_are_no_divergence_and_hide_no_bad_batch(sig
     assert "The loss was inf or NaN at 2 steps, first at step 40" in str(found)
 
 
-def test_a_bad_batch_from_before_the_divergence_is_told_with_its_diagnosis(tmp_path: Path) -> None:
+def test_a_bad_batch_from_before_the_divergence_is_reported_with_its_diagnosis(tmp_path: Path) -> None:
     losses = [*[2.0] * 9, math.nan, *[2.0] * 9, 12.0, *[math.nan] * 9]
     records = taken_and_skipped(*losses, skipped=9 * "." + "x" + 9 * "." + 10 * "x")
     found = [diagnosis(10, "non-finite loss", "emb"), diagnosis(20, "overflow", "head")]
@@ -480,7 +488,7 @@ def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path
     search = [step(i, 2.0 ** (20 - i), "overflow") for i in (1, 2)]
     later = [{**each, "step": each["step"] + 2} for each in diverged([1.8, 1.7, 1.76, 6.5, 100.0, 8276.0])]
     run = write(tmp_path, *search, *later)
-    assert told(run, "2 steps skipped for overflow: the normal cost").evidence["last_step"] == 2
+    assert advice_on(run, "2 steps skipped for overflow: the normal cost").evidence["last_step"] == 2
 
 
 def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
@@ -489,24 +497,24 @@ def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
         assert [advice.text.split(":")[0] for advice in found] == ["Too little was recorded to judge a format"]
 
 
-@pytest.mark.parametrize(("finite", "told_of"), [(0, "none"), (2, "2")])
+@pytest.mark.parametrize(("finite", "text_at"), [(0, "none"), (2, "2")])
 def test_more_steps_are_not_asked_for_where_all_were_sampled_and_not_finite(
-    finite: int, told_of: str, tmp_path: Path
+    finite: int, text_at: str, tmp_path: Path
 ) -> None:
     broken = [sample(i, 2.0**14, GOOD, OUTPUTS, not_finite=tuple(GOOD)) for i in range(finite + 1, 21)]
     kept = [sample(i, 2.0**14, GOOD, OUTPUTS) for i in range(1, finite + 1)]
     taken = [step(i, 2.0**14, None if i <= finite else "non-finite loss") for i in range(1, 21)]
-    advice = told(write(tmp_path, *taken, *kept, *broken), "No format can be judged")
+    advice = advice_on(write(tmp_path, *taken, *kept, *broken), "No format can be judged")
     assert advice.text == (
-        f"No format can be judged: of 20 samples, {told_of} had only finite gradients, and 3 such samples are needed. "
+        f"No format can be judged: of 20 samples, {text_at} had only finite gradients, and 3 such samples are needed. "
         "First find where inf and NaN come from."
     )
     assert advice.evidence == {"finite_samples": finite, "taken_samples": 20, "recorded_steps": 20}
 
 
-def test_a_run_without_scaling_is_told_what_fp16_would_need(tmp_path: Path) -> None:
+def test_a_run_without_scaling_learns_what_fp16_would_need(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=None), *samples(1.0))
-    assert told(run, "The loss was not scaled. In fp16, gradients fit from 2^").severity == "note"
+    assert advice_on(run, "The loss was not scaled. In fp16, gradients fit from 2^").severity == "note"
 
 
 def test_samples_that_are_not_finite_count_nowhere_else(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_gradients_at_the_end_of_fp16_are_not_called_safe() -> None:
     assert "fp16 is safe" not in str(found)
 
 
-def test_fp16_without_a_scale_is_told_what_it_loses() -> None:
+def test_fp16_without_a_scale_learns_what_it_loses() -> None:
     for factor in (3e-5, 1e-5):
         found = str(underflowing(1.0, torch.float16, factor))
         assert "0 loses up to" in found

@@ -268,7 +268,7 @@ def test_a_transposed_weight_is_that_weight_and_a_part_is_not_the_whole() -> Non
 
 
 class Calls(nn.Module):
-    """A model that does what it is told to."""
+    """A model that calls what it is given."""
 
     def __init__(self, do: Callable[..., Any]) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_that_hold_others_are_told_apart(kind: str) -> None:
+def test_tensors_that_hold_others_are_distinguished(kind: str) -> None:
     make, numbers = KINDS[kind]
     kept: list[torch.Tensor] = []
 

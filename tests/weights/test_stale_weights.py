@@ -204,7 +204,7 @@ def test_what_changes_by_an_optimizer_is_no_alarm() -> None:
         same(forward(model, cache), forward(model, None))
 
 
-def test_nothing_is_compared_when_told_so() -> None:
+def test_nothing_is_compared_on_request() -> None:
     model = chain(4, 1)
     cache = WeightCache(model, verify=False)
     before = forward(model, cache)

@@ -157,7 +157,7 @@ def test_an_unchanged_weight_is_not_cast_again() -> None:
     assert report.nbytes == sum(param.nbytes for param in model.parameters()) // 2
 
 
-def test_writes_through_data_are_seen_when_told_or_verified() -> None:
+def test_writes_through_data_are_seen_when_declared_or_verified() -> None:
     model = mlp()
     cache, verifying = WeightCache(model, verify=False), WeightCache(model, verify=True)
     before = output(model, cache)
@@ -623,9 +623,13 @@ MUTANTS: dict[str, tuple[str, Any, Callable[[], None]]] = {
     "invalidate": (
         "weight_cache.WeightCache.invalidate",
         lambda _: None,
-        test_writes_through_data_are_seen_when_told_or_verified,
+        test_writes_through_data_are_seen_when_declared_or_verified,
     ),
-    "verify": ("weight_copies.Copy.differs", lambda *_: False, test_writes_through_data_are_seen_when_told_or_verified),
+    "verify": (
+        "weight_copies.Copy.differs",
+        lambda *_: False,
+        test_writes_through_data_are_seen_when_declared_or_verified,
+    ),
 }
 
 
@@ -745,7 +749,7 @@ def autocast_enabled(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, False)
 
 
-def test_a_write_that_leaves_no_trace_is_told_with_every_name_of_the_weight() -> None:
+def test_a_write_that_leaves_no_trace_is_reported_with_every_name_of_the_weight() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     cache = WeightCache(model, verify=True)

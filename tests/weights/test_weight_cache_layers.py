@@ -495,7 +495,7 @@ def test_a_report_names_what_was_patched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.report().refused == {f"{layer}.{of}": text[layer] for layer in text for of in ("weight", "bias")}
 
 
-# -- inside a region nobody else sees it ---------------------------------------------------------------------------
+# -- inside a region no other code sees it -------------------------------------------------------------------------
 
 
 def dumped(model: nn.Module) -> nn.Module:

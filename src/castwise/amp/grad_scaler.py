@@ -1012,7 +1012,7 @@ class GradScaler(torch.amp.GradScaler):
         """Advance a learning-rate scheduler, or call a function, if the optimizer's last `step` was taken.
 
         Call it once per iteration, after `step` and before or after `update`. A scheduler advances once for each step
-        taken: a skipped step, or a call without a new step, advances nothing. Functions cannot be told apart, so a
+        taken: a skipped step, or a call without a new step, advances nothing. Functions cannot be distinguished, so a
         function is called if the step was in the current iteration, or in the previous one and nothing was scaled
         since. If the host does not know the outcome yet (a fused optimizer on an accelerator), this happens up to two
         updates later; `synchronize()`, `state_dict()` and pickling make all pending calls.

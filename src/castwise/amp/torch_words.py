@@ -103,14 +103,14 @@ class _TakesScaler:
 
 
 def _warning(ours: str, function: Any, *arguments: Any) -> str:
-    heard: list[str] = []
-    _with_warnings_to(heard, function)(*arguments)
-    return _joined(heard[0], ours) if heard else ours
+    messages: list[str] = []
+    _with_warnings_to(messages, function)(*arguments)
+    return _joined(messages[0], ours) if messages else ours
 
 
-def _with_warnings_to(heard: list[str], function: Any) -> Callable[..., object]:
+def _with_warnings_to(messages: list[str], function: Any) -> Callable[..., object]:
     """Return a copy of torch's function that warns into a list; `catch_warnings` would reset those of all threads."""
-    recorder = types.SimpleNamespace(warn=lambda message, *_, **__: heard.append(str(message)))
+    recorder = types.SimpleNamespace(warn=lambda message, *_, **__: messages.append(str(message)))
     names = {**function.__globals__, "warnings": recorder}
     return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 

@@ -27,7 +27,7 @@ class Iteration:
         sample: Its measurements, if it is sampled.
         begun: The optimizers whose gradients were seen, with the number of the scaler's iteration.
         batches: The recorded batches that these gradients come from; optimizers that share a backward share the object.
-        told: The facts received about their steps.
+        facts: The facts received about their steps.
         left_out: The optimizers that did not step after all.
         is_combined: Whether ranks combine their samples of it, including those that have none.
     """
@@ -37,7 +37,7 @@ class Iteration:
     sample: Sample | None = None
     begun: dict[torch.optim.Optimizer, int] = field(default_factory=dict)
     batches: dict[torch.optim.Optimizer, MicroBatches] = field(default_factory=dict)
-    told: dict[torch.optim.Optimizer, StepFacts] = field(default_factory=dict)
+    facts: dict[torch.optim.Optimizer, StepFacts] = field(default_factory=dict)
     left_out: set[torch.optim.Optimizer] = field(default_factory=set)
     is_combined: bool = False
 
@@ -48,7 +48,7 @@ class Iteration:
 
     def leave_out_before(self, number: int) -> None:
         """Stop waiting for facts of steps in scaler iterations before `number`."""
-        late = {each for each, began in self.begun.items() if began < number and each not in self.told}
+        late = {each for each, began in self.begun.items() if began < number and each not in self.facts}
         for optimizer in late - self.left_out:
             self.left_out.add(optimizer)
             self.batches.pop(optimizer, None)
@@ -57,12 +57,12 @@ class Iteration:
 
     def expects(self, optimizer: torch.optim.Optimizer, number: int) -> bool:
         """Return True if gradients but no facts were seen for a step in this iteration of the scaler."""
-        return self.begun.get(optimizer) == number and optimizer not in self.told
+        return self.begun.get(optimizer) == number and optimizer not in self.facts
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether all facts have arrived."""
-        return len(self.told) + len(self.left_out) == len(self.begun)
+        return len(self.facts) + len(self.left_out) == len(self.begun)
 
 
 class Iterations:
@@ -114,7 +114,7 @@ class Iterations:
             if iteration.expects(optimizer, facts.iteration):
                 found = iteration
         if found is not None:
-            found.told[optimizer] = facts
+            found.facts[optimizer] = facts
             if facts.skipped and found.sample is not None:
                 found.sample.forget_weights(optimizer)
         return found
@@ -124,10 +124,10 @@ class Iterations:
         while self._open:
             oldest = self._open[0]
             is_last = oldest is self._current and len(oldest.begun) < self._optimizers
-            if not all_ and (not oldest.is_told or is_last):
+            if not all_ and (not oldest.is_reported or is_last):
                 return
             self._open.popleft()
-            if oldest.told:
+            if oldest.facts:
                 yield oldest
             oldest.sample = None  # `_current` may still refer to it
             oldest.batches.clear()

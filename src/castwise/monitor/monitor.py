@@ -377,7 +377,7 @@ class Monitor:
         with self._guard:  # the step that completes them is recorded anyway
             for iteration in self._iterations.over(all_=all_):
                 if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
-                    self._record_sample(iteration.sample, list(iteration.told.values()))
+                    self._record_sample(iteration.sample, list(iteration.facts.values()))
 
     def _record_sample(self, sample: Sample | None, facts: list[StepFacts]) -> None:
         first, mine = facts[0], None

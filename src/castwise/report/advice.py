@@ -58,7 +58,7 @@ class Advice:
     @property
     def text(self) -> str:
         """The finding, then each diagnosis with its remedy, unless the finding starts with it."""
-        more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.told)]
+        more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.sentences)]
         return " ".join([self.finding, *more])
 
     def shown_evidence(self) -> list[tuple[str, str]]:

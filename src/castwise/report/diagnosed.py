@@ -56,13 +56,13 @@ class Diagnosed:
         return re.findall(r"^input \d+: (.+)$", self.details, re.MULTILINE)
 
     @property
-    def told(self) -> str:
+    def sentences(self) -> str:
         """The summary and the remedy."""
         remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
         return f"{self.summary}{remedy}"
 
     def __str__(self) -> str:
-        return f"{self.at}: {self.told}"
+        return f"{self.at}: {self.sentences}"
 
     def without_remedy(self) -> Diagnosed:
         """Return a copy without a remedy, for findings that have another one."""

@@ -61,7 +61,7 @@ def _bars(drift: PolicyDrift) -> dict[str, Any]:
         "names": [report._short(module.name or "(root)") for module in modules],
         "introduced": [_drawn(module.introduced) for module in modules],
         "carried": [_drawn(module.carried) for module in modules],
-        "told": [_told(module) for module in modules],
+        "captions": [_caption(module) for module in modules],
         "rank": [by_effect[module.name] for module in modules],
         "failure": "" if modules else drift.failure,  # there is nothing to draw
     }
@@ -72,7 +72,7 @@ def _drawn(errors: Errors | None) -> float | None:
     return value if math.isfinite(value) and value > 0 else None
 
 
-def _told(module: ModuleDrift) -> str:
+def _caption(module: ModuleDrift) -> str:
     if module.problem:
         return module.problem
     lost = module.total.nonfinite if module.total is not None else 0.0
@@ -103,7 +103,7 @@ def _frontier(tuned: Tuned | None) -> dict[str, Any] | None:
     return {
         "cost": [point.cost for point in points],
         "error": [point.error for point in points],
-        "told": [several(len(point.policy.modules), "rule") for point in points],
+        "captions": [several(len(point.policy.modules), "rule") for point in points],
         "compute": [point.policy.compute for point in points],
         "chosen": [point.is_chosen for point in points],
         "tolerance": tuned.tolerance,

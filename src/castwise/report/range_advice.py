@@ -142,7 +142,7 @@ def underflow(facts: RunFacts) -> Iterator[Advice]:
 
 def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
     lost, then = ranges.mean_flush, flush_at(ranges, fit.highest)
-    told = ranges.flush if ranges.vanished_samples else lost
+    share = ranges.flush if ranges.vanished_samples else lost
     evidence: dict[str, Measured] = {
         "mean_flushed_share": lost,
         "worst_flushed_share": ranges.flush,
@@ -168,7 +168,7 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
         else:
             remedy = f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
     return Advice(
-        f"{shown(ranges.module)} loses {up_to}{percent(told)} of its gradients to underflow in fp16{why}: {remedy}.",
+        f"{shown(ranges.module)} loses {up_to}{percent(share)} of its gradients to underflow in fp16{why}: {remedy}.",
         evidence,
         "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
     )

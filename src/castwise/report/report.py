@@ -134,10 +134,10 @@ class RunView:
 
     def timeline_caption(self) -> str:
         """Describe the skipped steps in words."""
-        told = [
+        parts = [
             f"{len(skips.steps):,} of {skips.cause}, first at step {skips.steps[0]:,}" for skips in self.facts.skips
         ]
-        return f"Skipped: {'; '.join(told)}." if told else "No step was skipped."
+        return f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."
 
     def histogram_caption(self) -> str:
         """Describe the initial histogram in words."""

@@ -176,9 +176,9 @@ def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) ->
 
 def other_skips(facts: RunFacts) -> Iterator[Advice]:
     """Report all other skips: those due to another rank and those of unknown cause."""
-    told = {causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW}
+    have_findings = {causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW}
     for skips in facts.skips_before_divergence:
-        if skips.cause not in told:
+        if skips.cause not in have_findings:
             is_elsewhere = skips.cause == causes.ANOTHER_RANK
             why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
             text = f"{several(len(skips.steps), 'step')} skipped{skips.where}: {why}."
@@ -216,7 +216,7 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     else:
         text = f"{len(skips)} steps in a row were skipped from step {begun:,} on. {no_scale}"
     if found and found[0].advice and not found[0].is_due_to_scale:
-        text = f"{found[0].told} {text}"
+        text = f"{found[0].sentences} {text}"
     evidence: dict[str, Measured] = {
         "first_scale": first,
         "lowest_scale": lowest,
@@ -269,8 +269,8 @@ def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
     """Report diagnoses of steps that have no record, because the process was killed."""
     if facts.divergence:
         return
-    told = {skips.cause for skips in facts.skips}
-    for cause in dict.fromkeys(each.cause for each in facts.diagnosed if each.cause not in told):
+    recorded = {skips.cause for skips in facts.skips}
+    for cause in dict.fromkeys(each.cause for each in facts.diagnosed if each.cause not in recorded):
         found = [each for each in facts.diagnosed if each.cause == cause]
         evidence: dict[str, Measured] = {"module": shown(found[0].module), "op": found[0].op}
         evidence["diagnosed_steps"] = sum(len(each.steps) for each in found)

@@ -116,14 +116,14 @@ def test_stages_of_a_pipeline_train_as_in_one_process(world_size: int, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_when_a_rank_dies_the_others_are_told_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
-    told, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
+def test_when_a_rank_dies_the_others_raise_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
+    survivor, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
     assert dead is None
-    assert "rank 0 could not agree with the other ranks of process group" in told["error"]
-    assert "on whether to take step 1, so it has not stepped" in told["error"]
-    assert "ranks [0] report: step() with " in told["error"]
-    assert "; no report within 5 s from ranks [1], which ended, hang or have not noticed it yet. " in told["error"]
-    assert not told["stepped"]
+    assert "rank 0 could not agree with the other ranks of process group" in survivor["error"]
+    assert "on whether to take step 1, so it has not stepped" in survivor["error"]
+    assert "ranks [0] report: step() with " in survivor["error"]
+    assert "; no report within 5 s from ranks [1], which ended, hang or have not noticed it yet. " in survivor["error"]
+    assert not survivor["stepped"]
 
 
 def test_one_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path:
     undisturbed, _ = run(WORKER, 2, tmp_path / "store", f"resumable {tmp_path / 'undisturbed'} never")
     assert (undisturbed["scaler"]["scale"], undisturbed["scaler"]["_growth_tracker"]) == (1024.0, 1)
     for moment in ("before", "inside", "after"):  # of a step each, and each continues from where the last one has ended
-        told, dead = run(WORKER, 2, tmp_path / f"store {moment}", f"resumable {tmp_path / 'killed'} {moment}")
+        survivor, dead = run(WORKER, 2, tmp_path / f"store {moment}", f"resumable {tmp_path / 'killed'} {moment}")
         assert dead is None
-        assert isinstance(told, str)  # an error
+        assert isinstance(survivor, str)  # an error
     for rank in run(WORKER, 2, tmp_path / "store of the last", f"resumable {tmp_path / 'killed'} never"):
         assert rank["begin"] == 4
         assert rank["scaler"] == undisturbed["scaler"]

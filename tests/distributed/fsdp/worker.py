@@ -357,7 +357,7 @@ def resumable(folder: str, moment: str, rank: int, world_size: int) -> dict[str,
 
 
 def a_dying_rank(kind: str, rank: int, world_size: int) -> dict[str, Any]:
-    """The last rank ends before the step; what the others are told, and what they have done."""
+    """The last rank ends before the step; what error the others raise, and what they have done."""
     split = model()
     optimizer = torch.optim.AdamW(split.parameters(), lr=0.1, **KINDS[kind])
     scaler = castwise.ShardedGradScaler("cpu")

@@ -57,7 +57,7 @@
       x: rows.map((row) => policy[key][row]),
       y: [...rows.keys()],
       marker: { color: color(hue) },
-      text: rows.map((row) => `${escaped(policy.names[row])}<br>${escaped(policy.told[row])}`),
+      text: rows.map((row) => `${escaped(policy.names[row])}<br>${escaped(policy.captions[row])}`),
       textposition: "none",
       hovertemplate: `%{text}<br>${name} %{x:.2e}<extra></extra>`,
     });
@@ -83,7 +83,7 @@
     if (!plot || !found) return undefined;
     const least = Math.min(...found.error.filter((each) => each > 0), found.tolerance);
     const shown = found.error.map((each) => (each > 0 ? each : least / 10));
-    const text = found.error.map((each, at) => `${found.compute[at]}, ${found.told[at]}<br>error ${each.toExponential(2)}`);
+    const text = found.error.map((each, at) => `${found.compute[at]}, ${found.captions[at]}<br>error ${each.toExponential(2)}`);
     const chosen = [...found.chosen.keys()].filter((at) => found.chosen[at]);
     const hover = { hovertemplate: "%{text}<br>cost %{x:.3f}<extra></extra>" };
     return Plotly.react(plot, [
