@@ -1,7 +1,7 @@
 """Compare how well models learn with castwise's mixed precision and in fp32.
 
     pip install scikit-learn
-    python benchmarks/fidelity.py
+    python -m benchmarks.fidelity
 
 Trains each task with five seeds, from the same weights on the same batches: in fp32, and in bf16 and fp16 with castwise
 and with torch.amp, whose losses must be bit-identical. Compares the final held-out loss, computed in fp32 from the
@@ -28,8 +28,8 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import castwise
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.recording import headline
 from castwise.demo.corpus import Corpus, derive_seed, read_text
 from castwise.demo.gpt import EMULATED, GPT, Size
 from castwise.demo.gpt import loss as loss_of_text

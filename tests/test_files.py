@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from castwise import Policy, _files, schedules
 from castwise._locks import try_lock
 from castwise._user_error import UserError
-from castwise.bench import recording
 from castwise.cli import app
 from castwise.demo import account, run_folder
 from castwise.report.report import write_report
@@ -151,15 +150,12 @@ def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_writes_
     assert not written.exists()
 
 
-def test_results_and_records_of_a_demo_that_castwise_has_not_written_stay(tmp_path: Path) -> None:
-    result, record = tmp_path / "imports-cpu.json", tmp_path / "monitor.jsonl"
-    for file in (result, record):
-        file.write_text("mine")
-    with pytest.raises(UserError, match="it exists and is not a result that castwise has written"):
-        recording.write(tmp_path, result.name, {"machine": {}}, [])
+def test_records_of_a_demo_that_castwise_has_not_written_stay(tmp_path: Path) -> None:
+    record = tmp_path / "monitor.jsonl"
+    record.write_text("mine")
     with pytest.raises(UserError, match="it exists and is not a record that castwise has written"):
         account.train_under_monitor(tmp_path, object())  # type: ignore[arg-type]
-    assert [file.read_text() for file in (result, record)] == ["mine", "mine"]
+    assert record.read_text() == "mine"
 
 
 def test_metrics_that_castwise_has_not_written_are_not_cut(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import castwise
 from castwise import policies, schedules
-from castwise.bench.catalogue import BENCHMARKS
 from castwise.cli import app, names
 from castwise.demo.gpt import SIZES
 from castwise.demo.ranks import STRATEGIES
@@ -65,7 +64,7 @@ def test_the_library_never_loads_its_command_line() -> None:
     [
         "--version",
         "--help",
-        *(f"{name} --help" for name in ("bench", "compare", "demo", "doctor", "report", "run", "trace", "tune")),
+        *(f"{name} --help" for name in ("compare", "demo", "doctor", "report", "run", "trace", "tune")),
     ],
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:
@@ -103,8 +102,7 @@ def completed(line: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("castwise bench --only st", ["step_cost"]),
-        ("castwise bench --device c", ["cpu", "cuda"]),
+        ("castwise demo --device c", ["cpu", "cuda"]),
         ("castwise demo --preset t", ["tiny"]),
         ("castwise demo --strategy fs", ["fsdp", "fsdp2"]),
         ("castwise run --schedule H", ["Headroom"]),
@@ -124,7 +122,6 @@ def is_schedule(value: Any) -> bool:
 
 
 def test_names_on_the_command_line_are_those_of_the_library() -> None:
-    assert [benchmark.name for benchmark in BENCHMARKS] == list(names.BENCHMARKS)
     assert policies.__all__ == list(names.POLICIES)
     assert list(SIZES) == list(names.PRESETS)
     assert FILE_NAME == names.RECORDS
@@ -172,7 +169,6 @@ def test_every_command_prints_json(name: str) -> None:
         ("tune --model", "castwise tune: option '--model' requires an argument"),
         ("tune --tolerance x", "castwise tune: invalid value for '--tolerance'"),
         ("doctor extra", "castwise doctor: got unexpected extra argument"),
-        ("bench extra", "castwise bench: got unexpected extra argument"),
         ("run --every 0 x.py", "castwise run: --every must be at least 1, got 0"),
     ],
 )
@@ -184,7 +180,7 @@ def test_a_wrong_line_is_one_line_of_error(line: str, said: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", ["--help", "bench --help", "run --help", "report RUN --text", "trace"])
+@pytest.mark.parametrize("arguments", ["--help", "run --help", "report RUN --text", "trace"])
 def test_a_pipe_gets_no_colours(arguments: str, tmp_path: Path) -> None:
     run = recorded.troubled(tmp_path / "run", steps=50, layers=1)
     words = [str(run) if word == "RUN" else word for word in arguments.split()]
@@ -196,7 +192,7 @@ def test_a_pipe_gets_colours_only_if_they_are_forced() -> None:
     assert "\x1b" in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1", FORCE_COLOR="1")
 
 
-@pytest.mark.parametrize("arguments", ["--help", "bench --help", "report --help", "compare --help"])
+@pytest.mark.parametrize("arguments", ["--help", "report --help", "compare --help"])
 def test_flags_are_shown_without_a_value(arguments: str) -> None:
     assert "bool" not in run_python("-m", "castwise", *arguments.split())
 

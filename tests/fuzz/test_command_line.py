@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from typer.testing import CliRunner, Result
 
 import castwise
 from castwise._user_error import UserError
-from castwise.bench.catalogue import BENCHMARKS
-from castwise.bench.recording import page
-from castwise.cli import app, bench, run
+from castwise.cli import app, run
 from castwise.cli.policies import read_schedule
 from castwise.demo import checkpoint, command
 from castwise.demo.checkpoint import Checkpoint
@@ -29,7 +26,6 @@ from castwise.demo.settings import Settings
 from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
-    "bench": ["--quick", "--full", "--device", "--only", "--out"],
     "compare": ["--model", "--policy", "--reference", "--no-gradients", "--vary", "--report", "--json"],
     "demo": [
         *("--data", "--preset", "--steps", "--device", "--seed"),
@@ -81,7 +77,6 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.setattr(command, "_run", lambda *_: True)
-        patch.setattr(bench, "_run", lambda *_: [])
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
         patch.setattr("castwise.doctor.checkup.examine", lambda _: checkup)
         patch.setattr("castwise.report.report._plotly_js", lambda: "")
@@ -217,25 +212,6 @@ def test_damaged_checkpoints_are_refused(data: st.DataObject, tmp_path_factory: 
     path.write_bytes(damaged)
     _, refusal = attempt(lambda: checkpoint.load(path), UserError)
     assert (refusal is None) == (damaged == content)
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MEASURED = {path.name: json.loads(path.read_text()) for each in BENCHMARKS for path in RESULTS.glob(f"{each.name}-*")}
-
-
-@pytest.mark.parametrize("name", MEASURED)
-@given(data=st.data())
-@a_share(50)
-def test_results_are_shown_or_said_to_be_of_another_shape(
-    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "results"
-    folder.mkdir(exist_ok=True)
-    held = json.dumps(data.draw(changed(MEASURED[name]) | JSON)).encode()
-    (folder / name).write_bytes(data.draw(st.just(held) | mangled(held)))
-    shown = page(folder, BENCHMARKS).encode().decode()
-    (folder / name).unlink()
-    assert f"\n{name} was not written by this version: run `castwise bench --only" in shown or ", torch " in shown
 
 
 @given(name=NAMES)

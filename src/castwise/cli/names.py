@@ -9,22 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-BENCHMARKS = (
-    "training",
-    "step_cost",
-    "small_steps",
-    "growth",
-    "tensor_growth",
-    "host_time",
-    "autocast_overhead",
-    "policy_overhead",
-    "weight_cache",
-    "master_weights",
-    "monitor_cost",
-    "comparison_cost",
-    "scale_out",
-    "imports",
-)
 COSTS = ("flops", "bytes", "measured")
 DEVICES = ("cpu", "cuda")
 FORMATS = ("float16", "bfloat16", "float32")
