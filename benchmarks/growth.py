@@ -16,7 +16,7 @@ from benchmarks.pairing import QUICK_S, Rounds
 from benchmarks.step_cost import Case, Shapes, needed_bytes, times_table, timings
 from castwise.demo.corpus import Corpus, read_text
 from castwise.demo.gpt import GPT, Size
-from castwise.demo.settings import CASTWISE, Training
+from castwise.demo.training import CASTWISE, Training
 
 OPTIMIZER = "fused AdamW"
 TENSORS = 100  # fixed while parameters grow

@@ -13,12 +13,10 @@ import torch
 
 from benchmarks.benchmark import Benchmark, Record, Table, left_out, shown
 from benchmarks.pairing import QUICK_S, Rounds, compare, race, ratio
-from benchmarks.training import steps, why_not
+from benchmarks.training import why_not
 from castwise.demo.corpus import Corpus, read_text
 from castwise.demo.gpt import EMULATED, SIZES, Size
-from castwise.demo.ranks import Ranks
-from castwise.demo.settings import CASTWISE, Training
-from castwise.demo.training import Trainer
+from castwise.demo.training import CASTWISE, Trainer, Training
 from castwise.monitor.monitor import Monitor
 from castwise.monitor.record_file import FILE_NAME
 
@@ -42,15 +40,15 @@ def race_of(training: Training, corpus: Corpus, device: str, rounds: Rounds) -> 
         AssertionError: A monitor changed a loss.
     """
     where, names = torch.device(device), (ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED)
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as folder, Ranks(None, where) as ranks:
-        trainers = {name: Trainer(training, corpus, where, 0, ranks) for name in names}
+    trainers = {name: Trainer(training, corpus, where) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as monitors:
             for name, every in ((NOT_SAMPLED, 10**9), (SAMPLED, 1)):
                 monitors.enter_context(trainers[name].monitor(every, Path(folder, name)))
-            times = race(steps(trainers, losses), rounds, warm_up=5)
+            times = race({name: trainer.step for name, trainer in trainers.items()}, rounds, warm_up=5)
         records = Path(folder, SAMPLED, FILE_NAME).read_bytes().splitlines()
-    if len({tuple(of_name) for of_name in losses.values()}) > 1:
+    losses = {name: trainer.losses for name, trainer in trainers.items()}
+    if len(set(map(tuple, losses.values()))) > 1:
         raise AssertionError(f"{training.precision}: the losses differ: {losses}")
     sampled = ratio(times[SAMPLED], times[ALONE])
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,17 +10,15 @@ import torch
 from benchmarks.benchmark import Benchmark, Record, Table, left_out, shown
 from benchmarks.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
 from castwise.amp.emulation import is_native_here
-from castwise.demo import settings
+from castwise.demo import training as demo
 from castwise.demo.corpus import Corpus, read_text
 from castwise.demo.gpt import SIZES, Size
-from castwise.demo.ranks import Ranks
-from castwise.demo.settings import Training
-from castwise.demo.training import Trainer
+from castwise.demo.training import Trainer, Training
 
 FP32 = "fp32"
 WIDE = Size(layers=2, heads=8, width=768, context=128, batch=2)  # 14 million parameters
 LARGE = Size(layers=8, heads=16, width=1024, context=128, batch=1)  # 100 million
-LIBRARIES = {TORCH: settings.TORCH, AGAIN: settings.TORCH, CASTWISE: settings.CASTWISE}
+LIBRARIES = {TORCH: demo.TORCH, AGAIN: demo.TORCH, CASTWISE: demo.CASTWISE}
 
 
 @dataclass(frozen=True)
@@ -39,34 +36,18 @@ def why_not(precision: str, device: str) -> str | None:
     return "left out: this CPU has no units for fp16, or torch does not use them"
 
 
-def steps(trainers: Mapping[str, Trainer], losses: Mapping[str, list[float]]) -> dict[str, Callable[[], float]]:
-    """Return, for each trainer, a function that takes a step, records the loss, and returns the seconds."""
-
-    def of(name: str) -> Callable[[], float]:
-        def take() -> float:
-            taken = trainers[name].step()
-            losses[name].append(taken.loss)
-            return taken.seconds
-
-        return take
-
-    return {name: of(name) for name in trainers}
-
-
 def race_of(size: Size, precision: str, corpus: Corpus, device: str, rounds: Rounds) -> Record:
     """Time steps of training runs of the same model on the same batches in turns."""
     where = torch.device(device)
-    rivals = {FP32: Training(FP32, settings.TORCH, size, 0)}
+    rivals = {FP32: Training(FP32, demo.TORCH, size, 0)}
     rivals |= {name: Training(precision, library, size, 0) for name, library in LIBRARIES.items()}
-    losses: dict[str, list[float]] = {name: [] for name in rivals}
-    with Ranks(None, where) as ranks:
-        trainers = {name: Trainer(training, corpus, where, 0, ranks) for name, training in rivals.items()}
-        times = race(steps(trainers, losses), rounds, warm_up=3)
+    trainers = {name: Trainer(training, corpus, where) for name, training in rivals.items()}
+    times = race({name: trainer.step for name, trainer in trainers.items()}, rounds, warm_up=3)
     return {
         "tokens_per_s": {name: size.tokens / statistics.median(values) for name, values in times.items()},
         "castwise / torch": compare(times[CASTWISE], times[TORCH], ratio(times[AGAIN], times[TORCH])),
         "castwise / fp32": compare(times[CASTWISE], times[FP32], ratio(times[AGAIN], times[TORCH])),
-        "same losses as torch": losses[CASTWISE] == losses[TORCH],
+        "same losses as torch": trainers[CASTWISE].losses == trainers[TORCH].losses,
     }
 
 

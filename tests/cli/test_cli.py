@@ -18,9 +18,7 @@ from typer.testing import CliRunner
 import castwise
 from castwise import policies, schedules
 from castwise.cli import app, names
-from castwise.demo.gpt import SIZES
-from castwise.demo.ranks import STRATEGIES
-from castwise.demo.settings import WEIGHTS
+from castwise.demo.command import WEIGHTS
 from castwise.monitor.record_file import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
@@ -103,8 +101,7 @@ def completed(line: str, folder: Path) -> list[str]:
     ("line", "words"),
     [
         ("castwise demo --device c", ["cpu", "cuda"]),
-        ("castwise demo --preset t", ["tiny"]),
-        ("castwise demo --strategy fs", ["fsdp", "fsdp2"]),
+        ("castwise demo --weights b", ["bf16-split"]),
         ("castwise run --schedule H", ["Headroom"]),
         ("castwise run --policy fp16_", ["fp16_stable"]),
         ("castwise trace --policy m", ["mine.toml"]),
@@ -123,10 +120,8 @@ def is_schedule(value: Any) -> bool:
 
 def test_names_on_the_command_line_are_those_of_the_library() -> None:
     assert policies.__all__ == list(names.POLICIES)
-    assert list(SIZES) == list(names.PRESETS)
     assert FILE_NAME == names.RECORDS
     assert [name for name in schedules.__all__ if is_schedule(getattr(schedules, name))] == list(names.SCHEDULES)
-    assert STRATEGIES == names.STRATEGIES
     assert WEIGHTS == names.WEIGHTS
 
 
@@ -222,8 +217,6 @@ METAVARS = {
         "MODULE|FILE:FACTORY",
         "SHAPE[:DTYPE]",
         "[cpu|cuda]",
-        "[tiny|small]",
-        "[ddp|fsdp|fsdp2|tp]",
         "[fp32|bf16-split]",
         "[first|diagnose|nothing]",
         "[mistake|warning|critical]",
