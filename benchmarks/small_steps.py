@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-6, fused=True),
 }
 STEPS = ("scaled", "scaled and clipped", "unscale_ first, then torch's clipping")
-CALLS = ("scale(loss)", "scale(loss) and its backward", "an autocast region", "a decorated call")
+CALLS = ("scale(loss)", "scale(loss) and its backward")
 
 
 @dataclass(frozen=True)
@@ -59,37 +59,23 @@ def iteration(library: str, optimizer: str, step: str, size: str, device: str) -
     return run
 
 
-def single_call(library: str, call: str, device: str) -> Callable[[], None]:
-    """Return one of a library's calls."""
-    lib, scaler = LIBRARIES[library], LIBRARIES[library].GradScaler(device)
+def single_call(library: str, call: str, device: str) -> Callable[[], object]:
+    """Return one of a library's calls, which has stepped once: the first iteration differs from later ones."""
+    scaler = LIBRARIES[library].GradScaler(device)
     loss = torch.ones((), device=device, requires_grad=True)
-    low = torch.bfloat16 if device == "cpu" else torch.float16
-
-    @lib.autocast(device, dtype=low)  # type: ignore[untyped-decorator]  # from either library
-    def decorated() -> None:
-        pass
-
-    def region() -> None:
-        with lib.autocast(device, dtype=low):
-            pass
-
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], object]] = {
         CALLS[0]: lambda: scaler.scale(loss),
         CALLS[1]: lambda: scaler.scale(loss * 1.0).backward(),
-        CALLS[2]: region,
-        CALLS[3]: decorated,
     }
-    run = calls[call]
-    run()
-    if call in CALLS[:2]:  # the first iteration differs from later ones
-        optimizer = torch.optim.SGD([loss], lr=0.0)
-        loss.grad = torch.ones_like(loss)
-        scaler.step(optimizer)
-        scaler.update()
-    return run
+    optimizer = torch.optim.SGD([loss], lr=0.0)
+    calls[call]()
+    loss.grad = torch.ones_like(loss)
+    scaler.step(optimizer)
+    scaler.update()
+    return calls[call]
 
 
-def measured(make: Callable[[str], Callable[[], None]], device: str, plan: Plan) -> Record:
+def measured(make: Callable[[str], Callable[[], object]], device: str, plan: Plan) -> Record:
     """Time the libraries in turns."""
 
     def timed(library: str) -> Callable[[], float]:
