@@ -28,20 +28,20 @@ docs: .venv/.ready
 
 # Line and branch coverage of amp/ and distributed/. Fails below 95% of either.
 coverage: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/core_coverage.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.core_coverage
 
 # Takes about half an hour on two cores. Use an idle machine.
 bench: .venv/.ready
-	$(BIN)/castwise bench --full --out benchmarks/results
-	$(BIN)/python benchmarks/doctor.py
-	$(BIN)/python benchmarks/fidelity.py
-	$(BIN)/python benchmarks/fault_finding.py
-	$(BIN)/python benchmarks/planted_precision.py
-	$(BIN)/python benchmarks/tune.py
-	$(BIN)/python benchmarks/recipes.py
-	$(BIN)/python benchmarks/gradient_exponents.py
-	$(BIN)/python benchmarks/ranks_apart.py
-	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python -m benchmarks --full --out benchmarks/results
+	$(BIN)/python -m benchmarks.doctor
+	$(BIN)/python -m benchmarks.fidelity
+	$(BIN)/python -m benchmarks.fault_finding
+	$(BIN)/python -m benchmarks.planted_precision
+	$(BIN)/python -m benchmarks.tune
+	$(BIN)/python -m benchmarks.recipes
+	$(BIN)/python -m benchmarks.gradient_exponents
+	$(BIN)/python -m benchmarks.ranks_apart
+	$(BIN)/python -m benchmarks.readme
 	$(BIN)/python examples/compare_schedules.py --write
 	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 

@@ -51,7 +51,7 @@ _COMMENT = re.compile(r"<!-- *(setup|prints|file|run|skip)\b")
 _PAGE, _OUTSIDE, _PRINTED = "__page__", "__outside__", "__printed__"
 
 # Subcommands whose arguments are read, and which are then not run.
-_TAKE_LONG = {"demo": "trains for minutes", "bench": "measures for minutes", "doctor": "measures for seconds"}
+_TAKE_LONG = {"demo": "trains for minutes", "doctor": "measures for seconds"}
 
 
 def _blocks(document: Document) -> Iterator[Region]:

@@ -1,6 +1,6 @@
 """Measure the line and branch coverage of castwise.amp and castwise.distributed by their own tests.
 
-    python benchmarks/core_coverage.py
+    python -m benchmarks.core_coverage
 
 Writes benchmarks/results/coverage.json and the table in benchmarks/README.md. Exits with 1 if less than 95% of the
 lines or branches are covered.
@@ -15,8 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.recording import headline
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/amp", "tests/cpu", "tests/cuda", "tests/distributed"]

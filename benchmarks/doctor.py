@@ -1,6 +1,6 @@
 """Record `castwise doctor` on this machine, also with oneDNN limited to the instructions of older CPUs.
 
-    python benchmarks/doctor.py
+    python -m benchmarks.doctor
 
 Writes benchmarks/results/doctor-cpu.json, which docs/integrations/doctor.md quotes.
 """
@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-import recording
+from benchmarks import recording
 
 CAPPED = ("", "AVX512_CORE", "AVX2")
 

@@ -1,7 +1,7 @@
 """Compare tools that find planted faults: castwise.diagnose, torch's anomaly detection, and transformers' debugger.
 
     pip install transformers
-    python benchmarks/fault_finding.py [--rounds 40]
+    python -m benchmarks.fault_finding [--rounds 40]
 
 Each round plants every fault at a random place in the training of a small mixture of experts. Writes
 benchmarks/results/fault_finding-cpu.json and the table in benchmarks/README.md.
@@ -14,26 +14,21 @@ import contextlib
 import io
 import random
 import statistics
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from tests.monitor import mixture
+from tests.monitor.mixture import Mixture, loss_of
 from torch import Tensor
 from transformers.debug_utils import DebugUnderflowOverflow
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the model in the tests
-
-from tests.monitor import mixture
-from tests.monitor.mixture import Mixture, loss_of
-
 import castwise
-import recording
-from castwise.bench.pairing import ratio, seconds
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.pairing import ratio, seconds
+from benchmarks.recording import headline
 from castwise.diagnosis.diagnosis import diagnose
 
 FP16 = torch.float16

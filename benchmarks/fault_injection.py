@@ -1,6 +1,6 @@
 """Raise in every function that watches a training run: the run must end with the same weights.
 
-    python benchmarks/fault_injection.py [--part 1/1] [--only TEXT] [--small]
+    python -m benchmarks.fault_injection [--part 1/1] [--only TEXT] [--small]
 
 The functions are those of castwise's packages monitor, mistakes, tracing and installation, and of diagnosis.recording.
 Each raises in turn from its first and from its third call on, with warnings shown and with warnings as errors

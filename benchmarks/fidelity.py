@@ -1,7 +1,7 @@
 """Compare how well models learn with castwise's mixed precision and in fp32.
 
     pip install scikit-learn
-    python benchmarks/fidelity.py
+    python -m benchmarks.fidelity
 
 Trains each task with five seeds, from the same weights on the same batches: in fp32, and in bf16 and fp16 with castwise
 and with torch.amp, whose losses must be bit-identical. Compares the final held-out loss, computed in fp32 from the
@@ -11,6 +11,7 @@ minutes.
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import sys
 import time
@@ -28,12 +29,11 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import castwise
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.recording import headline
 from castwise.demo.corpus import Corpus, derive_seed, read_text
 from castwise.demo.gpt import EMULATED, GPT, Size
 from castwise.demo.gpt import loss as loss_of_text
-from castwise.demo.training import digest
 
 SEEDS = range(5)
 CONFIDENCE = 0.95
@@ -138,6 +138,14 @@ TASKS = [
 ]
 
 
+def digest(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights, which all training runs have in the same order and shapes."""
+    sha256 = hashlib.sha256()
+    for weight in model.state_dict().values():
+        sha256.update(weight.numpy().tobytes())
+    return sha256.hexdigest()
+
+
 def train(task: Task, seed: int, precision: str, library: str) -> Outcome:
     """Train with the usual loop; in fp32, region and scaler are disabled."""
     autocast, make_scaler = LIBRARIES[library]
@@ -160,7 +168,7 @@ def train(task: Task, seed: int, precision: str, library: str) -> Outcome:
         scaler.update()
         skipped += scaler.get_scale() < scale
         losses.append(loss.item())
-    return Outcome(losses, before, held_out_loss(task, model, data), skipped, digest(model.state_dict()))
+    return Outcome(losses, before, held_out_loss(task, model, data), skipped, digest(model))
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Measure how large the gradients of a real training run are, and which of them fp16 keeps with and without a scale.
 
-    python benchmarks/gradient_exponents.py [--steps 100] [--scaled-steps 600]
+    python -m benchmarks.gradient_exponents [--steps 100] [--scaled-steps 600]
 
 Trains the demo's GPT in fp32, then computes the gradients of one batch from the same weights three times: in fp32, in
 fp16 without scaling, and in fp16 with a scaled loss. Then trains the demo's smallest GPT in fp16 and records how the
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import castwise
-import recording
+from benchmarks import recording
 from castwise.demo import gpt
 from castwise.demo.corpus import Corpus, read_text
 from castwise.monitor.exponents import count, tally

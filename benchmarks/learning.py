@@ -1,7 +1,7 @@
 """Compare how well models learn with 16-bit weights and with fp32 weights.
 
     pip install scipy torch-optimi torchao schedulefree
-    python benchmarks/learning.py
+    python -m benchmarks.learning
 
 Trains the demo's GPT under autocast in bf16 from the same weights on the same batches, with five seeds each: with fp32
 weights, with plain bf16 weights in linear layers, with the methods of other libraries, and with
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.fidelity import difference, spread
+from benchmarks.recording import headline
 from castwise.demo.corpus import Corpus, derive_seed, read_text
 from castwise.demo.gpt import GPT, Size
 from castwise.demo.gpt import loss as loss_of_text
-from fidelity import difference, spread
 
 SEEDS = range(5)
 STEPS = 300

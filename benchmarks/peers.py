@@ -1,7 +1,7 @@
 """Compare castwise with its peers: how they handle planted faults, how they move the scale, and what scaling costs.
 
     pip install lightning accelerate jmp jax keras torchao deepspeed
-    python benchmarks/peers.py [--rounds 80]
+    python -m benchmarks.peers [--rounds 80]
 
 Libraries that are not installed are skipped and listed. Writes benchmarks/results/peers-cpu.json and the tables in
 docs/explanation/peers.md.
@@ -38,9 +38,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
-import recording
-from castwise.bench.pairing import ratio, seconds
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.pairing import ratio, seconds
+from benchmarks.recording import headline
 
 FEATURES, LEARNING_RATE = 4, 12.8
 NANS, GOOD, TINY = 200, 200, 2.0**-20
@@ -482,7 +482,7 @@ def ranks() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, f"--worker={rank}"],
+                [sys.executable, "-m", "benchmarks.peers", f"--worker={rank}"],
                 env={**os.environ, WORKER: f"{folder}/store"},
                 stdout=subprocess.PIPE,
                 text=True,

@@ -1,6 +1,6 @@
 """Measure how often `compare` names the faulty module first, and how close `tune` comes to the best policy.
 
-    python benchmarks/planted_precision.py [--cases 200] [--models 100]
+    python -m benchmarks.planted_precision [--cases 200] [--models 100]
 
 The tests run a few of the same cases. Writes benchmarks/results/planted_precision-cpu.json and the table in
 benchmarks/README.md. It contains no times.
@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the models in the tests
 
 from tests.comparison import planted
 from tests.tuning import small_models
 
 import castwise
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.recording import headline
 from castwise.comparison.drift import ModuleDrift
 
 NAME = "planted_precision-cpu"

@@ -1,6 +1,6 @@
 """Train sharded with torch and with castwise while overflows occur in only one rank's shard.
 
-    python benchmarks/ranks_apart.py [--steps 120]
+    python -m benchmarks.ranks_apart [--steps 120]
 
 Two processes train a small network with FSDP1 and fused AdamW, with torch's and with castwise's ShardedGradScaler.
 Every tenth step, the scaled gradient of one weight on the first rank overflows fp32. Writes
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import castwise
-import recording
+from benchmarks import recording
 
 STORE = "RANKS_APART_STORE"
 LIBRARIES = {"torch": ShardedGradScaler, "castwise": castwise.ShardedGradScaler}
@@ -77,7 +77,7 @@ def on_ranks(steps: int) -> dict[str, list[list[dict[str, float]]]]:
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, f"--worker={rank}", f"--steps={steps}"],
+                [sys.executable, "-m", "benchmarks.ranks_apart", f"--worker={rank}", f"--steps={steps}"],
                 env={**os.environ, STORE: f"{folder}/store"},
                 stdout=subprocess.PIPE,
                 text=True,

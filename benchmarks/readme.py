@@ -1,6 +1,6 @@
 """Write the numbers in README.md and on the manual's start page, between their marks, from committed results.
 
-python benchmarks/readme.py
+python -m benchmarks.readme
 """
 
 from __future__ import annotations

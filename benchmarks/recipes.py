@@ -1,7 +1,7 @@
 """Compare training with 8- and 4-bit recipes to training in bf16, and measure the cost of emulating the recipes.
 
     pip install scipy
-    python benchmarks/recipes.py
+    python -m benchmarks.recipes
 
 Trains the demo's GPT from the same weights on the same batches, with five seeds each: in bf16, and with each recipe for
 the linear layers of all blocks, or of all but the last block. Compares the final held-out loss. Then times a step of
@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 import castwise
-import recording
-from castwise.bench.recording import headline
+from benchmarks import recording
+from benchmarks.fidelity import difference, spread
+from benchmarks.recording import headline
 from castwise.demo.corpus import Corpus, derive_seed, read_text
 from castwise.demo.gpt import GPT, SIZES, Size
 from castwise.demo.gpt import loss as loss_of_text
 from castwise.policy.module_rules import decide
 from castwise.recipes.recipe import RECIPES
-from fidelity import difference, spread
 
 SEEDS = range(5)
 STEPS, WINDOW = 300, 25

@@ -1,6 +1,6 @@
 """Compare training runs with a tuned policy, uniform bf16, `bf16_stable`, an fp32 head, and a random policy.
 
-    python benchmarks/tune.py [--seeds 5] [--steps 400]
+    python -m benchmarks.tune [--seeds 5] [--steps 400]
 
 Trains the demo's GPT in fp32 for some steps, tunes a policy, and continues training in fp32 and under each policy, on
 the same batches. The random policy has as many flops as the tuned one. `tune` makes no promise about long runs; this
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import castwise
-import recording
+from benchmarks import recording
+from benchmarks.recording import headline
 from castwise import Policy
-from castwise.bench.recording import headline
 from castwise.comparison.watch import Watch
 from castwise.demo import gpt
 from castwise.demo.corpus import Corpus, read_text

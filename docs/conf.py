@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `benchmarks`
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 import castwise

@@ -32,7 +32,6 @@ _TOGETHER = (
     "tests/amp/test_agreement.py",
     "tests/amp/test_emulation.py",
     "tests/cli/test_termination.py",
-    "tests/demo/test_ranks.py",
     "tests/demo/test_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/distributed/test_master_weights_ranks.py",

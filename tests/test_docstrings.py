@@ -11,7 +11,13 @@ import pytest
 import castwise
 
 MODULES = [module.name for module in pkgutil.walk_packages(castwise.__path__, "castwise.")]
-WITH_EXAMPLES = ["castwise.amp.autocast_mode", "castwise.amp.grad_scaler", "castwise.weights.weight_cache"]
+MODULES += [f"benchmarks.{name}" for name in ("benchmark", "machine", "pairing", "recording")]
+WITH_EXAMPLES = [
+    "castwise.amp.autocast_mode",
+    "castwise.amp.grad_scaler",
+    "castwise.weights.weight_cache",
+    "benchmarks.pairing",
+]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])

@@ -12,10 +12,7 @@ from typer.testing import CliRunner
 
 from castwise import Policy, _files, schedules
 from castwise._locks import try_lock
-from castwise._user_error import UserError
-from castwise.bench import recording
 from castwise.cli import app
-from castwise.demo import account, run_folder
 from castwise.report.report import write_report
 
 
@@ -149,25 +146,6 @@ def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_writes_
     assert sorted(tmp_path.iterdir()) == sorted([*others, written, tmp_path / "new"])
     replace(tmp_path / "new", b"content")
     assert not written.exists()
-
-
-def test_results_and_records_of_a_demo_that_castwise_has_not_written_stay(tmp_path: Path) -> None:
-    result, record = tmp_path / "imports-cpu.json", tmp_path / "monitor.jsonl"
-    for file in (result, record):
-        file.write_text("mine")
-    with pytest.raises(UserError, match="it exists and is not a result that castwise has written"):
-        recording.write(tmp_path, result.name, {"machine": {}}, [])
-    with pytest.raises(UserError, match="it exists and is not a record that castwise has written"):
-        account.train_under_monitor(tmp_path, object())  # type: ignore[arg-type]
-    assert [file.read_text() for file in (result, record)] == ["mine", "mine"]
-
-
-def test_metrics_that_castwise_has_not_written_are_not_cut(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"epoch": 1}\n')
-    with pytest.raises(UserError, match="was not written by castwise demo"):
-        run_folder.MetricsFile(metrics, 0)
-    assert metrics.read_text() == '{"epoch": 1}\n'
 
 
 def test_a_long_search_does_not_begin_if_its_policy_could_not_be_written(tmp_path: Path) -> None:

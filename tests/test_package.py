@@ -43,14 +43,13 @@ MAY_IMPORT = {
     "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},
     "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
     "demo": {"monitor", "report"},
-    "bench": {"amp", "monitor", "demo"},
-    "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo", "bench"}
+    "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo"}
     | {"comparison", "tuning"},
 }
-USE_THE_PUBLIC_API = {"demo", "bench", "cli"}
+USE_THE_PUBLIC_API = {"demo", "cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
 # Who runs torch's mixed precision: as a rival, or to replay what another region did.
-RUN_TORCHS_CLASSES = ("bench/", "demo/training.py", "diagnosis/forward_state.py")
+RUN_TORCHS_CLASSES = ("demo/training.py", "diagnosis/forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
     *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow", "wandb"),

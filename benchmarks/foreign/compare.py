@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
+sys.path.append(str(HERE.parents[1]))
 
 from exceptions import EXEMPT
 from report import cut, is_wrong, table, verdict
 from rows import ROWS, Row, Side
 
-import recording
+from benchmarks import recording
 
 SDISTS = Path(sys.prefix) / "sdists"
 NAMED = 5  # differences that a result names

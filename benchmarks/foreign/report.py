@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from castwise.bench.recording import headline
+from benchmarks.recording import headline
 
 SHOWN = 160  # characters of a fact
 

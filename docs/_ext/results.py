@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import described
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
-
-from castwise.bench.machine import described
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -17,11 +17,8 @@ from typer.testing import CliRunner
 
 import castwise
 from castwise import policies, schedules
-from castwise.bench.catalogue import BENCHMARKS
 from castwise.cli import app, names
-from castwise.demo.gpt import SIZES
-from castwise.demo.ranks import STRATEGIES
-from castwise.demo.settings import WEIGHTS
+from castwise.demo.command import WEIGHTS
 from castwise.monitor.record_file import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
@@ -65,7 +62,7 @@ def test_the_library_never_loads_its_command_line() -> None:
     [
         "--version",
         "--help",
-        *(f"{name} --help" for name in ("bench", "compare", "demo", "doctor", "report", "run", "trace", "tune")),
+        *(f"{name} --help" for name in ("compare", "demo", "doctor", "report", "run", "trace", "tune")),
     ],
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:
@@ -103,10 +100,8 @@ def completed(line: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("castwise bench --only st", ["step_cost"]),
-        ("castwise bench --device c", ["cpu", "cuda"]),
-        ("castwise demo --preset t", ["tiny"]),
-        ("castwise demo --strategy fs", ["fsdp", "fsdp2"]),
+        ("castwise demo --device c", ["cpu", "cuda"]),
+        ("castwise demo --weights b", ["bf16-split"]),
         ("castwise run --schedule H", ["Headroom"]),
         ("castwise run --policy fp16_", ["fp16_stable"]),
         ("castwise trace --policy m", ["mine.toml"]),
@@ -124,12 +119,9 @@ def is_schedule(value: Any) -> bool:
 
 
 def test_names_on_the_command_line_are_those_of_the_library() -> None:
-    assert [benchmark.name for benchmark in BENCHMARKS] == list(names.BENCHMARKS)
     assert policies.__all__ == list(names.POLICIES)
-    assert list(SIZES) == list(names.PRESETS)
     assert FILE_NAME == names.RECORDS
     assert [name for name in schedules.__all__ if is_schedule(getattr(schedules, name))] == list(names.SCHEDULES)
-    assert STRATEGIES == names.STRATEGIES
     assert WEIGHTS == names.WEIGHTS
 
 
@@ -172,7 +164,6 @@ def test_every_command_prints_json(name: str) -> None:
         ("tune --model", "castwise tune: option '--model' requires an argument"),
         ("tune --tolerance x", "castwise tune: invalid value for '--tolerance'"),
         ("doctor extra", "castwise doctor: got unexpected extra argument"),
-        ("bench extra", "castwise bench: got unexpected extra argument"),
         ("run --every 0 x.py", "castwise run: --every must be at least 1, got 0"),
     ],
 )
@@ -184,7 +175,7 @@ def test_a_wrong_line_is_one_line_of_error(line: str, said: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", ["--help", "bench --help", "run --help", "report RUN --text", "trace"])
+@pytest.mark.parametrize("arguments", ["--help", "run --help", "report RUN --text", "trace"])
 def test_a_pipe_gets_no_colours(arguments: str, tmp_path: Path) -> None:
     run = recorded.troubled(tmp_path / "run", steps=50, layers=1)
     words = [str(run) if word == "RUN" else word for word in arguments.split()]
@@ -196,7 +187,7 @@ def test_a_pipe_gets_colours_only_if_they_are_forced() -> None:
     assert "\x1b" in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1", FORCE_COLOR="1")
 
 
-@pytest.mark.parametrize("arguments", ["--help", "bench --help", "report --help", "compare --help"])
+@pytest.mark.parametrize("arguments", ["--help", "report --help", "compare --help"])
 def test_flags_are_shown_without_a_value(arguments: str) -> None:
     assert "bool" not in run_python("-m", "castwise", *arguments.split())
 
@@ -226,8 +217,6 @@ METAVARS = {
         "MODULE|FILE:FACTORY",
         "SHAPE[:DTYPE]",
         "[cpu|cuda]",
-        "[tiny|small]",
-        "[ddp|fsdp|fsdp2|tp]",
         "[fp32|bf16-split]",
         "[first|diagnose|nothing]",
         "[mistake|warning|critical]",

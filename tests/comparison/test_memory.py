@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import castwise
-from castwise.bench import comparison_cost
+from benchmarks import comparison_cost
 from castwise.demo import gpt
 
 

@@ -8,7 +8,6 @@ import torch
 from castwise.demo import corpus as corpus_module
 from castwise.demo.corpus import LIMIT, Corpus, read_text
 from castwise.demo.gpt import Size
-from castwise.demo.run_folder import create_run_folder
 
 SIZE = Size(layers=1, heads=1, width=8, context=16, batch=4)
 
@@ -36,12 +35,6 @@ def test_a_folder_is_read_in_order_of_names_without_what_is_no_text(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert read_text(tmp_path) == b"first second third"
-
-
-def test_runs_of_the_demo_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"text")
-    create_run_folder(tmp_path / "runs", {"steps": 1})
-    assert read_text(tmp_path) == b"text"
 
 
 def test_reading_stops_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

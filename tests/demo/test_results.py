@@ -1,52 +1,39 @@
+"""What `castwise demo` prints, writes and returns."""
+
 from __future__ import annotations
 
-import io
 import json
-import math
-import shutil
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from rich.console import Console
+from tests.demo.test_training import trained
 
-from castwise.demo import checkpoint
-from castwise.demo.comparison import metrics_line
-from castwise.demo.display import display_for
+from castwise.cli import app
+from castwise.demo import command
+from castwise.demo.command import compared, runs_of
 from castwise.demo.gpt import EMULATED, SIZES
-from castwise.demo.settings import CASTWISE, TORCH, Training
-from castwise.demo.training import Step
+from castwise.demo.table import print_results
+from castwise.demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result
 from castwise.monitor.run import Run
 
 if TYPE_CHECKING:
     from tests.demo.conftest import Demo
 
 STEPS = 3
-ORDER = [
-    ("fp32", TORCH),
-    ("fp32", CASTWISE),
-    ("bf16", CASTWISE),
-    ("bf16", TORCH),
-    ("fp16", TORCH),
-    ("fp16", CASTWISE),
-]
-
-
-def order_of_reading(result: dict[str, str]) -> tuple[int, bool]:
-    return ["fp32", "bf16", "fp16"].index(result["precision"]), result["library"] == CASTWISE
+ROWS = [(precision, library) for precision in ("fp32", "bf16", "fp16") for library in (TORCH, CASTWISE)]
 
 
 class Outcome:
-    """A real run of the tiny preset from beginning to end."""
+    """A real run, twice into the same folder: as a table, and as JSON."""
 
     def __init__(self, demo: Demo) -> None:
-        self.demo, self.started = demo, time.time()
-        arguments = ["--data", demo.text, "--out", demo.out, "--steps", STEPS, "--device", "cpu", "--seed", -5]
-        self.code, self.stdout, self.stderr = demo.run(*arguments)
-        (self.folder,) = demo.out.iterdir()
-        self.summary = json.loads((self.folder / "summary.json").read_text())
+        self.demo = demo
+        self.code, self.stdout, self.stderr = demo.run("--steps", STEPS)
+        self.json_code, printed, self.json_stderr = demo.run("--steps", STEPS, "--json")
+        self.summary: dict[str, Any] = json.loads(printed)
 
 
 @pytest.fixture(scope="module")
@@ -56,130 +43,128 @@ def outcome(demo_in: type[Demo], tmp_path_factory: pytest.TempPathFactory) -> Ou
 
 def test_libraries_that_agree_exit_with_zero(outcome: Outcome) -> None:
     assert (outcome.code, outcome.stderr) == (0, "")
-    assert outcome.summary["identical"] == {"fp32": True, "bf16": True, "fp16": True}
-    assert "castwise and torch.amp ended with bit-identical weights." in outcome.stdout
-    assert outcome.stdout.endswith(f"results: {outcome.folder}\n")
+    assert "All losses and weights are bit-identical.\n" in outcome.stdout
+    assert (outcome.json_code, outcome.json_stderr) == (0, "")
+    names = ["fp32 castwise", "bf16 castwise", "fp16 castwise", "fp16 castwise, monitored"]
+    assert outcome.summary["identical"] == dict.fromkeys(names, True)
 
 
-def test_json_is_all_that_is_printed(outcome: Outcome, tmp_path: Path) -> None:
-    folder = shutil.copytree(outcome.folder, tmp_path / "run")
-    code, stdout, stderr = outcome.demo.run("--resume", folder, "--json")
-    assert (code, stderr) == (0, "")
-    printed = json.loads(stdout)
-    assert {name: printed[name] for name in outcome.summary} == outcome.summary
-    assert printed["monitor_changed_nothing"] is True
-
-
-def test_a_pipe_gets_a_line_per_training_and_no_control_codes(outcome: Outcome) -> None:
+def test_a_pipe_gets_a_line_per_training_run_and_no_control_codes(outcome: Outcome) -> None:
     assert "\x1b" not in outcome.stdout
     assert "\r" not in outcome.stdout
-    for precision, library in ORDER:
-        assert f"\n{precision} {library:9} 3/3 loss " in outcome.stdout
+    for row in ROWS:
+        assert f"\n{' '.join(row):18} loss " in outcome.stdout
 
 
-def test_the_table_has_a_row_per_training(outcome: Outcome) -> None:
-    header, _, *rows = outcome.stdout.partition("precision ")[2].splitlines()[:8]
-    columns = ["library", "steps", "loss", "ms/step", "tokens/s", "memory", "skipped", "identical"]
-    assert header.split() == columns
-    for row, result in zip(rows, sorted(outcome.summary["results"], key=order_of_reading), strict=True):
-        cells = row.split()
-        assert cells[1] == result["library"]
-        assert cells[2:4] == ["3", f"{result['loss']:.4f}"]
+def test_the_table_has_a_row_per_training_run_and_fits_80_columns(outcome: Outcome) -> None:
+    lines = outcome.stdout.partition(" precision ")[2].splitlines()
+    columns = ["library", "loss", "ms/step", "tokens/s", "memory", "bytes", "skips", "identical"]
+    assert lines[0].split() == columns
+    assert max(map(len, lines[1:8])) <= 80
+    for line, result, row in zip(lines[2:8], outcome.summary["results"], ROWS, strict=True):
+        cells = line.split()
+        assert (cells[0].rstrip("*"), cells[1]) == (result["precision"], result["library"]) == row
+        assert cells[2] == f"{result['loss']:.4f}"  # of both runs: they are deterministic
         assert (cells[-1] == "yes") == (result["library"] == CASTWISE)
 
 
-def test_metrics_hold_one_object_per_step(outcome: Outcome) -> None:
-    lines = outcome.demo.metrics(outcome.folder)
-    steps = [(line["precision"], line["library"], line["step"]) for line in lines]
-    assert steps == [(*pair, step) for pair in ORDER for step in range(1, STEPS + 1)]
-    for line in lines:
-        assert set(line) == {
-            "precision", "library", "weights", "step", "loss", "tokens_per_s", "scale", "skipped", "time",
-        }  # fmt: skip
-        assert 2 < line["loss"] < 6
-        assert line["tokens_per_s"] > 0
-        assert line["scale"] == (65536 if line["precision"] == "fp16" else 1)
-        assert line["skipped"] == 0
-        assert outcome.started - 1 < line["time"] < time.time() + 1
-
-
-def test_every_training_starts_from_the_same_weights_and_learns(outcome: Outcome) -> None:
-    emulated = outcome.summary["settings"]["emulated"]  # these have a smaller model, so other weights
-    first = {True: [], False: []}
-    for line in outcome.demo.metrics(outcome.folder):
-        if line["step"] == 1:
-            first[line["precision"] in emulated].append(line["loss"])
-    for losses in first.values():
-        assert losses == pytest.approx([losses[0]] * len(losses) if losses else [], rel=1e-3)
+def test_numbers_in_the_table_fit_together(outcome: Outcome) -> None:
     for result in outcome.summary["results"]:
-        assert result["loss"] < first[result["precision"] in emulated][0]
-        size = EMULATED if result["precision"] in emulated else SIZES["tiny"]
-        tokens = size.batch * size.context
-        assert result["tokens_per_s"] * result["step_ms"] / 1000 == pytest.approx(tokens)
+        assert 2 < result["loss"] < 6
+        tokens = result["tokens_per_s"] * result["step_ms"] / 1000
+        assert round(tokens) in {SIZES["tiny"].tokens, EMULATED.tokens}
         assert result["peak_bytes"] is None or 2**20 < result["peak_bytes"] < 2**30
-    assert len(set(outcome.demo.digests(outcome.folder))) == 6
+        assert result["stored_bytes"] == pytest.approx(16 if result["precision"] == "fp32" else 18, abs=0.1)
+        assert result["skipped"] == 0
 
 
-def test_resuming_a_finished_run_shows_its_table_again(outcome: Outcome) -> None:
-    before = (outcome.folder / "metrics.jsonl").read_bytes()
-    code, stdout, _ = outcome.demo.run("--resume", outcome.folder)
-    table = outcome.stdout[outcome.stdout.index("precision") :]
-    assert code == 0
-    assert stdout.endswith(table)
-    assert (outcome.folder / "metrics.jsonl").read_bytes() == before
+def test_a_report_shows_the_second_run_and_its_monitor_changed_no_bit(outcome: Outcome) -> None:
+    out = outcome.demo.out
+    assert "the monitor changed no bits of losses and weights." in outcome.stdout
+    assert outcome.stdout.endswith(f"report: {out / 'report.html'}\n")
+    assert outcome.summary["report"] == str(out / "report.html")
+    run = Run.read(out)  # of the last demo alone
+    assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
+    assert [sample["step"] for sample in run.samples] == [1, 2]
+    assert run.ended
+    assert "blocks.0" in (out / "report.html").read_text()
+    assert sorted(path.name for path in out.iterdir()) == ["monitor.jsonl", "report.html"]
 
 
-def test_libraries_that_differ_exit_with_one_and_say_where(outcome: Outcome) -> None:
-    path = outcome.folder / "checkpoint.pt"
-    whole = path.read_bytes()
-    loaded = checkpoint.load(path)
-    loaded.results[2]["weights_sha256"] = "another"
-    checkpoint.save(path, loaded)
-    code, stdout, stderr = outcome.demo.run("--resume", outcome.folder)
-    path.write_bytes(whole)
-    assert (code, stderr) == (1, "")
-    assert "castwise and torch.amp DIFFER in bf16.\n" in stdout
-    assert " NO" in stdout
+def printed(results: list[Result], emulated: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    print_results(Console(width=100), results, compared(results), emulated)
+    return capsys.readouterr().out
 
 
-def test_a_precision_the_cpu_emulates_has_a_footnote(demo: Demo) -> None:
-    _, stdout, _ = demo.run("--resume", demo.prepare(steps=1, checkpoint_every=1))
-    assert "fp16*" in stdout
-    assert "* fp32 and bf16 and fp16: very slow on this CPU, so trained with a much smaller model." in stdout
+def test_runs_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    torchs, ours = trained(TORCH), trained(CASTWISE)
+    assert compared([torchs, ours]) == {"fp16 castwise": True}
+    other_weights = {**ours.weights, "head.bias": -ours.weights["head.bias"]}
+    for other in (replace(ours, losses=[0.0, *ours.losses[1:]]), replace(ours, weights=other_weights)):
+        assert compared([torchs, other]) == {"fp16 castwise": False}
+        assert "DIFFERENT BITS: fp16 castwise.\n" in printed([torchs, other], [], capsys)
+
+
+def test_runs_that_differ_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run", lambda *_: {"identical": {"fp32 castwise": True, "bf16 castwise": False}})
+    with pytest.raises(SystemExit) as ended:
+        app(["demo"])
+    assert ended.value.code == 1
+
+
+def test_a_zero_with_another_sign_is_another_bit() -> None:
+    result = trained(TORCH)
+    zeros = {"head.bias": torch.zeros(256)}
+    positive, negative = replace(result, weights=zeros), replace(result, weights={"head.bias": -zeros["head.bias"]})
+    assert positive.has_bits_of(positive)
+    assert not positive.has_bits_of(negative)
+
+
+def test_a_precision_that_the_cpu_emulates_has_a_footnote_and_a_smaller_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = printed([trained(TORCH), trained(CASTWISE)], ["fp16"], capsys)
+    assert "fp16*" in table
+    assert "* fp16: very slow on this CPU, so trained with a much smaller model." in table
+    sizes = {training.precision: training.size for training in runs_of("fp32", 1, ["fp16"])}
+    assert sizes == {"fp32": SIZES["tiny"], "bf16": SIZES["tiny"], "fp16": EMULATED}
+
+
+def test_the_libraries_take_turns_at_going_first() -> None:
+    libraries = [training.library for training in runs_of("fp32", 1, [])]
+    assert libraries == [TORCH, CASTWISE, CASTWISE, TORCH, TORCH, CASTWISE]
+
+
+def test_16_bit_weights_are_compared_with_fp32_weights(demo: Demo) -> None:
+    code, stdout, stderr = demo.run("--weights", "bf16-split", "--steps", 2)
+    assert (code, stderr) == (0, "")
+    assert "All losses and weights are bit-identical.\n" in stdout
+    rows = [line.split() for line in stdout.partition(" precision ")[2].splitlines()[2:4]]
+    assert [row[1] for row in rows] == [CASTWISE, MASTER_WEIGHTS]
+    assert [row[-3] if row[-1] == "yes" else row[-2] for row in rows] == ["18.0", "14.0"]
+    assert not demo.out.exists()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_same_bits_twice_and_by_both_libraries(demo: Demo) -> None:
+def test_a_gpu_gives_the_same_bits_twice_and_by_both_libraries(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
     for _ in range(2):
-        assert demo.run("--data", demo.text, "--out", demo.out, "--steps", 20, "--device", "cuda")[0] == 0
-    once, twice = demo.out.iterdir()
-    assert demo.digests(once) == demo.digests(twice)
-
-
-def test_a_terminal_gets_a_bar_with_loss_speed_scale_and_skipped_steps() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100, color_system=None)
-    with display_for(console) as display:
-        display.start(Training("fp16", CASTWISE, EMULATED, steps=4), steps_done=1)
-        display.step(Step(number=2, loss=3.25, seconds=0.01, scale=32768.0, skipped=1))
-    last = screen.getvalue()
-    assert "━" in last
-    assert "fp16 castwise" in last
-    assert "2/4 loss 3.250  25.6k tok/s scale 32768 skipped 1" in last
-
-
-def test_a_loss_that_is_no_number_is_null_in_the_metrics() -> None:
-    line = metrics_line(Training("fp16", CASTWISE, EMULATED, 4), Step(1, math.nan, 0.1, 1.0, 0))
-    assert line["loss"] is None
-    assert json.loads(json.dumps(line, allow_nan=False)) == line
-
-
-def test_a_report_says_what_happened_to_the_numbers_and_its_monitor_changed_none(outcome: Outcome) -> None:
-    assert "the monitor changed no bits of the weights." in outcome.stdout
-    assert f"report: {outcome.folder / 'report.html'}\n" in outcome.stdout
-    run = Run.read(outcome.folder)
-    assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
-    assert [sample["step"] for sample in run.samples] == [1, 2]
-    assert run.ended
-    assert "blocks.0" in (outcome.folder / "report.html").read_text()
+        with pytest.raises(SystemExit) as ended:
+            app(
+                [
+                    "demo",
+                    "--data",
+                    str(demo.text),
+                    "--out",
+                    str(demo.out),
+                    "--steps",
+                    "20",
+                    "--device",
+                    "cuda",
+                    "--json",
+                ]
+            )
+        assert ended.value.code == 0
+        losses.append([result["loss"] for result in json.loads(capsys.readouterr().out)["results"]])
+    assert losses[0] == losses[1]

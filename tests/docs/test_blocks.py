@@ -59,8 +59,8 @@ RIGHT = {
     "```jsonl\n{}\n[]\n```\n```python\ny = 2\n```\n",
     "directives": "```{toctree}\nno such thing\n```\n```python\ny = 2\n```\n",
     "commands that take long": "```sh\nmake demo\npip install 'castwise[report]'\ncastwise demo --steps 3 \\\n"
-    "  --seed 1\nOMP_NUM_THREADS=1 castwise doctor --json\n"
-    "torchrun --nproc-per-node 2 -m castwise demo --strategy ddp\n"
+    "  --data notes.txt\nOMP_NUM_THREADS=1 castwise doctor --json\n"
+    "torchrun --nproc-per-node 2 -m castwise demo --steps 3\n"
     "python -m pytest tests/docs/test_blocks.py\nnox -s tests-3.12 -- tests/docs\n"
     "python examples/compare_schedules.py --record\n```\n```python\ny = 2\n```\n",
 }

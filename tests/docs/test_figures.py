@@ -34,7 +34,6 @@ ALPHAS = (2, 5, 20)
 
 # What is defined, promised or assumed, not measured; each is somewhere on that page.
 DEFINITIONS = {
-    "README.md": {"0.1%"},  # a promise, and the tolerance of tests/demo/test_ranks.py
     "docs/integrations/doctor.md": {
         *("10%", "1.5 times"),  # what decides on a verdict
         "a second",  # operations

@@ -14,10 +14,6 @@ import torch
 
 import castwise
 from castwise.amp.checkpoint import COUNTS, KEYS
-from castwise.demo.comparison import metrics_line
-from castwise.demo.gpt import EMULATED
-from castwise.demo.settings import CASTWISE, Training
-from castwise.demo.training import Step
 from castwise.mistakes.mistake import Mistake
 from castwise.monitor.formats import LOW_PRECISION
 
@@ -84,11 +80,6 @@ def test_what_is_inside_of_records_is_documented(records: dict[str, dict[str, An
     assert named_in("Numbers", "formats") == set(LOW_PRECISION) | set(numbers["formats"]["fp16"])
     assert named_in("`run`", "settings") == set(records["run"]["settings"])
     assert {name.strip('"') for name in named_in("`step`", "cause")} == set(map(str, castwise.Cause))
-
-
-def test_metrics_have_exactly_the_keys_that_are_documented() -> None:
-    line = metrics_line(Training("fp16", CASTWISE, EMULATED, 4), Step(1, 1.0, 0.1, 1.0, 0))
-    assert documented("`metrics.jsonl`") == set(line)
 
 
 def test_a_step_of_a_trace_has_the_places_that_are_documented(tmp_path: Path) -> None:

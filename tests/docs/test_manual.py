@@ -109,7 +109,7 @@ def test_the_start_page_has_measured_figures_on_its_first_screen(built: Path) ->
 
 def test_a_page_that_is_wrong_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "conf.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT / 'docs' / '_ext')!r})\n"
+        f"import sys\nsys.path[:0] = {[str(ROOT / 'docs' / '_ext'), str(ROOT)]!r}\n"
         "extensions = ['myst_parser', 'sphinx.ext.autodoc', 'results', 'prose_links']\nnitpicky = True\n"
     )
     (tmp_path / "index.md").write_text(

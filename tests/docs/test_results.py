@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 import results
 
 CONTENT = {"rows": [{"torch / castwise": 5.356, "share": 0.0451, "none": None}], "a~b": 7, "": "odd"}

@@ -1,40 +1,31 @@
-"""The command line and the demo's folders: exit code 2 and one line, whatever is asked of them."""
+"""The command line: exit code 2 and one line, whatever is asked of it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fuzz.damage import JSON, a_share, attempt, changed, mangled, soon
+from tests.fuzz.damage import a_share, attempt, mangled, soon
 from torch import nn
 from typer.testing import CliRunner, Result
 
 import castwise
 from castwise._user_error import UserError
-from castwise.bench.catalogue import BENCHMARKS
-from castwise.bench.recording import page
-from castwise.cli import app, bench, run
+from castwise.cli import app, run
 from castwise.cli.policies import read_schedule
-from castwise.demo import checkpoint, command
-from castwise.demo.checkpoint import Checkpoint
-from castwise.demo.comparison import _results
-from castwise.demo.run_folder import CHECKPOINT, SETTINGS, MetricsFile, create_run_folder, read_settings
-from castwise.demo.settings import Settings
+from castwise.demo import command
+from castwise.demo.gpt import EMULATED
+from castwise.demo.training import Result as TrainingResult
+from castwise.demo.training import Training
 from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
-    "bench": ["--quick", "--full", "--device", "--only", "--out"],
     "compare": ["--model", "--policy", "--reference", "--no-gradients", "--vary", "--report", "--json"],
-    "demo": [
-        *("--data", "--preset", "--steps", "--device", "--seed"),
-        *("--strategy", "--out", "--checkpoint-every", "--resume"),
-    ],
+    "demo": ["--data", "--steps", "--device", "--weights", "--out", "--json"],
     "doctor": ["--json"],
     "report": ["--output", "-o", "--text"],
     "run": ["-m", "--out", "--every", "--policy", "--schedule", "--weight-cache", "--"],
@@ -60,6 +51,7 @@ WORDS = [
     *("2x4", "2x4:int64", "2x4:bfloat16", "2x4:load", "0x0", "-1x2", "x", "99999999x99999999", "1" * 400),
     *("2x2:float8_e4m3fn", "2x2:quint8"),
 ]
+RESULT = TrainingResult(Training("fp16", "castwise", EMULATED, 1), 1.0, 1.0, None, 18.0, 0, [1.0], {})
 NAMES = st.text(st.characters(exclude_characters="\x00/", exclude_categories=["Cs", "Cc"]), max_size=6)
 TOKENS = st.sampled_from(WORDS) | NAMES
 
@@ -80,8 +72,9 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        patch.setattr(command, "_run", lambda *_: True)
-        patch.setattr(bench, "_run", lambda *_: [])
+        patch.setattr(command, "Trainer", MagicMock())
+        patch.setattr(command, "train", lambda *_: RESULT)
+        patch.setattr(command, "_report", lambda _: "")
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
         patch.setattr("castwise.doctor.checkup.examine", lambda _: checkup)
         patch.setattr("castwise.report.report._plotly_js", lambda: "")
@@ -137,112 +130,3 @@ def test_a_schedule_that_python_cannot_parse_for_its_depth_is_refused() -> None:
     for text in ("Static(" + "-" * 20_000 + "1)", "Static(" + "[" * 5000 + "1" + "]" * 5000 + ")"):
         with pytest.raises(UserError, match=r"^--schedule"):
             read_schedule(text)
-
-
-SETTINGS_HELD = {
-    "data": None,
-    "preset": "tiny",
-    "steps": 5,
-    "device": "cpu",
-    "checkpoint_every": 2,
-    "seed": 0,
-    "threads": 1,
-    "emulated": ["fp16"],
-    "strategy": None,
-    "processes": 1,
-    "text_digest": "0" * 64,
-    "weights": "fp32",
-}
-
-
-@given(held=changed(SETTINGS_HELD) | JSON)
-@a_share(10)
-def test_settings_of_a_run_are_settings_or_refused(held: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    (folder / SETTINGS).write_text(json.dumps(held))
-    settings, refusal = attempt(lambda: Settings.from_json(read_settings(folder), str(folder / SETTINGS)), UserError)
-    assert refusal is None or "\n" not in refusal
-    if refusal is None:
-        assert len(settings.runs()) == 6
-        done = invoke(["demo", "--resume", str(folder)])
-        assert done.exit_code in (0, 2), (held, done.exception)
-
-
-RESULT = {
-    "precision": "fp32",
-    "library": "torch.amp",
-    "steps": 5,
-    "loss": 1.5,
-    "step_ms": 2.5,
-    "tokens_per_s": 9.5,
-    "peak_bytes": None,
-    "skipped": 0,
-    "weights_sha256": "0",
-    "weights": "fp32",
-    "losses_sha256": "0",
-    "stored_bytes": 18.0,
-}
-
-
-@given(
-    held=changed({"results": [RESULT], "trainer": {"model": {"w": 1}, "skipped": 0}, "metrics_bytes": 4}) | JSON,
-    metrics=st.binary(max_size=8),
-)
-@a_share(16)
-def test_checkpoints_with_a_right_hash_are_whole_or_refused(
-    held: Any, metrics: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    path, lines = folder / CHECKPOINT, folder / "metrics.jsonl"
-    lines.write_bytes(metrics)
-    checkpoint.write_atomically(
-        path, lambda file: (torch.save(held, file), file.write(checkpoint._seal(file, file.tell())))
-    )
-    loaded, refusal = attempt(lambda: checkpoint.load(path), UserError)
-    if refusal is None:
-        attempt(lambda: _results(loaded, Settings(**SETTINGS_HELD), path), UserError)  # type: ignore[arg-type]
-        file, refusal = attempt(lambda: MetricsFile(lines, loaded.metrics_bytes), UserError)
-        assert lines.read_bytes() == metrics[: loaded.metrics_bytes if refusal is None else len(metrics)]
-        if refusal is None:
-            file.close()
-
-
-@given(data=st.data())
-@a_share(16)
-def test_damaged_checkpoints_are_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.pt"
-    checkpoint.save(path, Checkpoint([RESULT], {"model": {"w": torch.ones(2)}}, 4))
-    content = path.read_bytes()
-    damaged = data.draw(mangled(content))
-    path.write_bytes(damaged)
-    _, refusal = attempt(lambda: checkpoint.load(path), UserError)
-    assert (refusal is None) == (damaged == content)
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MEASURED = {path.name: json.loads(path.read_text()) for each in BENCHMARKS for path in RESULTS.glob(f"{each.name}-*")}
-
-
-@pytest.mark.parametrize("name", MEASURED)
-@given(data=st.data())
-@a_share(50)
-def test_results_are_shown_or_said_to_be_of_another_shape(
-    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "results"
-    folder.mkdir(exist_ok=True)
-    held = json.dumps(data.draw(changed(MEASURED[name]) | JSON)).encode()
-    (folder / name).write_bytes(data.draw(st.just(held) | mangled(held)))
-    shown = page(folder, BENCHMARKS).encode().decode()
-    (folder / name).unlink()
-    assert f"\n{name} was not written by this version: run `castwise bench --only" in shown or ", torch " in shown
-
-
-@given(name=NAMES)
-@a_share(50)
-def test_a_run_whose_folder_cannot_be_made_leaves_nothing(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("out")
-    (folder / "file").touch()
-    with pytest.raises(UserError, match="cannot write"):
-        create_run_folder(folder / "file" / name, {})
-    assert [path.name for path in folder.iterdir()] == ["file"]

@@ -20,7 +20,6 @@ from typer import rich_utils
 from typer.core import TyperCommand, TyperGroup
 
 import castwise
-from castwise.cli.bench import bench as bench_command
 from castwise.cli.comparing import compare as compare_command
 from castwise.cli.comparing import tune as tune_command
 from castwise.cli.demo import demo as demo_command
@@ -83,7 +82,7 @@ _EXIT_CODES = """\
 Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on` matches):
 
 * 0: success
-* 1: negative result (weights differ, no policy found), failed benchmark, or error in the model
+* 1: negative result (weights differ, no policy found), or error in the model
 * 2: invalid command line or input; the message says what to do
 * 130: Ctrl-C
 """
@@ -95,7 +94,6 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=_EXIT_CODES,
 )
-app.command(cls=_Command, epilog="Example: `castwise bench --only step_cost --device cpu`")(bench_command)
 app.command(
     cls=_Command, epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`"
 )(compare_command)

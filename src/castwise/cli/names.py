@@ -9,22 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-BENCHMARKS = (
-    "training",
-    "step_cost",
-    "small_steps",
-    "growth",
-    "tensor_growth",
-    "host_time",
-    "autocast_overhead",
-    "policy_overhead",
-    "weight_cache",
-    "master_weights",
-    "monitor_cost",
-    "comparison_cost",
-    "scale_out",
-    "imports",
-)
 COSTS = ("flops", "bytes", "measured")
 DEVICES = ("cpu", "cuda")
 FORMATS = ("float16", "bfloat16", "float32")
@@ -38,13 +22,11 @@ RECIPES = (
 )
 LEVELS: tuple[Literal["mistake"], Literal["warning"], Literal["critical"]] = ("mistake", "warning", "critical")
 POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
-PRESETS = ("tiny", "small")
 RECORDS = "monitor.jsonl"
 RUNS = "castwise-run"
 """The folder of runs of `castwise run` and `castwise report`."""
 REFERENCES = ("float32", "float64")
 SCHEDULES = ("Dynamic", "Guard", "Headroom", "Static")
-STRATEGIES = ("ddp", "fsdp", "fsdp2", "tp")
 WEIGHTS = ("fp32", "bf16-split")
 VARIATIONS = ("batch_size", "batch_order")
 

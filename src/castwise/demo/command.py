@@ -2,167 +2,166 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
-from castwise._terminal import new_console
+from castwise._files import refuse_foreign
+from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
-from castwise.demo import account
-from castwise.demo.comparison import compare, verdicts, write_summary
 from castwise.demo.corpus import Corpus, read_text
-from castwise.demo.display import display_for
-from castwise.demo.hardware import choose_device, emulated_precisions, make_deterministic
-from castwise.demo.ranks import Ranks, is_first
-from castwise.demo.run_folder import SETTINGS, create_run_folder, read_settings
-from castwise.demo.settings import CASTWISE, FP32, Settings, size_of
+from castwise.demo.gpt import EMULATED, SIZES
+from castwise.demo.hardware import PRECISIONS, choose_device, emulated_precisions, make_deterministic
 from castwise.demo.table import print_results
-from castwise.demo.training import Result, Trainer
+from castwise.demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result, Trainer, Training
+from castwise.monitor.record_file import file_in, is_record
+from castwise.monitor.run import Run
 
 LOG_WIDTH = 120
-USER_ERROR, INTERRUPTED = 2, 130
+DIFFERENT, USER_ERROR, INTERRUPTED = 1, 2, 130
+FP32, BF16_SPLIT = WEIGHTS = ("fp32", "bf16-split")
+SAMPLE_EVERY = 5
+REPORT = "report.html"
 
 
-def demo(
-    context: typer.Context,
-    data: Path | None,
-    preset: str,
-    steps: int,
-    device: str | None,
-    seed: int,
-    strategy: str | None,
-    weights: str,
-    out: Path,
-    checkpoint_every: int,
-    resume: Path | None,
-    as_json: bool,
-) -> None:
-    """Start or continue a run and return the exit code; `context` holds the options that were given."""
-    folder = resume
+def demo(data: Path | None, steps: int, device: str | None, weights: str, out: Path, as_json: bool) -> None:
+    """Train, print the results, and exit with a code."""
+    console = new_console(LOG_WIDTH)
+    console.quiet = as_json
     try:
-        if folder is None:
-            chosen = choose_device(device)
-            with Ranks(strategy, chosen) as ranks:
-                settings, corpus = _new(data, preset, steps, chosen, seed, checkpoint_every, weights, ranks)
-                made = folder = ranks.first(lambda: create_run_folder(out, settings.to_json()))
-                identical = _run(made, settings, corpus, ranks, as_json)
-        else:
-            _refuse_other_options(context)
-            settings, corpus = _reopen(folder)
-            with Ranks(settings.strategy, choose_device(settings.device)) as ranks:
-                _refuse_other_processes(settings, ranks)
-                identical = _run(folder, settings, corpus, ranks, as_json)
+        summary = run(data, steps, device, weights, out, console)
     except UserError as error:
-        _say(str(error))
+        typer.echo(f"castwise demo: {error}", err=True)
         raise typer.Exit(USER_ERROR) from error
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only add a traceback
-        advice = f"continue with: castwise demo --resume {folder}" if folder else "nothing was written yet"
-        _say(f"stopped; {advice}")
+        typer.echo("castwise demo: stopped", err=True)
         raise typer.Exit(INTERRUPTED) from interrupt
-    raise typer.Exit(0 if identical else 1)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    raise typer.Exit(0 if all(summary["identical"].values()) else DIFFERENT)
 
 
-def _say(message: str) -> None:
-    if is_first():
-        typer.echo(f"castwise demo: {message}", err=True)
-
-
-def _console(as_json: bool) -> Console:
-    console = new_console(LOG_WIDTH)
-    console.quiet = as_json or not is_first()
-    return console
-
-
-def _new(
-    data: Path | None,
-    preset: str,
-    steps: int,
-    device: torch.device,
-    seed: int,
-    checkpoint_every: int,
-    weights: str,
-    ranks: Ranks,
-) -> tuple[Settings, Corpus]:
-    context = size_of(preset).context
-    corpus = Corpus(read_text(data), context)
-    settings = Settings(
-        data=None if data is None else str(data.resolve()),
-        preset=preset,
-        steps=steps,
-        device=str(device),
-        checkpoint_every=checkpoint_every,
-        seed=seed,
-        threads=torch.get_num_threads(),
-        emulated=ranks.first(lambda: emulated_precisions(device)),
-        strategy=ranks.strategy,
-        processes=ranks.size,
-        text_digest=corpus.digest,
-        weights=weights,
-    )
-    return settings, corpus
-
-
-def _reopen(folder: Path) -> tuple[Settings, Corpus]:
-    settings = Settings.from_json(read_settings(folder), source=str(folder / SETTINGS))
-    data = None if settings.data is None else Path(settings.data)
-    corpus = Corpus(read_text(data), size_of(settings.preset).context)
-    if corpus.digest != settings.text_digest:
-        source = settings.data or "the standard library"
-        raise UserError(f"the text of {source} has changed since {folder} was started: start a new run")
-    return settings, corpus
-
-
-def _refuse_other_options(context: typer.Context) -> None:
-    """Raise UserError for any other option: a resumed run must keep its settings."""
-    given = []
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in {"resume", "as_json"} and source is not None and source.name == "COMMANDLINE":
-            given.append("--" + name.replace("_", "-"))
-    if given:
-        raise UserError(f"--resume uses the settings in the run's folder: omit {', '.join(given)}")
-
-
-def _refuse_other_processes(settings: Settings, ranks: Ranks) -> None:
-    if settings.processes != ranks.size:
-        raise UserError(f"the run was started with {settings.processes} processes: resume it with the same number")
-
-
-def _run(folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, as_json: bool) -> bool:
-    """Train, then print and write the results; return True if all pairs are identical."""
-    console = _console(as_json)
-    torch.set_num_threads(settings.threads)
+def run(data: Path | None, steps: int, device: str | None, weights: str, out: Path, console: Console) -> dict[str, Any]:
+    """Train and print the results; return them as JSON-compatible values."""
+    if steps < 1:
+        raise UserError(f"--steps must be at least 1, got {steps}")
+    if weights not in WEIGHTS:
+        raise UserError(f"--weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    where = choose_device(device)
+    corpus = Corpus(read_text(data), SIZES["tiny"].context)
+    if weights == FP32:
+        _make_way(out)
     warnings.filterwarnings("ignore", ".*its ops are emulated")  # a footnote of the table reports it
-    make_deterministic(torch.device(settings.device))
-    source = settings.data or "Python's standard library"
-    where = settings.device if ranks.strategy is None else f"{settings.device}, {ranks.strategy} x {ranks.size}"
-    console.print(f"{corpus.n_bytes:,} bytes of {source}, {where}, writing to {folder}", soft_wrap=True)
-    results = compare(folder, settings, corpus, display_for(console), ranks)
-    summary = ranks.first(lambda: write_summary(folder, settings, results))
-    print_results(console, settings, results)
-    has_account = ranks.strategy is None and settings.weights == FP32
-    is_unchanged = not has_account or _account(folder, settings, corpus, ranks, results, console)
-    console.print(f"results: {folder}", soft_wrap=True)
-    if as_json and is_first():
-        typer.echo(json.dumps({"folder": str(folder), "monitor_changed_nothing": is_unchanged, **summary}, indent=2))
-    return all(verdicts(results).values()) and is_unchanged
+    make_deterministic(where)
+    emulated = emulated_precisions(where)
+    source = data or "Python's standard library"
+    console.print(f"{corpus.n_bytes:,} bytes of {source}, {where}", soft_wrap=True)
+    runs = runs_of(weights, steps, emulated)
+    _warm_up(runs, corpus, where)
+    results = [train(Trainer(training, corpus, where), console) for training in runs]
+    results.sort(key=lambda result: result.training.order())
+    identical = compared(results)
+    print_results(console, results, identical, emulated)
+    summary: dict[str, Any] = {"results": [_row(result) for result in results], "identical": identical}
+    if weights == FP32:
+        console.print("fp16 castwise again, under a monitor ...")
+        alone = results[-1]
+        trainer = Trainer(alone.training, corpus, where)
+        with trainer.monitor(SAMPLE_EVERY, out):
+            is_same = train(trainer, console).has_bits_of(alone)
+        identical["fp16 castwise, monitored"] = is_same
+        console.print(f"the monitor changed {'no' if is_same else 'SOME'} bits of losses and weights.")
+        summary["report"] = _report(out)
+        console.print(f"report: {summary['report']}", soft_wrap=True)
+    return summary
 
 
-def _account(
-    folder: Path, settings: Settings, corpus: Corpus, ranks: Ranks, results: list[Result], console: Console
-) -> bool:
-    """Train again under a monitor and write a report; return True if the weights are the same as without it."""
-    training = next(t for t in settings.runs() if (t.precision, t.library) == ("fp16", CASTWISE))
-    expected = next(r.weights_sha256 for r in results if (r.precision, r.library) == ("fp16", CASTWISE))
-    console.print("fp16 castwise again, under a monitor ...")
-    trainer = Trainer(training, corpus, torch.device(settings.device), settings.seed, ranks)
-    is_unchanged = account.train_under_monitor(folder, trainer) == expected
-    console.print(f"the monitor changed {'no' if is_unchanged else 'SOME'} bits of the weights.")
-    console.print(f"report: {account.report(folder)}", soft_wrap=True)
-    return is_unchanged
+def runs_of(weights: str, steps: int, emulated: list[str]) -> list[Training]:
+    """Return the training runs: every precision with both libraries, or bf16 with both kinds of weights.
+
+    The libraries take turns at going first, because machines slow down as they heat up.
+    """
+    sizes = {name: EMULATED if name in emulated else SIZES["tiny"] for name in PRECISIONS}
+    if weights == BF16_SPLIT:
+        return [Training("bf16", library, sizes["bf16"], steps) for library in (CASTWISE, MASTER_WEIGHTS)]
+    return [
+        Training(precision, library, size, steps)
+        for index, (precision, size) in enumerate(sizes.items())
+        for library in ((TORCH, CASTWISE) if index % 2 == 0 else (CASTWISE, TORCH))
+    ]
+
+
+def _warm_up(runs: list[Training], corpus: Corpus, device: torch.device) -> None:
+    """Take a small step of each kind, so that the first run is not slowed by loading torch's kernels."""
+    for training in runs:
+        Trainer(replace(training, size=EMULATED), corpus, device).step()
+    # A process's first optimizer is kept alive by a cycle of torch's lazy imports; later ones are freed at once.
+    gc.collect()
+
+
+def train(trainer: Trainer, console: Console) -> Result:
+    """Take all steps, with a progress bar in a terminal, and print a line."""
+    training = trainer.training
+    with progress_bar() as progress:
+        for number in range(1, training.steps + 1):
+            trainer.step()
+            progress(f"{training.name}, loss {trainer.losses[-1]:.3f}", number, training.steps)
+    console.print(f"{training.name:18} loss {trainer.losses[-1]:.3f} after {training.steps} steps")
+    return trainer.result()
+
+
+def compared(results: list[Result]) -> dict[str, bool]:
+    """Return, by name, whether runs ended with the same bits as the first run of the same precision."""
+    first: dict[str, Result] = {}
+    identical = {}
+    for result in results:
+        reference = first.setdefault(result.training.precision, result)
+        if reference is not result:
+            identical[result.training.name] = result.has_bits_of(reference)
+    return identical
+
+
+def _row(result: Result) -> dict[str, object]:
+    training = {"precision": result.training.precision, "library": result.training.library}
+    numbers = ("loss", "step_ms", "tokens_per_s", "peak_bytes", "stored_bytes", "skipped")
+    return training | {name: getattr(result, name) for name in numbers}
+
+
+def _make_way(out: Path) -> None:
+    """Remove the record of an earlier demo.
+
+    Raises:
+        UserError: The folder cannot be written to, or has a record that is not castwise's.
+    """
+    record = file_in(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(record, "a record", is_record)
+        record.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(record, error) from error
+
+
+def _report(out: Path) -> str:
+    """Write the report of a folder's record, and return its path, or the reason why there is none."""
+    from castwise.report.report import write_report
+
+    try:
+        return str(write_report([Run.read(out)], out / REPORT))
+    except ImportError as error:
+        return str(error)
+    except OSError as error:
+        raise _cannot_write(out / REPORT, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}")

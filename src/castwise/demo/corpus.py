@@ -1,8 +1,7 @@
 """Text as bytes, and batches of it.
 
-A run must be resumable on bit-identical data, so files are read in a fixed order, the bytes have a digest, and a batch
-depends only on the seed and the step, not on earlier batches. Reading stops at `LIMIT`, so that the demo can handle
-folders of any size.
+Runs are compared bit for bit, so files are read in a fixed order, and a batch depends only on the seed and the step.
+Reading stops at `LIMIT`, so that the demo can handle folders of any size.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from castwise._user_error import UserError
 from castwise.demo.gpt import Size
-from castwise.demo.run_folder import is_run_folder
 
 LIMIT = 4 * 2**20
 VALIDATION_SHARE = 20  # one byte in this many is held out
@@ -47,7 +45,6 @@ class Corpus:
                 f"needs at least {needed} bytes of text (a context of {context} to train on, another to validate), "
                 f"got {len(text)}: use --data with more text"
             )
-        self.digest = hashlib.sha256(text).hexdigest()
         self.n_bytes = len(text)
         held_out = max(context + 1, len(text) // VALIDATION_SHARE)
         everything = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -83,7 +80,7 @@ def derive_seed(seed: int, use: str) -> int:
 def read_text(data: Path | None) -> bytes:
     """Read up to `LIMIT` bytes of a file, of a folder's files in order of their names, or of the standard library.
 
-    Binary files (those with a NUL byte), hidden folders and earlier runs of the demo are skipped.
+    Binary files (those with a NUL byte) and hidden folders are skipped.
 
     Raises:
         UserError: `data` is missing or unreadable, or contains no text.
@@ -104,8 +101,7 @@ def read_text(data: Path | None) -> bytes:
 
 def _walk(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        shown = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
-        folders[:] = [name for name in shown if not is_run_folder(Path(root, name))]
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
         yield from (Path(root, name) for name in sorted(names))
 
 

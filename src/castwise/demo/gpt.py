@@ -1,7 +1,4 @@
-"""A byte-level GPT, kept simple because the demo is about precision.
-
-Without dropout, training draws no random numbers, so a resumed run needs no random state.
-"""
+"""A byte-level GPT, kept simple because the demo is about precision. Without dropout, training draws no numbers."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class Block(nn.Module):
         return x + mlp
 
     def _attention(self, x: Tensor) -> Tensor:
-        # Heads come first, so that a rank with some rows of the weight has whole heads.
         query, key, value = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))

@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from castwise._number_text import several
 from castwise._user_error import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,21 +18,13 @@ def choose_device(name: str | None) -> torch.device:
     """Return the named device, or by default a GPU if there is one, else the CPU.
 
     Raises:
-        UserError: The name is not a device, or the device is unsupported or not available.
+        UserError: The name is neither cpu nor cuda, or there is no GPU.
     """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device must be cpu, cuda or cuda:<number>, got {name!r}") from error
-    if device.type not in {"cpu", "cuda"}:
-        raise UserError(f"--device must be cpu, cuda or cuda:<number>, got {name!r}")
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        others = f", or a number below {count}" if count else ""
-        raise UserError(f"--device {name}: torch finds {several(count, 'CUDA device')}; use --device cpu{others}")
-    return device
+    if name not in {None, "cpu", "cuda"}:
+        raise UserError(f"--device must be cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA device; use --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -6,27 +6,21 @@ can differ only because of the library.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import castwise
 from castwise.demo import gpt
 from castwise.demo.corpus import Corpus, derive_seed
-from castwise.demo.gpt import GPT
+from castwise.demo.gpt import GPT, Size
 from castwise.demo.hardware import PRECISIONS, synchronize
 from castwise.demo.memory import PeakMemory
-from castwise.demo.ranks import Ranks
-from castwise.demo.settings import BF16_SPLIT, CASTWISE, TORCH, Training
 from castwise.monitor.monitor import Monitor
 
 LEARNING_RATE = 5e-4
@@ -34,52 +28,73 @@ MAX_NORM = 1.0
 VALIDATION_BATCHES = 8
 WARM_UP_STEPS = 3  # these build kernels and fill the allocator, so their times do not count
 
-_AUTOCASTS = {TORCH: torch.amp.autocast, CASTWISE: castwise.autocast}
-_SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler}
+TORCH, CASTWISE, MASTER_WEIGHTS = LIBRARIES = ("torch.amp", "castwise", "MasterWeights")
+_AUTOCASTS = {TORCH: torch.amp.autocast, CASTWISE: castwise.autocast, MASTER_WEIGHTS: castwise.autocast}
+_SCALERS = {TORCH: torch.amp.GradScaler, CASTWISE: castwise.GradScaler, MASTER_WEIGHTS: castwise.GradScaler}
 
 
 @dataclass(frozen=True)
-class Step:
-    """The outcome of a step: its number (from 1), loss, duration, scale, and the number of skipped steps so far."""
-
-    number: int
-    loss: float
-    seconds: float
-    scale: float
-    skipped: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a training run, a row of the table; plain values only.
+class Training:
+    """A training run.
 
     Args:
         precision: "fp32", "bf16" or "fp16".
-        library: "torch.amp" or "castwise".
+        library: "torch.amp", "castwise", or "MasterWeights" for castwise with 16-bit weights.
+        size: Size of the model and its batches.
         steps: Number of steps.
-        loss: Mean loss on held-out text, in nats per byte.
-        step_ms: Median duration of a step.
-        tokens_per_s: Tokens per step divided by the median duration.
-        peak_bytes: Peak memory minus the memory in use before the run, or None if unknown.
-        skipped: Number of steps skipped by the scaler.
-        weights_sha256: Digest of all weights, in fp32.
-        weights: "fp32", or "bf16-split" for weights of `MasterWeights`.
-        losses_sha256: Digest of all steps' losses.
-        stored_bytes: Bytes per parameter of the linear layers: weight, cast, gradient and state; for one process.
     """
 
     precision: str
     library: str
+    size: Size
     steps: int
+
+    @property
+    def name(self) -> str:
+        """The precision and the library."""
+        return f"{self.precision} {self.library}"
+
+    def order(self) -> tuple[int, int]:
+        """Return a sort key for the table: by precision, and in each the reference first."""
+        return list(PRECISIONS).index(self.precision), LIBRARIES.index(self.library)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a training run, a row of the table.
+
+    Args:
+        training: The run.
+        loss: Mean loss on held-out text, in nats per byte.
+        step_ms: Median duration of a step.
+        peak_bytes: Peak memory minus the memory in use before the run, or None if unknown.
+        stored_bytes: Bytes per parameter of the linear layers: weight, cast, gradient and optimizer state.
+        skipped: Number of steps skipped by the scaler.
+        losses: The loss of each step.
+        weights: The final weights in fp32, on the CPU.
+    """
+
+    training: Training
     loss: float
     step_ms: float
-    tokens_per_s: float
     peak_bytes: int | None
-    skipped: int
-    weights_sha256: str
-    weights: str
-    losses_sha256: str
     stored_bytes: float
+    skipped: int
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per step divided by the median duration."""
+        return 1000 * self.training.size.tokens / self.step_ms
+
+    def has_bits_of(self, other: Result) -> bool:
+        """Return True if all losses and weights are the same, bit for bit: -0.0 is not 0.0, and a NaN is itself."""
+        losses = [list(map(float.hex, result.losses)) for result in (self, other)]
+        mine, others = (
+            {name: weight.view(torch.uint8) for name, weight in result.weights.items()} for result in (self, other)
+        )
+        return losses[0] == losses[1] and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
 class Trainer:
@@ -89,61 +104,50 @@ class Trainer:
         training: Model size, precision and library.
         corpus: Source of the batches.
         device: Device of the model.
-        seed: Seed for the initial weights and the batches.
-        ranks: The processes that train together.
+
+    Attributes:
+        losses: The loss of each step so far, including skipped steps.
+        skipped: Number of skipped steps so far.
     """
 
-    def __init__(self, training: Training, corpus: Corpus, device: torch.device, seed: int, ranks: Ranks) -> None:
-        self.training, self._corpus, self._device, self._seed = training, corpus, device, seed
-        self._ranks = ranks
+    def __init__(self, training: Training, corpus: Corpus, device: torch.device) -> None:
+        self.training, self._corpus, self._device = training, corpus, device
         self._memory = PeakMemory(device)
-        torch.manual_seed(derive_seed(seed, "weights"))
+        torch.manual_seed(derive_seed(0, "weights"))
         # Drawn on the CPU, so that initial weights are the same on every device.
-        self._model = ranks.split(GPT(training.size).to(device))
-        # torch's sharded scaler cannot unscale_ before a fused step on a CPU, and lets ranks disagree about it.
-        fused = ranks.strategy is None
-        adamw = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=fused, foreach=not fused)
-        self._master = castwise.MasterWeights(adamw, self._model) if training.weights == BF16_SPLIT else None
+        self._model = GPT(training.size).to(device)
+        adamw = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
+        is_split = training.library == MASTER_WEIGHTS
+        self._master = castwise.MasterWeights(adamw, self._model) if is_split else None
         self._optimizer = adamw if self._master is None else self._master
         self._autocast = _AUTOCASTS[training.library]
-        scaler = (_SCALERS if ranks.strategy is None else sharded_scalers())[training.library]
-        self._scaler = scaler(device.type, enabled=training.precision == "fp16")
+        self._scaler = _SCALERS[training.library](device.type, enabled=training.precision == "fp16")
         self._seconds: list[float] = []
-        self._losses: list[float] = []
-        self._stored_bytes = 0.0
-        self._skipped = 0
-        self._peak_before: int | None = 0  # in an earlier process
+        self.losses: list[float] = []
+        self.skipped = 0
 
-    @property
-    def steps_done(self) -> int:
-        """Number of steps so far, including skipped ones."""
-        return len(self._seconds)
-
-    def step(self) -> Step:
-        """Train on the next batch; reading the loss and the scale makes the host wait for the device."""
-        batch = self._corpus.batch(self.training.size, self._seed, self.steps_done)
-        tokens, targets = self._to_device(batch, self._ranks.share)
+    def step(self) -> float:
+        """Train on the next batch and return the seconds; reading loss and scale makes the host wait for the device."""
+        batch = self._corpus.batch(self.training.size, 0, len(self.losses))
+        tokens, targets = (part.to(self._device) for part in batch)
         scale_before = self._scaler.get_scale()
         synchronize(self._device)
         start = time.perf_counter()
         loss = self._update(tokens, targets)
         synchronize(self._device)
         self._seconds.append(time.perf_counter() - start)
-        scale = self._scaler.get_scale()
-        self._skipped += scale < scale_before  # the only public sign of a skipped step in both libraries
-        self._losses.append(self._ranks.mean(loss))
-        if self.steps_done == self.training.steps and self._ranks.strategy is None:
-            self._stored_bytes = self._bytes_per_parameter()  # while there are gradients
-        return Step(self.steps_done, self._losses[-1], self._seconds[-1], scale, self._skipped)
+        self.skipped += self._scaler.get_scale() < scale_before  # the only public sign of it in both libraries
+        self.losses.append(loss.item())
+        return self._seconds[-1]
 
     def _update(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self._optimizer.zero_grad()
         with self._region():
             loss = gpt.loss(self._model(tokens), targets)
-        self._scaler.scale(loss).backward()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
         self._scaler.unscale_(self._optimizer)
         if self._master is None:
-            self._ranks.clip_grad_norm_(self._model, MAX_NORM)
+            nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         else:
             self._master.clip_grad_norm_(MAX_NORM)
         self._scaler.step(self._optimizer)
@@ -151,34 +155,26 @@ class Trainer:
         return loss.detach()
 
     def _region(self) -> AbstractContextManager[object]:
-        precision = self.training.precision
-        dtype = None if precision == "fp32" else PRECISIONS[precision]
-        return self._autocast(self._device.type, dtype=dtype, enabled=precision != "fp32")
-
-    def _to_device(
-        self, batch: tuple[Tensor, Tensor], part: Callable[[Tensor], Tensor] = lambda whole: whole
-    ) -> tuple[Tensor, Tensor]:
-        tokens, targets = batch
-        return part(tokens).to(self._device), part(targets).to(self._device)
+        dtype = PRECISIONS[self.training.precision]
+        is_low = dtype is not torch.float32
+        region: AbstractContextManager[object] = self._autocast(
+            self._device.type, dtype=dtype if is_low else None, enabled=is_low
+        )
+        return region
 
     def result(self) -> Result:
-        """Return the table row after all steps."""
-        training = self.training
-        peak_bytes = self._peak_bytes()
-        seconds = statistics.median(self._seconds[WARM_UP_STEPS:] or self._seconds)
+        """Return the table row of the steps so far, with a copy of the weights."""
+        peak_bytes = self._memory.read()  # before anything below adds to it
+        fp32 = self._model.state_dict() if self._master is None else self._master.fp32_state_dict(self._model)
         return Result(
-            precision=training.precision,
-            library=training.library,
-            steps=self.steps_done,
+            training=self.training,
             loss=self._validation_loss(),
-            step_ms=1000 * seconds,
-            tokens_per_s=training.size.tokens / seconds,
+            step_ms=1000 * statistics.median(self._seconds[WARM_UP_STEPS:] or self._seconds),
             peak_bytes=peak_bytes,
-            skipped=self._skipped,
-            weights_sha256=self.digest(),
-            weights=training.weights,
-            losses_sha256=hashlib.sha256(",".join(map(float.hex, self._losses)).encode()).hexdigest(),
-            stored_bytes=self._stored_bytes,
+            stored_bytes=self._bytes_per_parameter(),
+            skipped=self.skipped,
+            losses=self.losses,
+            weights={name: weight.to("cpu", copy=True) for name, weight in fp32.items()},
         )
 
     def _bytes_per_parameter(self) -> float:
@@ -186,7 +182,7 @@ class Trainer:
         if self._master is not None:
             memory = self._master.memory()
             return sum(memory[what] for what in ("weights", "kept", "gradients", "state")) / memory["parameters"]
-        linear = [module for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
+        linear = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
         params = [param for module in linear for param in module.parameters()]
         held = [value for param in params for value in self._optimizer.state.get(param, {}).values()]
         held += [*params, *(param.grad for param in params if param.grad is not None)]
@@ -195,64 +191,15 @@ class Trainer:
         n_params = sum(param.numel() for param in params)
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)) / n_params + cast
 
-    def monitor(self, every: int, folder: Path) -> Monitor:
-        """Return a monitor, not yet entered, that samples the run every `every` steps and records to a folder."""
-        return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the current weights, in fp32."""
-        master = self._master
-        return digest(self._ranks.weights(self._model) if master is None else master.fp32_state_dict(self._model))
-
     @torch.no_grad()
     def _validation_loss(self) -> float:
         losses = []
         for batch in self._corpus.validation(self.training.size, VALIDATION_BATCHES):
+            tokens, targets = (part.to(self._device) for part in batch)
             with self._region():
-                tokens, targets = self._to_device(batch)
                 losses.append(gpt.loss(self._model(tokens), targets).item())
         return statistics.fmean(losses)
 
-    def _peak_bytes(self) -> int | None:
-        peak = self._memory.read()
-        return None if peak is None or self._peak_before is None else max(peak, self._peak_before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state that later steps and the result depend on."""
-        return {
-            "model": self._ranks.weights(self._model),
-            "optimizer": self._ranks.optimizer_state(self._model, self._optimizer),
-            "scaler": self._scaler.state_dict(),
-            "seconds": self._seconds,
-            "losses": self._losses,
-            "stored_bytes": self._stored_bytes,
-            "skipped": self._skipped,
-            "peak_bytes": self._peak_bytes(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a result of `state_dict`."""
-        self._ranks.load(self._model, self._optimizer, state["model"], state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-        self._seconds, self._losses = list(state["seconds"]), list(state["losses"])
-        self._stored_bytes = state["stored_bytes"]
-        self._skipped = state["skipped"]
-        self._peak_before = state["peak_bytes"]
-
-
-def sharded_scalers() -> dict[str, Any]:
-    """Import and return the libraries' scalers for several processes, which are slow to import."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return {TORCH: ShardedGradScaler, CASTWISE: castwise.ShardedGradScaler}
-
-
-def digest(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of all weights with names and shapes; equal digests mean equal bits (-0.0 is not 0.0)."""
-    sha256 = hashlib.sha256()
-    for name, weight in weights.items():
-        cpu = weight.detach().cpu().contiguous()
-        sha256.update(f"{name} {cpu.dtype} {tuple(cpu.shape)}".encode())
-        # Uses ctypes because torch does not require numpy.
-        sha256.update(ctypes.string_at(cpu.data_ptr(), cpu.nbytes))
-    return sha256.hexdigest()
+    def monitor(self, every: int, folder: Path) -> Monitor:
+        """Return a monitor, not yet entered, that samples the run every `every` steps and records to a folder."""
+        return Monitor(self._model, self._optimizer, self._scaler, every=every, sinks=[folder])
