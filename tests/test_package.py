@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "report": {"amp", "monitor"},
     "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},
     "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
-    "demo": {"monitor", "report"},
+    "demo": {"amp", "monitor", "report"},
     "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo"}
     | {"comparison", "tuning"},
 }

@@ -125,7 +125,7 @@ def test_a_precision_that_the_cpu_emulates_has_a_footnote_and_a_smaller_model(
 ) -> None:
     table = printed([trained(TORCH), trained(CASTWISE)], ["fp16"], capsys)
     assert "fp16*" in table
-    assert "* fp16: very slow on this CPU, so trained with a much smaller model." in table
+    assert "* fp16: emulated by this CPU, so trained with a much smaller model." in table
     sizes = {training.precision: training.size for training in runs_of("fp32", 1, ["fp16"])}
     assert sizes == {"fp32": SIZES["tiny"], "bf16": SIZES["tiny"], "fp16": EMULATED}
 

@@ -1,17 +1,15 @@
-"""Detect a machine's capabilities by measuring, because CPU flags say little about torch's kernels."""
+"""The device that the demo trains on, and what it computes natively."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import torch
 
 from castwise._user_error import UserError
+from castwise.amp.emulation import is_native_here
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# In hardware, a low precision is at worst slightly slower than fp32; emulated, about 30 times slower.
-_EMULATED_FROM = 5.0
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -37,31 +35,10 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def emulated_precisions(device: torch.device) -> list[str]:
-    """Return the precisions in which a small matrix product is many times slower than in fp32."""
+    """Return the low precisions that a device is not known to compute natively: a step may take 30 times as long."""
     if device.type != "cpu":
         return []
-    fp32 = _matmul_seconds(torch.float32)
-    others = {name: dtype for name, dtype in PRECISIONS.items() if dtype is not torch.float32}
-    return [name for name, dtype in others.items() if _matmul_seconds(dtype) > _EMULATED_FROM * fp32]
-
-
-def _matmul_seconds(dtype: torch.dtype) -> float:
-    """Return the best time of a few products, as in the backward of a Linear; the first one also builds kernels.
-
-    It uses one thread, because waking a second one beside a busy process takes longer than the product.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
-        seconds = []
-        for _ in range(8):
-            start = time.perf_counter()
-            a @ b
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return min(seconds)
+    return [name for name, dtype in PRECISIONS.items() if dtype is not torch.float32 and not is_native_here(dtype)]
 
 
 def synchronize(device: torch.device) -> None:

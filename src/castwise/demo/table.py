@@ -49,7 +49,7 @@ def print_results(
     console.print(FOOTNOTES)
     slow = [precision for precision in emulated if precision in {result.training.precision for result in results}]
     if slow:
-        console.print(f"* {' and '.join(slow)}: very slow on this CPU, so trained with a much smaller model.")
+        console.print(f"* {' and '.join(slow)}: emulated by this CPU, so trained with a much smaller model.")
     different = [name for name, same in identical.items() if not same]
     if different:
         console.print(f"DIFFERENT BITS: {', '.join(different)}.")
