@@ -827,26 +827,35 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             ValueError: A 16-bit weight has another shape in the checkpoint. Nothing has been changed then.
-            RuntimeError: As for `model.load_state_dict`.
+            RuntimeError: `strict` is set, and a 16-bit weight is missing in the checkpoint. Nothing has been changed
+                then. Or as for `model.load_state_dict`, which raises after it has loaded what fits.
         """
         named = self._named(model)
         for name, weight in named.items():
-            if name in state_dict and state_dict[name].shape != weight.layout.shape:
+            if name not in state_dict:
+                if strict:
+                    raise RuntimeError(
+                        f"{name!r} is missing in the checkpoint: give strict=False to keep the weights that it lacks"
+                    )
+            elif state_dict[name].shape != weight.layout.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, but the parameter has "
                     f"{tuple(weight.layout.shape)}"
                 )
-        result = model.load_state_dict(state_dict, strict=strict)
         owners = {_owner_of(param) for param in model.parameters()}  # other parameters may be in another MasterWeights
-        for owner in (each for each in owners if isinstance(each, MasterWeights)):
-            owner._set_values(
-                {
-                    weight: torch.empty_like(local(weight.param), dtype=torch.float32).copy_(local(state_dict[name]))
-                    for name, weight in owner._named(model).items()
-                    if name in state_dict
-                }
-            )
-        return result
+        try:
+            return model.load_state_dict(state_dict, strict=strict)
+        finally:  # also if torch raises, or weights that it has loaded would keep the extra bits of the former ones
+            for owner in (each for each in owners if isinstance(each, MasterWeights)):
+                owner._set_values(
+                    {
+                        weight: torch.empty_like(local(weight.param), dtype=torch.float32).copy_(
+                            local(state_dict[name])
+                        )
+                        for name, weight in owner._named(model).items()
+                        if name in state_dict
+                    }
+                )
 
     def _named(self, model: nn.Module) -> dict[str, Weight]:
         of_param = {weight.param: weight for weight in self._weights}
