@@ -43,7 +43,6 @@ SIZE = Size(layers=1, heads=2, width=64, context=64, batch=8)
 BF16 = torch.bfloat16
 REFERENCE, BARE = "fp32 weights", "bf16 weights"
 SPLIT, SPLIT_LOW = "split", "split, bf16 states"
-AWAY = "split, nearest_away"
 STOCHASTIC, STOCHASTIC_LOW = "stochastic", "stochastic, bf16 states"
 OPTIMI, TORCHAO = "torch-optimi: Kahan", "torchao: stochastic"
 NAMES = {REFERENCE: REFERENCE, BARE: f"{BARE}, nothing kept", OPTIMI: OPTIMI, TORCHAO: TORCHAO}
@@ -51,9 +50,6 @@ LOW_STATES = (SPLIT_LOW, STOCHASTIC_LOW)
 PACKAGES = {OPTIMI: "torch-optimi", TORCHAO: "torchao", "AdamWScheduleFree": "schedulefree"}
 MASTER_WEIGHTS: dict[str, dict[str, Any]] = {
     SPLIT: {},
-    AWAY: {"rounding": "nearest_away"},
-    "fp32": {"method": "fp32"},
-    "kahan": {"method": "kahan"},
     STOCHASTIC: {"method": "stochastic"},
     SPLIT_LOW: {},
     STOCHASTIC_LOW: {"method": "stochastic"},

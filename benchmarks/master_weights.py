@@ -31,19 +31,16 @@ from castwise.demo.training import LEARNING_RATE, MAX_NORM
 BF16 = torch.bfloat16
 LOW_STATE = {"exp_avg": BF16, "exp_avg_sq": BF16}
 FP32 = "fp32 weights"
-SPLIT, COMPILED, AWAY = "split", "split, compiled", "split, nearest_away"
-SPLIT_LOW, STOCHASTIC_LOW = "split, bf16 states", "stochastic, bf16 states"
+SPLIT, SPLIT_LOW, STOCHASTIC_LOW = "split", "split, bf16 states", "stochastic, bf16 states"
 VARIANTS: dict[str, dict[str, Any]] = {
     SPLIT: {},
-    COMPILED: {"compile": True},
-    AWAY: {"rounding": "nearest_away"},
     SPLIT_LOW: {"state_dtype": LOW_STATE},
     STOCHASTIC_LOW: {"method": "stochastic", "state_dtype": LOW_STATE},
 }
 KEPT_IN_MEMORY = (FP32, SPLIT, SPLIT_LOW, STOCHASTIC_LOW)
 # Documented limits: bytes per 16-bit parameter, and time relative to fp32 weights.
 BYTES = {SPLIT: 14.2, SPLIT_LOW: 10.2, STOCHASTIC_LOW: 8.1}
-OPTIMIZER_STEP = {SPLIT: 2.0, COMPILED: 1.3}
+OPTIMIZER_STEP = {SPLIT: 2.0}
 TRAINING_STEP = {SPLIT: 1.03}
 AS_IT_IS, GIVES_BACK = "malloc as it is", "malloc that gives back"
 PEAKS = ((GIVES_BACK, "of steps"), (AS_IT_IS, "of steps"), (GIVES_BACK, "until the first step"))
@@ -61,7 +58,6 @@ class Plan:
         gpt: Size of the GPT for whole training steps.
         optimizers: Names in `OPTIMIZERS` of `step_cost`.
         children: Variants whose peak memory is measured, each in its own process.
-        compiles: Whether to measure `COMPILED`.
     """
 
     rounds: Rounds
@@ -70,11 +66,6 @@ class Plan:
     gpt: Size = SIZES["small"]
     optimizers: tuple[str, ...] = ("fused AdamW", "foreach AdamW")
     children: tuple[str, ...] = KEPT_IN_MEMORY
-    compiles: bool = True
-
-    def variants(self, *names: str) -> list[str]:
-        """Return those of the given variants that are measured."""
-        return [name for name in names if self.compiles or name != COMPILED]
 
 
 class Rival:
@@ -226,7 +217,7 @@ def _emptied() -> Iterator[None]:
 def optimizer_steps(optimizer: str, device: str, plan: Plan) -> Record:
     """Time steps of the optimizers on the same shapes in turns."""
     rivals = {}
-    for name in (TORCH, *plan.variants(*VARIANTS)):
+    for name in (TORCH, *VARIANTS):
         rivals[name] = Rival(name, blocks(plan.blocks, plan.width).to(device), optimizer)
         rivals[name].fill_gradients()
     rivals[AGAIN] = rivals[TORCH]
@@ -256,8 +247,7 @@ def training_steps(device: str, plan: Plan) -> Record:
     """Time clipped training steps of the demo's GPT on the same batches in turns."""
     corpus = Corpus(read_text(None), plan.gpt.context)
     rivals, losses = {}, {}
-    variants = plan.variants(SPLIT, COMPILED, AWAY)
-    for name in (TORCH, AGAIN, *variants):
+    for name in (TORCH, AGAIN, SPLIT):
         torch.manual_seed(0)
         rivals[name] = Rival(name, GPT(plan.gpt).to(device), lr=LEARNING_RATE)
         losses[name] = list[float]()
@@ -287,7 +277,7 @@ def training_steps(device: str, plan: Plan) -> Record:
         "tokens": plan.gpt.tokens,
         "steps": len(losses[TORCH]),
         **compared(times, TRAINING_STEP),
-        "same losses as fp32 weights": {name: losses[name] == losses[TORCH] for name in variants},
+        "same losses as fp32 weights": {SPLIT: losses[SPLIT] == losses[TORCH]},
     }
 
 
@@ -377,7 +367,6 @@ BENCHMARK = Benchmark(
         gpt=SIZES["tiny"],
         optimizers=("fused AdamW",),
         children=(),
-        compiles=False,
     ),
     full=Plan(rounds=Rounds(25, 60.0)),
     measure=measure,

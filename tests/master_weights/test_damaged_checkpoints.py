@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.master_weights.training import same_bits, train, wrapped
+from tests.master_weights.training import buckets_of, same_bits, train, wrapped
 from torch import nn, optim
 
 from castwise import MasterWeights
@@ -17,7 +17,6 @@ from castwise import MasterWeights
 SETTINGS: dict[str, dict[str, Any]] = {
     "split": {},
     "stochastic": {"method": "stochastic", "state_dtype": {"exp_avg": torch.bfloat16}},
-    "kahan": {"method": "kahan", "rounding": "nearest_away"},
     "float16": {"dtype": torch.float16},
 }
 
@@ -25,7 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def made(settings: dict[str, Any], steps: int) -> tuple[Any, MasterWeights]:
     torch.manual_seed(0)
     model = nn.Linear(40, 30)  # its weight is cut
-    optimizer = MasterWeights(optim.AdamW(model.parameters(), lr=1e-2), model, bucket_bytes=4096, **settings)
+    with buckets_of(4096):
+        optimizer = MasterWeights(optim.AdamW(model.parameters(), lr=1e-2), model, **settings)
     for _ in range(steps):
         for param in model.parameters():
             param.grad = torch.ones_like(param)

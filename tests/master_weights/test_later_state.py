@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.master_weights.training import Net, net, same_bits, train, wrapped
+from tests.master_weights.training import SMALL_BUCKETS, Net, buckets_of, net, same_bits, train, wrapped
 from torch import nn, optim
 
 from castwise import MasterWeights
@@ -74,7 +74,8 @@ def test_later_momentum_is_stored_in_16_bits_if_asked() -> None:
     model = nn.Linear(64, 64, bias=False)
     low = {"momentum_buffer": (torch.bfloat16, "nearest")}
     inner = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = MasterWeights(inner, model, state_dtype=low, bucket_bytes=4096)
+    with buckets_of(SMALL_BUCKETS):
+        optimizer = MasterWeights(inner, model, state_dtype=low)
     optimizer.state[model.weight]["mine"] = 3
     model.weight.grad = torch.full_like(model.weight, 0.5)
     optimizer.step()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.master_weights.training import Net, net, same_bits, train, wrapped
+from tests.master_weights.training import SMALL_BUCKETS, Net, buckets_of, net, same_bits, train, wrapped
 from torch import nn, optim
 
 import castwise
@@ -49,7 +49,8 @@ def test_writes_are_found_also_where_torch_counts_none(how: str, steps: int) -> 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("has_grad", [True, False])
 def test_writes_are_found_by_the_step_that_meets_them(how: str, has_grad: bool) -> None:
-    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.1), bucket_bytes=1 << 20)  # one bucket
+    model = net()
+    optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.1), model)  # one bucket
     train(model, optimizer, 2)
     optimizer.param_groups[0]["lr"] = 0.0
     for param in model.parameters():
@@ -70,7 +71,9 @@ def test_writes_are_found_by_the_step_that_meets_them(how: str, has_grad: bool) 
 
 
 def test_a_write_makes_no_other_bucket_forget() -> None:
-    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=0.1), bucket_bytes=1 << 14)
+    model = net()
+    with buckets_of(1 << 14):
+        optimizer = MasterWeights(optim.SGD(model.parameters(), lr=0.1), model)
     train(model, optimizer, 2)
     exact = optimizer.fp32_state_dict(model)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -214,8 +217,10 @@ class Assigns(optim.Optimizer):
 def test_weights_that_an_optimizer_puts_elsewhere_are_stepped() -> None:
     plain = net()
     expected = train(plain, Assigns(plain.parameters()), 4)
-    for settings in ({}, {"bucket_bytes": 1 << 20}):
-        model, optimizer = wrapped(Assigns, **settings)
+    for nbytes in (SMALL_BUCKETS, 1 << 20):
+        model = net()
+        with buckets_of(nbytes):
+            optimizer = MasterWeights(Assigns(model.parameters()), model)
         assert train(model, optimizer, 4) == expected
         assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
 
@@ -393,7 +398,6 @@ def test_names_of_state_are_not_checked_of_an_optimizer_that_cannot_step_yet() -
     ("settings", "error", "text"),
     [
         ({"generator": 3}, TypeError, r"^generator must be a torch.Generator, got int"),
-        ({"compile": "no"}, TypeError, r"^compile must be True or False, got 'no'"),
         ({"state_dtype": ["exp_avg"]}, TypeError, r"^state_dtype must be a mapping from state names"),
     ],
 )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import castwise
 from castwise import GradScaler, MasterWeights
+from castwise.master_weights import buckets
 
 SMALL_BUCKETS = 4096  # bytes: the weights below are in several, and one is cut
+
+
+@contextmanager
+def buckets_of(nbytes: int) -> Iterator[None]:
+    """Have `MasterWeights` that are made in the block step so many bytes of fp32 weights at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_BUCKET_BYTES", nbytes)
+        yield
 
 
 class Net(nn.Module):
@@ -78,9 +89,10 @@ def train(
 
 
 def wrapped(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> tuple[Net, MasterWeights]:
-    """Return a network and its optimizer."""
+    """Return a network and its optimizer, with small buckets."""
     model = net()
-    return model, MasterWeights(make(model.parameters()), model, **{"bucket_bytes": SMALL_BUCKETS, **settings})
+    with buckets_of(SMALL_BUCKETS):
+        return model, MasterWeights(make(model.parameters()), model, **settings)
 
 
 def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -14,6 +14,9 @@ from castwise.amp.gradients import is_plain
 from castwise.master_weights.codecs import Codec
 
 _ALIGNED = 8  # elements: 32 bytes of fp32
+# Bytes of fp32 weights in a bucket. On a CPU, a bucket stays in the cache between the passes over it. On an
+# accelerator, the host launches a few dozen kernels for each bucket, and larger ones keep the device busy meanwhile.
+_BUCKET_BYTES, _BUCKET_BYTES_ON_ACCELERATORS = 4 << 20, 64 << 20
 _PIECE = 1 << 20  # elements that a digest converts at once
 _ODD, _OTHER_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 NO_DIGEST = -1
@@ -387,12 +390,11 @@ def _known_multipliers(length: int) -> torch.Tensor:
     return _multipliers(0, length, torch.device("cpu"))
 
 
-def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:
+def fill(weights: list[Weight], *, cuts: bool) -> list[Bucket]:
     """Put weights into buckets.
 
     Args:
         weights: The weights.
-        size: The maximum number of elements in a bucket.
         cuts: Whether to split larger weights, except DTensors. Otherwise each gets a separate bucket.
 
     Returns:
@@ -403,6 +405,7 @@ def fill(weights: list[Weight], size: int, *, cuts: bool) -> list[Bucket]:
     open_: dict[torch.device, Bucket] = {}
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype
+        size = (_BUCKET_BYTES if device.type == "cpu" else _BUCKET_BYTES_ON_ACCELERATORS) // 4  # elements
         length = local(weight.param).numel()
         longest = size if cuts and not is_dtensor(weight.param) else length
         for start in range(0, length, longest) if length else (0,):

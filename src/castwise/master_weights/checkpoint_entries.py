@@ -10,13 +10,15 @@ import torch
 
 from castwise._suggestions import listed
 from castwise._torch_private import is_fsdp_flattened
-from castwise.master_weights.buckets import NO_DIGEST, Part, Weight, as_dtensor, is_dtensor, laid_out_as, local
-from castwise.master_weights.codecs import Chance
+from castwise.master_weights.buckets import NO_DIGEST, Part, Weight, as_dtensor, flat, is_dtensor, laid_out_as, local
+from castwise.master_weights.codecs import Chance, split_codec
 from castwise.master_weights.lending import LowState
 
 PREFIX = "master_weights."
 _DIGESTS, _SEED, _STEPS = (PREFIX + name for name in ("row_digests", "seed", "steps"))
 _DIGEST_OF_0_2 = PREFIX + "digest"  # of another kind: ignored
+_RESIDUE, _TIES = PREFIX + "residue", PREFIX + "ties"
+_MASTER, _COMPENSATION = PREFIX + "master", PREFIX + "compensation"  # fp32 weights, rounding errors: methods of 0.2
 _UNSIGNED = 1 << 64  # seeds are unsigned, torch's integers are not
 
 
@@ -92,6 +94,59 @@ def separated(state: Mapping[Any, Any]) -> tuple[dict[Any, dict[str, Any]], dict
     return ours, of_inner
 
 
+def as_split(weights: Mapping[Any, Weight], ours: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return our entries of a checkpoint as those of method "split", if castwise 0.2 saved them with a former method.
+
+    Args:
+        weights: The 16-bit weights, by parameter number.
+        ours: Our entries, by parameter number, each of one of the weights. Returned as they are if they are of another
+            method.
+
+    Raises:
+        ValueError: An entry is damaged, or its fp32 weight cannot be told.
+    """
+    names = {frozenset(_own_names(entries)) for entries in ours.values()}
+    is_bfloat16 = all(weight.layout.dtype is torch.bfloat16 for weight in weights.values())
+    if names == {frozenset({_RESIDUE})} and is_bfloat16:  # rounding="nearest_away", which rounded no tie down
+        return {number: {**entries, _TIES: _no_ties(entries[_RESIDUE])} for number, entries in ours.items()}
+    if names in ({frozenset({_MASTER})}, {frozenset({_COMPENSATION})}):
+        return {number: _of_fp32_or_kahan(weights[number], entries) for number, entries in ours.items()}
+    return ours
+
+
+def _own_names(entries: Mapping[str, Any]) -> set[str]:
+    """Return the names of the entries that the codec has written."""
+    return entries.keys() - {_DIGESTS, _DIGEST_OF_0_2, _SEED, _STEPS}
+
+
+def _no_ties(residue: Any) -> Any:
+    return torch.zeros_like(residue, dtype=torch.bool) if _has_values(residue) else residue
+
+
+def _of_fp32_or_kahan(weight: Weight, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return entries of method "fp32" or "kahan" as those of "split"."""
+    (name,) = _own_names(entries)
+    here = local(weight.param)
+    _check_entry(weight, name, entries[name], torch.float32 if name == _MASTER else here.dtype)
+    fp32 = flat(laid_out_as(local(entries[name]).to(here.device), here)).float()
+    if name == _COMPENSATION:
+        fp32 = flat(here).float() + fp32
+    expected = flat(here) if name == _COMPENSATION else fp32.to(here.dtype)
+    low = torch.empty_like(expected)
+    codec = split_codec(here.dtype, len(fp32), here.device)
+    codec.encode(fp32, low)
+    if bool(((low != expected) & ~fp32.isnan()).any()):
+        raise ValueError(
+            f"{name!r} of {weight.name!r} does not belong to the 16-bit weight: load the model first"
+            if name == _COMPENSATION
+            else f"{name!r} of {weight.name!r} has a weight beyond 65504, where float16 ends"
+        )
+    converted = {other: entry for other, entry in entries.items() if other != name}
+    for kept, entry in codec.saved(0, len(fp32)).items():
+        converted[PREFIX + kept] = as_dtensor(entry.as_strided(here.shape, here.stride()), weight.param)
+    return converted
+
+
 def check_entries(weight: Weight, parts: list[Part], entries: Mapping[str, Any], settings: str) -> None:
     """Raise a ValueError if checkpoint entries do not fit a weight.
 
@@ -102,7 +157,7 @@ def check_entries(weight: Weight, parts: list[Part], entries: Mapping[str, Any],
         settings: The method and its settings, for the error message.
     """
     expected = {PREFIX + name: dtype for name, dtype in parts[0].bucket.codec.entries().items()}
-    given_names = entries.keys() - {_DIGESTS, _DIGEST_OF_0_2, _SEED, _STEPS}
+    given_names = _own_names(entries)
     if given_names != expected.keys():
         raise ValueError(
             f"the checkpoint has {listed(sorted(given_names)) or 'no entries'} for {weight.name!r}, but {settings} "

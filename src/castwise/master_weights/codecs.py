@@ -2,18 +2,14 @@
 
 A bfloat16 weight is the rounded upper half of an fp32 number. The residue is the lower half, read as a signed 16-bit
 number. Together they are the fp32 number, with one exception: 65,537 fp32 numbers round to a bfloat16 number whose last
-bit is even, including a tie on either side, and 16 bits distinguish only 65,536. `nearest_even` therefore also records
-which ties were rounded down. `nearest_away` rounds no tie down and needs no record; its weights differ from torch's
-cast for one number in 2**17.
+bit is even, including a tie on either side, and 16 bits distinguish only 65,536. The codec therefore also records which
+ties were rounded down.
 """
 
 from __future__ import annotations
 
-import functools
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -28,48 +24,6 @@ _EACH_BYTE = 0x0101010101010101
 _BIT_OF_EACH_BYTE = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as a signed number
 _GATHER_BITS = 0x0102040810204080
 _LOW_BITS = 0x7F7F7F7F7F7F7F7F
-
-
-def _decode(weights: torch.Tensor, residue: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(weights)
-    out.view(torch.int32).add_(residue)
-
-
-def _encode(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
-    weights.copy_(values)
-    residue.copy_(values.view(torch.int32))  # keeps the lower 16 bits
-
-
-def _encode_away(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
-    bits = values.view(torch.int32)
-    # A tie has 0x8000 in the lower half. Adding 1 makes it round up. Inf has 0 there and is unchanged.
-    weights.copy_((bits >> 15).bitwise_and_(1).bitwise_or_(bits).view(torch.float32))
-    residue.copy_(bits)
-
-
-# On CPUs, Inductor vectorizes 32-bit and 64-bit integers but not 16-bit ones, so compiled code processes weight pairs.
-
-
-def _decode_pairs(weights: torch.Tensor, residue: torch.Tensor, out: torch.Tensor) -> None:
-    first = (weights << 16) + ((residue << 16) >> 16)
-    second = (weights & -(1 << 16)) + (residue >> 16)
-    out.copy_((first.to(torch.int64) & 0xFFFFFFFF) | (second.to(torch.int64) << 32))
-
-
-def _encode_pairs(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, rounds_even: bool) -> None:
-    first, second = values.to(torch.int32), (values >> 32).to(torch.int32)
-    weights.copy_((_upper_half(first, rounds_even) & 0xFFFF) | (_upper_half(second, rounds_even) << 16))
-    residue.copy_((first & 0xFFFF) | (second << 16))
-
-
-def _upper_half(bits: torch.Tensor, rounds_even: bool) -> torch.Tensor:
-    rounded = bits + ((bits >> 16 & 1) + 0x7FFF if rounds_even else 0x8000)
-    return torch.where(bits & 0x7FFFFFFF > 0x7F800000, 0x7FC0, rounded >> 16)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
 
 
 class Codec(ABC):
@@ -115,86 +69,62 @@ class Codec(ABC):
 
 
 def codec_of(
-    method: str,
-    rounding: str,
-    dtype: torch.dtype,
-    length: int,
-    device: torch.device,
-    *,
-    compiled: bool,
-    chance: Chance,
-    stream: str,
+    method: str, dtype: torch.dtype, length: int, device: torch.device, *, chance: Chance, stream: str
 ) -> Codec:
     """Return the codec of a method.
 
     Args:
-        method: "split", "fp32", "kahan" or "stochastic".
-        rounding: "nearest_even" or "nearest_away", for "split" with bfloat16.
+        method: "split" or "stochastic".
         dtype: Dtype of the weights.
         length: Number of weights.
         device: Their device.
-        compiled: Whether encoding and decoding are compiled by `torch.compile`, for "split" with bfloat16.
         chance: Source of random bits, for "stochastic".
         stream: Name of the random stream, unique for each codec.
     """
-    if method == "fp32":
-        return _FullCopy(length, device)
-    if method == "kahan":
-        return _Kahan(length, device, dtype)
     if method == "stochastic":
         return _Stochastic(chance, stream)
-    return _SplitHalf(length, device) if dtype is torch.float16 else _Split(length, device, rounding, compiled=compiled)
+    return split_codec(dtype, length, device)
+
+
+def split_codec(dtype: torch.dtype, length: int, device: torch.device) -> Codec:
+    """Return a codec that keeps all bits of fp32 weights, or nearly all for float16."""
+    return _SplitHalf(length, device) if dtype is torch.float16 else _Split(length, device)
 
 
 class _Split(Codec):
     """bfloat16 weights and 16-bit residues: restores every fp32 number bit for bit, except NaN payloads."""
 
-    def __init__(self, length: int, device: torch.device, rounding: str, *, compiled: bool) -> None:
-        super().__init__(residue=torch.zeros(length, dtype=torch.int16, device=device))
-        self._is_compiled = compiled
-        self._ties: _ListedTies | _PackedTies | None = None
-        if rounding == "nearest_even":
-            self._ties = _ListedTies(length) if device.type == "cpu" else _PackedTies(length, device)
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._residue = torch.zeros(length, dtype=torch.int16, device=device)
+        super().__init__(residue=self._residue)
+        self._ties: _ListedTies | _PackedTies = (
+            _ListedTies(length) if device.type == "cpu" else _PackedTies(length, device)
+        )
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        residue = self._kept["residue"]
-        if self._can_pair(weights):
-            _compiled(_decode_pairs)(weights.view(torch.int32), residue.view(torch.int32), out.view(torch.int64))
-        else:
-            _decode(weights, residue, out)
-        if self._ties is not None:
-            self._ties.add_to(out.view(torch.int32))
+        out.copy_(weights)
+        bits = out.view(torch.int32).add_(self._residue)
+        self._ties.add_to(bits)
         return out
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        residue = self._kept["residue"]
-        if self._can_pair(weights):
-            int32 = weights.view(torch.int32), residue.view(torch.int32)
-            _compiled(_encode_pairs)(values.view(torch.int64), *int32, self._ties is not None)
-        else:
-            encode = _encode_away if self._ties is None else _encode
-            encode(values, weights, residue)
-        if self._ties is not None:
-            self._ties.find(values.view(torch.int32), residue)
-
-    def _can_pair(self, weights: torch.Tensor) -> bool:
-        return self._is_compiled and weights.numel() % 2 == 0 and weights.storage_offset() % 2 == 0
+        bits = values.view(torch.int32)
+        weights.copy_(values)
+        self._residue.copy_(bits)  # the conversion to int16 keeps the lower 16 bits
+        self._ties.find(bits, self._residue)
 
     def entries(self) -> dict[str, torch.dtype]:
-        ties = {} if self._ties is None else {"ties": torch.bool}
-        return {**super().entries(), **ties}
+        return {**super().entries(), "ties": torch.bool}
 
     def saved(self, begin: int, end: int) -> dict[str, torch.Tensor]:
-        ties = {} if self._ties is None else {"ties": self._ties.mask(begin, end)}
-        return {**super().saved(begin, end), **ties}
+        return {**super().saved(begin, end), "ties": self._ties.mask(begin, end)}
 
     def load(self, begin: int, end: int, saved: dict[str, torch.Tensor]) -> None:
         super().load(begin, end, saved)
-        if self._ties is not None:
-            self._ties.load(begin, saved["ties"])
+        self._ties.load(begin, saved["ties"])
 
     def bytes(self) -> int:
-        return super().bytes() + (0 if self._ties is None else self._ties.bytes())
+        return super().bytes() + self._ties.bytes()
 
 
 class _ListedTies:
@@ -301,44 +231,6 @@ class _SplitHalf(Codec):
         self._residue.copy_(residue.clamp_(-(1 << 15), (1 << 15) - 1))
 
 
-class _FullCopy(Codec):
-    """A full fp32 copy, 4 bytes per weight: the baseline for the other codecs."""
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._master = torch.zeros(length, dtype=torch.float32, device=device)
-        super().__init__(master=self._master)
-
-    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(self._master)
-
-    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        self._master.copy_(values)
-        weights.copy_(values)
-
-
-class _Kahan(Codec):
-    """The rounding error, rounded to the dtype of the weights: about 8 more bits for bfloat16, 11 for float16.
-
-    Source: compensated summation, W. Kahan, "Further remarks on reducing truncation errors", 1965.
-    """
-
-    def __init__(self, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._compensation = torch.zeros(length, dtype=dtype, device=device)
-        super().__init__(compensation=self._compensation)
-
-    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(weights).add_(self._compensation)
-
-    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        weights.copy_(values)
-        lost = self._compensation.copy_(values - weights)
-        lost.masked_fill_(lost.isfinite().logical_not_(), 0.0)  # inf - inf is NaN
-        # A compensation rounded up to a tie would change the weight next time, so use the next smaller number.
-        is_other = lost.float().add_(weights).to(weights.dtype) != weights
-        lost.view(torch.int16).add_(is_other.logical_and_(weights.isfinite()), alpha=-1)
-        lost.masked_fill_(lost == 0, -0.0)  # w + -0.0 is w, -0.0 too
-
-
 class _Stochastic(Codec):
     """Stochastic rounding: keeps no extra bits; weights are right on average."""
 
@@ -358,11 +250,10 @@ class Chance:
 
     Args:
         seed: Any integer.
-        compiled: Whether rounding is compiled by `torch.compile`.
     """
 
-    def __init__(self, seed: int, *, compiled: bool = False) -> None:
-        self.seed, self.taken, self._is_compiled = seed, 0, compiled
+    def __init__(self, seed: int) -> None:
+        self.seed, self.taken = seed, 0
         self._taken_on: dict[torch.device, torch.Tensor] = {}  # steps that only a device has counted
 
     def count(self, found_inf: torch.Tensor | None = None) -> None:
@@ -388,13 +279,8 @@ class Chance:
         key, step = key.to(values.device), step.to(values.device)
         for taken in self._taken_on.values():  # of each device that has decided about steps
             step = step + taken.to(values.device)
-        # Flat, because compiled code would be recompiled for each number of dimensions.
-        rounded = (_compiled(_round) if self._is_compiled else _round)(values.reshape(-1), key, step, dtype)
-        return rounded.view(values.shape)
-
-
-def _round(values: torch.Tensor, key: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return round_by_chance(values, random_bits(values, key, step), dtype)
+        flat = values.reshape(-1)
+        return round_by_chance(flat, random_bits(flat, key, step), dtype).view(values.shape)
 
 
 def _signed(number: int) -> int:

@@ -45,6 +45,7 @@ from castwise.master_weights.buckets import (
 )
 from castwise.master_weights.checkpoint_entries import (
     PREFIX,
+    as_split,
     chance_in,
     check_entries,
     check_form,
@@ -69,12 +70,11 @@ from castwise.master_weights.lending import Created, LowState, lent, loans_of
 from castwise.master_weights.narrowing_report import NarrowingReport, compare_forwards
 from castwise.policy.bound_policy import BoundPolicy
 
-_METHODS = ("split", "fp32", "stochastic", "kahan")
-_ROUNDINGS = ("nearest_even", "nearest_away")
+_METHODS = ("split", "stochastic")
 _DTYPES = (torch.bfloat16, torch.float16)
 _STATE = {
-    *("defaults", "_inner", "_dtype", "_method", "_rounding", "_grad_dtype", "_compiles", "_bucket_length", "_chance"),
-    *("_low_state", "_reach", "_weights", "_buckets"),
+    *("defaults", "_inner", "_dtype", "_method", "_grad_dtype", "_chance", "_low_state", "_reach", "_weights"),
+    "_buckets",
 }
 _OWNERS = WeakTensorKeyDictionary()  # parameters that have a MasterWeights
 
@@ -106,10 +106,7 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer: The inner optimizer. Its own `step` raises a RuntimeError from then on.
         model: The model that owns the parameters, in fp32 or already in `dtype`.
         dtype: Dtype of the 16-bit weights: bfloat16 or float16.
-        method: "split" keeps all bits; "fp32" keeps a full fp32 copy, as a baseline for "split"; "kahan" keeps a 16-bit
-            compensation, about 8 more bits; "stochastic" keeps nothing and rounds stochastically.
-        rounding: For "split" with bfloat16: "nearest_even" rounds like `.bfloat16()`; "nearest_away" rounds ties away
-            from zero.
+        method: "split" keeps all bits; "stochastic" keeps nothing and rounds stochastically.
         state_dtype: Storage dtypes of optimizer state by name, such as {"exp_avg": torch.bfloat16}; fp32 by default.
             State is computed in fp32 and rounded stochastically, or to nearest with
             {"exp_avg": (torch.bfloat16, "nearest")}, which loses small changes of slow averages.
@@ -117,10 +114,6 @@ class MasterWeights(torch.optim.Optimizer):
             other module shares; with a bound policy, those of them that compute in `dtype`; with "all", all parameters.
         grad_dtype: Dtype in which gradients accumulate: "param", the dtype of the weights, or torch.float32 (needs
             torch >= 2.13; not with DDP and FSDP, which require one dtype for both).
-        bucket_bytes: Bytes of fp32 weights stepped at once. Smaller buckets stay in cache, larger ones have less
-            overhead.
-        compile: Compile decoding, encoding and stochastic rounding; results are bit-identical. On CPUs this pays off
-            for stochastic rounding.
         generator: Its `initial_seed()` seeds stochastic rounding; 0 by default. Must be the same on all ranks.
 
     Raises:
@@ -153,12 +146,9 @@ class MasterWeights(torch.optim.Optimizer):
         *,
         dtype: torch.dtype = torch.bfloat16,
         method: str = "split",
-        rounding: str = "nearest_even",
         state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None = None,
         narrow: object = None,
         grad_dtype: str | torch.dtype = "param",
-        bucket_bytes: int = 4 << 20,
-        compile: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(optimizer, MasterWeights):
@@ -168,20 +158,14 @@ class MasterWeights(torch.optim.Optimizer):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         _check_choice("dtype", dtype, _DTYPES)
         _check_choice("method", method, _METHODS)
-        _check_choice("rounding", rounding, _ROUNDINGS)
         _check_choice("grad_dtype", grad_dtype, ("param", torch.float32))
         if grad_dtype is torch.float32 and not hasattr(torch.Tensor, "grad_dtype"):
             raise ValueError(f"grad_dtype=torch.float32 needs torch >= 2.13, got {torch.__version__}")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 4096:
-            raise ValueError(f"bucket_bytes must be an integer >= 4096, got {bucket_bytes!r}")
-        if not isinstance(compile, bool):
-            raise TypeError(f"compile must be True or False, got {compile!r}")
         if not isinstance(generator, (torch.Generator, type(None))):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
-        self._dtype, self._method, self._rounding = dtype, method, rounding
-        self._narrow, self._grad_dtype, self._compiles = narrow, grad_dtype, compile
-        self._bucket_length = bucket_bytes // 4096 * 1024
-        self._chance = Chance(0 if generator is None else generator.initial_seed(), compiled=compile)
+        self._dtype, self._method = dtype, method
+        self._narrow, self._grad_dtype = narrow, grad_dtype
+        self._chance = Chance(0 if generator is None else generator.initial_seed())
         self._model: ref[nn.Module] | None = ref(model)
         self._reach = reach_of(optimizer)
         self._weights: list[Weight] = []
@@ -289,16 +273,10 @@ class MasterWeights(torch.optim.Optimizer):
             for index, param in enumerate(params)
             if param in chosen
         ]
-        for bucket in (added := fill(new, self._bucket_length, cuts=self._reach is Reach.ELEMENT)):
+        for bucket in (added := fill(new, cuts=self._reach is Reach.ELEMENT)):
+            stream = f"weights {len(self._buckets)}"
             bucket.codec = codec_of(
-                self._method,
-                self._rounding,
-                self._dtype,
-                bucket.length,
-                bucket.device,
-                compiled=self._compiles,
-                chance=self._chance,
-                stream=f"weights {len(self._buckets)}",
+                self._method, self._dtype, bucket.length, bucket.device, chance=self._chance, stream=stream
             )
             self._buckets.append(bucket)
         self._workspace = Workspace(max((bucket.length for bucket in self._buckets), default=0))
@@ -721,11 +699,11 @@ class MasterWeights(torch.optim.Optimizer):
 
         Returns:
             "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
-            its shape that depend on the method: "master_weights.residue" (int16; "half_residue" with float16) and
-            "master_weights.ties" (bool), "master_weights.compensation" (in its dtype), or "master_weights.master"
-            (fp32). It also has a "master_weights.row_digests" of each row of the weight they belong to (int32; -1 for a
-            DTensor that is not sharded by rows; a single one under FSDP1); and, with stochastic rounding,
-            "master_weights.seed" and "master_weights.steps". These entries are copies.
+            its shape: "master_weights.residue" (int16) and "master_weights.ties" (bool); with float16, only
+            "master_weights.half_residue" (int16); with `method="stochastic"`, none. Beside them is a
+            "master_weights.row_digests" of each row of the weight they belong to (int32; -1 for a DTensor that is not
+            sharded by rows; a single one under FSDP1); and, with stochastic rounding, "master_weights.seed" and
+            "master_weights.steps". These entries are copies.
         """
         self._take_over_written()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -760,14 +738,16 @@ class MasterWeights(torch.optim.Optimizer):
         """Load a `state_dict()` of a `MasterWeights`, or of the inner optimizer alone, in any dtype.
 
         The groups stay the same objects. The model may be loaded before or after. If there are no entries of
-        `MasterWeights`, as after training in plain fp32 or bfloat16, the fp32 weights are unchanged.
+        `MasterWeights`, as after training in plain fp32 or bfloat16, the fp32 weights are unchanged. `method="split"`
+        also loads checkpoints of castwise 0.2 with method "fp32", "kahan" (load the model first) or rounding
+        "nearest_away".
 
         Args:
             state_dict: A dict with "state" and "param_groups".
 
         Raises:
-            ValueError: Groups or shapes do not match, the entries belong to another method, rounding or dtype, or an
-                entry is damaged. Nothing has been changed then.
+            ValueError: Groups or shapes do not match, the entries belong to another method or dtype, or an entry is
+                damaged. Nothing has been changed then.
         """
         check_form(state_dict)
         state_dict = dict(state_dict)
@@ -783,8 +763,10 @@ class MasterWeights(torch.optim.Optimizer):
                 f"the checkpoint has bits of a 16-bit weight for parameter {stray[0]!r}, which is fp32 here: use the "
                 "narrow=... it was saved with"
             )
-        settings = f"method={self._method!r} with {self._dtype} and rounding={self._rounding!r}"
+        settings = f"method={self._method!r} with {self._dtype}"
         parts = self._parts()
+        if self._method == "split":
+            ours = as_split({numbers[weight.param]: weight for weight in self._weights}, ours)
         self._check_state(state_dict["param_groups"], of_inner, numbers)
         for weight in self._weights:
             if entries := ours.get(numbers[weight.param]):
@@ -845,26 +827,35 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             ValueError: A 16-bit weight has another shape in the checkpoint. Nothing has been changed then.
-            RuntimeError: As for `model.load_state_dict`.
+            RuntimeError: `strict` is set, and a 16-bit weight is missing in the checkpoint. Nothing has been changed
+                then. Or as for `model.load_state_dict`, which raises after it has loaded what fits.
         """
         named = self._named(model)
         for name, weight in named.items():
-            if name in state_dict and state_dict[name].shape != weight.layout.shape:
+            if name not in state_dict:
+                if strict:
+                    raise RuntimeError(
+                        f"{name!r} is missing in the checkpoint: give strict=False to keep the weights that it lacks"
+                    )
+            elif state_dict[name].shape != weight.layout.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, but the parameter has "
                     f"{tuple(weight.layout.shape)}"
                 )
-        result = model.load_state_dict(state_dict, strict=strict)
         owners = {_owner_of(param) for param in model.parameters()}  # other parameters may be in another MasterWeights
-        for owner in (each for each in owners if isinstance(each, MasterWeights)):
-            owner._set_values(
-                {
-                    weight: torch.empty_like(local(weight.param), dtype=torch.float32).copy_(local(state_dict[name]))
-                    for name, weight in owner._named(model).items()
-                    if name in state_dict
-                }
-            )
-        return result
+        try:
+            return model.load_state_dict(state_dict, strict=strict)
+        finally:  # also if torch raises, or weights that it has loaded would keep the extra bits of the former ones
+            for owner in (each for each in owners if isinstance(each, MasterWeights)):
+                owner._set_values(
+                    {
+                        weight: torch.empty_like(local(weight.param), dtype=torch.float32).copy_(
+                            local(state_dict[name])
+                        )
+                        for name, weight in owner._named(model).items()
+                        if name in state_dict
+                    }
+                )
 
     def _named(self, model: nn.Module) -> dict[str, Weight]:
         of_param = {weight.param: weight for weight in self._weights}
@@ -976,8 +967,7 @@ class MasterWeights(torch.optim.Optimizer):
         }
 
     def __repr__(self) -> str:
-        rounding = f", rounding={self._rounding!r}" if self._method == "split" and self._dtype is torch.bfloat16 else ""
-        return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r}{rounding})"
+        return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r})"
 
 
 def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
