@@ -39,7 +39,7 @@ def snapshot(model: Any, optimizer: MasterWeights) -> Any:
             model.state_dict(),
             optimizer.state_dict(),
             (optimizer._chance.seed, optimizer._chance.steps()),
-            [(weight.version, weight.bits, weight.awaits_weights) for weight in optimizer._weights],
+            [(weight.version, weight.kept_digests) for weight in optimizer._weights],
             torch.get_rng_state(),
         )
     )

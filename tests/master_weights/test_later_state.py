@@ -103,7 +103,7 @@ def test_a_step_that_fails_half_way_creates_no_state() -> None:
         patch.setattr(optim.SGD, "step", interrupting)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    unfinished = [weight for weight in optimizer._weights if weight.is_cut and weight.bits is not None]
+    unfinished = [weight for weight in optimizer._weights if weight.is_cut and weight.kept_digests is not None]
     assert all(optimizer.state[weight.param] == {"mine": 3} for weight in unfinished)
     optimizer.step()
     cut = [weight for weight in optimizer._weights if weight.is_cut]

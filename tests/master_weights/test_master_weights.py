@@ -178,7 +178,7 @@ def test_weights_that_a_device_did_not_step_change_no_bit(method: str, dtype: to
         for bucket in optimizer._buckets:
             views = optimizer._workspace.views_of(bucket)
             assert not bucket.decode(views)
-            bucket.encode(views, bucket.stretches)
+            bucket.encode(views, bucket.segments)
     assert same_bits(model.state_dict(), before[0])
     after = optimizer.state_dict()["state"]
     assert all(same_bits(after[number], before[1][number]) for number in after)

@@ -1,4 +1,4 @@
-"""Buckets: stretches of 16-bit parameters that are decoded, stepped and encoded together, while in a CPU's cache."""
+"""Buckets: segments of 16-bit parameters that are decoded, stepped and encoded together, while in a CPU's cache."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Layout(NamedTuple):
 class Weight:
     """A parameter in 16 bits.
 
-    It does not refer to its stretches, which refer to it: a cycle would keep parameters alive until Python's garbage
+    It does not refer to its segments, which refer to it: a cycle would keep parameters alive until Python's garbage
     collector runs.
     """
 
@@ -94,13 +94,12 @@ class Weight:
     is_cut: bool = False
     """Whether the weight is split over several buckets."""
     version: int | None = 0
-    """Version counter of the parameter when its fp32 weight was last known. None: compare with `bits` instead."""
-    bits: torch.Tensor | None = None
-    """`digest()` or `row_digests()` of the 16-bit weights that match the kept data, before the first step and after
-    loading a checkpoint. Frameworks rewrite weights with the same values (DDP broadcasts them), and model checkpoints
-    may be loaded later."""
-    awaits_weights: bool = False
-    """Whether a checkpoint without a digest was loaded, so that the next write is the model's checkpoint."""
+    """Version counter of the parameter when its fp32 weight was last known. None: compare digests even if nothing has
+    been written since, because a checkpoint was loaded whose model may have been loaded before."""
+    kept_digests: torch.Tensor | None = None
+    """`digest()` or `row_digests()` of the 16-bit weights to which the kept bits belong; `NO_DIGEST` if these are
+    unknown, as after loading a checkpoint of castwise 0.2. A write of such weights is no change: DDP broadcasts
+    them, and a model may be loaded after its optimizer. None after a step, when every write is a change."""
 
     def digest(self) -> torch.Tensor:
         """Return a hash of the 16-bit weights on this rank, in memory order: int32, shape (). Does not sync."""
@@ -117,19 +116,22 @@ class Weight:
 
     def matches_kept(self) -> bool:
         """Return True if the weights that were written match the kept data. Syncs."""
-        if self.bits is None:
-            return self.awaits_weights
-        now = self.row_digests() if self.bits.dim() else self.digest()
-        return bool(((now == self.bits) | (self.bits == NO_DIGEST)).all())
+        if self.kept_digests is None:
+            return False
+        now = self.row_digests() if self.kept_digests.dim() else self.digest()
+        return bool(((now == self.kept_digests) | (self.kept_digests == NO_DIGEST)).all())
+
+    def note_rewritten(self) -> None:
+        """Record that the parameter holds the weights to which the kept bits belong, after a write of them."""
+        self.version, self.kept_digests = write_count(self.param), self.digest()
 
     def note_written(self) -> None:
         """Record that the parameter now holds the rounded fp32 weight."""
-        self.version = write_count(self.param)
-        self.bits, self.awaits_weights = None, False
+        self.version, self.kept_digests = write_count(self.param), None
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
+class Segment:
     """A part or all of a weight's memory, in a bucket."""
 
     weight: Weight
@@ -138,28 +140,28 @@ class Stretch:
     offset: int
     """Start position in the bucket."""
     is_last: bool
-    """Whether it is the last stretch of its weight."""
+    """Whether it is the last segment of its weight."""
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this part of a tensor with the strides of the weight; flat."""
         return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.start)
 
-    def of_param(self) -> torch.Tensor:
+    def param_view(self) -> torch.Tensor:
         """Return this part of the parameter on this rank: flat if the weight is split, else in its shape."""
         param = self.weight.param
         here = param if is_plain(param) else local(param)
-        return self.of(here) if self.length < here.numel() else here
+        return self.view_of(here) if self.length < here.numel() else here
 
-    def in_bucket(self, values: torch.Tensor) -> torch.Tensor:
+    def bucket_view(self, values: torch.Tensor) -> torch.Tensor:
         """Return this part of a bucket's values; flat."""
         return values[self.offset : self.offset + self.length]
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """The stand-in for a stretch that the optimizer steps, in the memory of a workspace."""
+    """The stand-in for a segment that the optimizer steps, in the memory of a workspace."""
 
-    stretch: Stretch
+    segment: Segment
     stand_in: torch.Tensor
     """The fp32 weight: with the strides of the parameter, or flat if that is split."""
     fp32_grad: torch.Tensor
@@ -185,22 +187,22 @@ class BucketViews:
     def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
         self.values = workspace.get("values", torch.float32, bucket)
         self.weights = workspace.get("weights", bucket.dtype, bucket)
-        """Copies of the 16-bit weights, if the bucket has several stretches."""
+        """Copies of the 16-bit weights, if the bucket has several segments."""
         grads = workspace.get("grads", torch.float32, bucket)
         self.loans = []
-        for stretch in bucket.stretches:
-            like = stretch.of_param()
+        for segment in bucket.segments:
+            like = segment.param_view()
             stand_in, grad, low = (
-                stretch.in_bucket(memory).as_strided(like.shape, like.stride())
+                segment.bucket_view(memory).as_strided(like.shape, like.stride())
                 for memory in (self.values, grads, self.weights)
             )
-            weight = stretch.weight
-            self.loans.append(Loan(stretch, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut))
+            weight = segment.weight
+            self.loans.append(Loan(segment, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut))
 
     def copy_values_back(self) -> None:
         """Copy back fp32 weights that an optimizer has moved to other memory by assigning to `.data`."""
         for loan in self.loans:
-            here, there = loan.stretch.in_bucket(self.values), local(loan.stand_in)
+            here, there = loan.segment.bucket_view(self.values), local(loan.stand_in)
             if here.data_ptr() != there.data_ptr():
                 here.as_strided(there.shape, loan.fp32_grad.stride()).copy_(there)
 
@@ -234,97 +236,98 @@ class Workspace:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Stretches whose fp32 weights are lent together."""
+    """Segments whose fp32 weights are lent together."""
 
     device: torch.device
     dtype: torch.dtype
-    stretches: list[Stretch] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     length: int = 0
     has_gaps: bool = False
-    """Whether alignment leaves gaps between stretches."""
+    """Whether alignment leaves gaps between segments."""
     digest: int | None = None
     """`_digest` of the 16-bit weights when they were last written. CPU only."""
     codec: Codec = field(init=False)
 
     def add(self, weight: Weight, start: int, length: int) -> None:
-        """Add a stretch of a weight."""
+        """Add a segment of a weight."""
         size = local(weight.param).numel()
         weight.is_cut |= length < size
         offset = math.ceil(self.length / _ALIGNED) * _ALIGNED
-        stretch = Stretch(weight, start, length, offset, is_last=start + length == size)
-        self.stretches.append(stretch)
-        self.has_gaps |= stretch.offset > self.length
-        self.length = stretch.offset + length
+        segment = Segment(weight, start, length, offset, is_last=start + length == size)
+        self.segments.append(segment)
+        self.has_gaps |= segment.offset > self.length
+        self.length = segment.offset + length
 
     def has_grads(self) -> bool:
         """Return True if any weight has a gradient."""
-        return any(stretch.weight.param.grad is not None for stretch in self.stretches)
+        return any(segment.weight.param.grad is not None for segment in self.segments)
 
-    def saved(self, stretch: Stretch) -> dict[str, torch.Tensor]:
-        """Return the checkpoint entries of a stretch; flat."""
-        return self.codec.saved(stretch.offset, stretch.offset + stretch.length)
+    def saved(self, segment: Segment) -> dict[str, torch.Tensor]:
+        """Return the checkpoint entries of a segment; flat."""
+        return self.codec.saved(segment.offset, segment.offset + segment.length)
 
-    def load(self, stretch: Stretch, saved: dict[str, torch.Tensor]) -> None:
-        """Load the checkpoint entries of a stretch; flat."""
-        self.codec.load(stretch.offset, stretch.offset + stretch.length, saved)
+    def load(self, segment: Segment, saved: dict[str, torch.Tensor]) -> None:
+        """Load the checkpoint entries of a segment; flat."""
+        self.codec.load(segment.offset, segment.offset + segment.length, saved)
 
-    def decode(self, views: BucketViews) -> list[Stretch]:
+    def decode(self, views: BucketViews) -> list[Segment]:
         """Write the fp32 weights to `views.values`.
 
         Returns:
-            Stretches whose 16-bit weights were written without changing the version counter, as through `.data`. Their
+            Segments whose 16-bit weights were written without changing the version counter, as through `.data`. Their
             fp32 weights are now the 16-bit ones, and they must be encoded again. Always empty on accelerators, where
             this is not detected.
         """
         weights = self._weights(views)
-        if len(self.stretches) > 1:
+        if len(self.segments) > 1:
             if self.has_gaps:
                 weights.zero_()
-            torch._foreach_copy_([loan.low for loan in views.loans], [each.of_param() for each in self.stretches])
+            torch._foreach_copy_([loan.low for loan in views.loans], [each.param_view() for each in self.segments])
         self.codec.decode(weights, views.values)
         if self.digest is None or self.digest == _digest(weights):
             return []
-        written = [each for each in self.stretches if each.weight.bits is None or not each.weight.matches_kept()]
-        for stretch in written:
-            stretch.in_bucket(views.values).copy_(stretch.in_bucket(weights))
+        # Which segment differs is unknown, so all of them are, but for those whose own digests are known.
+        written = [segment for segment in self.segments if not segment.weight.matches_kept()]
+        for segment in written:
+            segment.bucket_view(views.values).copy_(segment.bucket_view(weights))
         return written
 
-    def encode(self, views: BucketViews, stepped: list[Stretch]) -> None:
-        """Encode the fp32 weights of some stretches in `views.values`, and write their 16-bit weights."""
-        others = set() if len(stepped) == len(self.stretches) else {*self.stretches} - {*stepped}
+    def encode(self, views: BucketViews, stepped: list[Segment]) -> None:
+        """Encode the fp32 weights of some segments in `views.values`, and write their 16-bit weights."""
+        others = set() if len(stepped) == len(self.segments) else {*self.segments} - {*stepped}
         kept = [{name: tensor.clone() for name, tensor in self.saved(other).items()} for other in others]
         weights = self._weights(views)
         self.codec.encode(views.values, weights)
         for other, saved in zip(others, kept, strict=True):
             self.load(other, saved)
-        if len(self.stretches) > 1:
+        if len(self.segments) > 1:
             for other in others:  # restore those that stochastic rounding has changed
-                other.in_bucket(weights).copy_(flat(other.of_param()))
-            loans = [loan for loan in views.loans if loan.stretch not in others]
-            torch._foreach_copy_([loan.stretch.of_param() for loan in loans], [loan.low for loan in loans])
-        if self.device.type == "cpu" and not self.codec.is_empty():
+                other.bucket_view(weights).copy_(flat(other.param_view()))
+            loans = [loan for loan in views.loans if loan.segment not in others]
+            torch._foreach_copy_([loan.segment.param_view() for loan in loans], [loan.low for loan in loans])
+        if self.device.type == "cpu" and not self.codec.is_empty():  # on accelerators, reading the digest would sync
             self.digest = _digest(weights)
-        for stretch in stepped:
-            stretch.weight.note_written()
+        for segment in stepped:
+            segment.weight.note_written()
 
     def _weights(self, views: BucketViews) -> torch.Tensor:
-        """Return the memory of the 16-bit weights; with several stretches, the memory for their copies."""
-        return views.weights if len(self.stretches) > 1 else flat(self.stretches[0].of_param())
+        """Return the memory of the 16-bit weights; with several segments, the memory for their copies."""
+        return views.weights if len(self.segments) > 1 else flat(self.segments[0].param_view())
 
 
 class Part(NamedTuple):
-    """A stretch and its bucket."""
+    """A segment and its bucket."""
 
     bucket: Bucket
-    stretch: Stretch
+    segment: Segment
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return the checkpoint entries of the stretch; flat."""
-        return self.bucket.saved(self.stretch)
+        """Return the checkpoint entries of the segment; flat."""
+        return self.bucket.saved(self.segment)
 
     def load(self, saved: dict[str, torch.Tensor]) -> None:
-        """Load the checkpoint entries of the stretch; flat."""
-        self.bucket.load(self.stretch, saved)
+        """Load the checkpoint entries of the segment; flat."""
+        self.bucket.load(self.segment, saved)
 
 
 def _digest(weights: torch.Tensor) -> int:
@@ -398,10 +401,10 @@ def fill(weights: list[Weight], *, cuts: bool) -> list[Bucket]:
         cuts: Whether to split larger weights, except DTensors. Otherwise each gets a separate bucket.
 
     Returns:
-        Buckets, in which the stretches of each weight are in order.
+        Buckets, in which the segments of each weight are in order.
     """
     full: list[Bucket] = []
-    shared: list[Bucket] = []  # come last, because they include weights' last, shorter stretches
+    shared: list[Bucket] = []  # come last, because they include weights' last, shorter segments
     open_: dict[torch.device, Bucket] = {}
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype

@@ -29,7 +29,7 @@ def entries_of(weight: Weight, parts: list[Part], chance: Chance | None) -> dict
     for name, dtype in parts[0].bucket.codec.entries().items():
         entry = torch.empty_like(here, dtype=dtype)
         for part in parts:
-            part.stretch.of(entry).copy_(part.saved()[name])
+            part.segment.view_of(entry).copy_(part.saved()[name])
         entries[PREFIX + name] = as_dtensor(entry, weight.param)
     if entries:
         entries[_DIGESTS] = _digest_of(weight)
@@ -131,6 +131,8 @@ def _of_fp32_or_kahan(weight: Weight, entries: dict[str, Any]) -> dict[str, Any]
     fp32 = flat(laid_out_as(local(entries[name]).to(here.device), here)).float()
     if name == _COMPENSATION:
         fp32 = flat(here).float() + fp32
+    # The extra bits belong to the checkpoint's 16-bit weights. For "fp32" these are the rounded fp32 weights. For
+    # "kahan" they are the model's, which adding a compensation never changes: if it does, the model is not loaded.
     expected = flat(here) if name == _COMPENSATION else fp32.to(here.dtype)
     low = torch.empty_like(expected)
     codec = split_codec(here.dtype, len(fp32), here.device)
@@ -316,24 +318,24 @@ def load_entries(weight: Weight, parts: list[Part], entries: Mapping[str, torch.
         for name in parts[0].bucket.codec.entries()
     }
     for part in parts:
-        part.load({name: part.stretch.of(entry) for name, entry in full.items()})
+        part.load({name: part.segment.view_of(entry) for name, entry in full.items()})
         part.bucket.digest = None
-    digest = _known_digest(weight, entries.get(_DIGESTS))
-    if digest is None:
-        weight.bits, weight.awaits_weights = None, True
+    digests = _known_digests(weight, entries.get(_DIGESTS))
+    if digests is None:  # keep the version: the next write is that of the model's checkpoint, whatever its values
+        weight.kept_digests = torch.full((), NO_DIGEST, dtype=torch.int32, device=here.device)
     else:
-        weight.bits, weight.version, weight.awaits_weights = digest, None, False
+        weight.kept_digests, weight.version = digests, None
 
 
-def _known_digest(weight: Weight, entry: torch.Tensor | None) -> torch.Tensor | None:
+def _known_digests(weight: Weight, entry: torch.Tensor | None) -> torch.Tensor | None:
     """Return the digests of a weight's rows on this rank, or of all of it; None if the checkpoint has none. Syncs."""
     if entry is None:
         return None
-    digest = local(entry).to(local(weight.param).device)
+    digests = local(entry).to(local(weight.param).device)
     now = weight.row_digests() if entry.dim() else weight.digest()
-    if digest.shape != now.shape or bool((digest == NO_DIGEST).all()):
+    if digests.shape != now.shape or bool((digests == NO_DIGEST).all()):
         return None
-    return digest.clone()
+    return digests.clone()
 
 
 def load_inner(

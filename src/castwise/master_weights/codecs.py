@@ -27,7 +27,7 @@ _LOW_BITS = 0x7F7F7F7F7F7F7F7F
 
 
 class Codec(ABC):
-    """Holds the bits of fp32 weights that a stretch of 16-bit weights lacks.
+    """Holds the bits of fp32 weights that a segment of 16-bit weights lacks.
 
     All tensors are flat and of the same length: `weights` in 16 bits, `values` and `out` in fp32.
 

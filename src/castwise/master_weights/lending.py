@@ -46,15 +46,15 @@ class LowState:
 
 
 def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
-    """Return the loans of a bucket's stretches that have a gradient, and set their gradients.
+    """Return the loans of a bucket's segments that have a gradient, and set their gradients.
 
     Args:
         views: The views of the decoded bucket.
-        all_: Whether to include stretches without a gradient.
+        all_: Whether to include segments without a gradient.
     """
     loans, copied_to, copied = [], [], []
     for loan in views.loans:
-        param = loan.stretch.weight.param
+        param = loan.segment.weight.param
         of_param = param.grad
         loan.grad = None
         if of_param is not None:
@@ -75,11 +75,11 @@ def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
 
 
 def _grad_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
-    weight = loan.stretch.weight
+    weight = loan.segment.weight
     here = of_param if is_plain(of_param) else local(of_param)
     if here.stride() != weight.layout.stride or here.is_neg():
         here = laid_out_as(here, local(weight.param))
-    return loan.stretch.of(here) if loan.is_part else here
+    return loan.segment.view_of(here) if loan.is_part else here
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def lent(
         for member in of_group:
             if isinstance(member, Loan):
                 loans.append(member)
-                param = member.stretch.weight.param
+                param = member.segment.weight.param
                 if (of_param := state.get(param)) is not None:
                     borrowed[member.stand_in] = _lent_state(of_param, member, low_state)
             elif member in state:
@@ -145,13 +145,13 @@ def lent(
 
 
 def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> dict[Any, Any]:
-    param, is_part = loan.stretch.weight.param, loan.is_part
+    param, is_part = loan.segment.weight.param, loan.is_part
     if not is_part and not low_state.dtypes:
         return of_param
     lent_state = {}
     for name, value in of_param.items():
         if _is_of_weight(value, param):
-            part = loan.stretch.of(value) if is_part else value
+            part = loan.segment.view_of(value) if is_part else value
             lent_state[name] = part.float() if part.dtype.itemsize < 4 else part
         else:  # such as the step count, which each part increments
             lent_state[name] = value.clone() if is_part and isinstance(value, torch.Tensor) else value
@@ -160,12 +160,12 @@ def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> di
 
 def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState, created: Created) -> None:
     """Store the state of a stand-in as that of its parameter; `created` has the one that later parts must not find."""
-    param, stretch, is_part = loan.stretch.weight.param, loan.stretch, loan.is_part
+    param, segment, is_part = loan.segment.weight.param, loan.segment, loan.is_part
     if not is_part and not low_state.dtypes:
         state[param] = of_stand_in
         return
     of_param = state.get(param, {}) if is_part else state[param]
-    is_last = not is_part or stretch.is_last
+    is_last = not is_part or segment.is_last
     new = created.setdefault(param, {}) if is_part else {}
     for name, value in of_stand_in.items():
         if not _is_of_weight(value, loan.stand_in):
@@ -178,10 +178,10 @@ def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: L
             if not _is_of_weight(stored, param):
                 stored = new[name] = torch.empty_like(param.detach(), dtype=low or value.dtype)
         here = local(stored)
-        here = stretch.of(here) if is_part else here
+        here = segment.view_of(here) if is_part else here
         values = local(value)
         if low is not None and low.itemsize < 4 and str(name) not in low_state.nearest:
-            values = low_state.round(values, low, f"{name} of {stretch.weight.name} from {stretch.start}")
+            values = low_state.round(values, low, f"{name} of {segment.weight.name} from {segment.start}")
         if here.data_ptr() != values.data_ptr():
             here.copy_(values)
     if is_last:

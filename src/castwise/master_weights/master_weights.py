@@ -33,7 +33,7 @@ from castwise.master_weights.buckets import (
     Layout,
     Loan,
     Part,
-    Stretch,
+    Segment,
     Weight,
     Workspace,
     as_dtensor,
@@ -85,8 +85,8 @@ class _Round:
 
     buckets: list[Bucket]
     """The buckets whose weights are lent."""
-    members: dict[int, list[Stretch | torch.Tensor]]
-    """By group index, the members of the call: stretches of 16-bit parameters, and other parameters."""
+    members: dict[int, list[Segment | torch.Tensor]]
+    """By group index, the members of the call: segments of 16-bit parameters, and other parameters."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -285,12 +285,14 @@ class MasterWeights(torch.optim.Optimizer):
             for bucket in added:
                 views = self._workspace.views_of(bucket)
                 views.values.zero_()
-                for stretch in bucket.stretches:
-                    param = stretch.weight.param
-                    stretch.in_bucket(views.values).copy_(stretch.of(fp32[param] if param in fp32 else local(param)))
-                bucket.encode(views, bucket.stretches)
+                for segment in bucket.segments:
+                    param = segment.weight.param
+                    segment.bucket_view(views.values).copy_(
+                        segment.view_of(fp32[param] if param in fp32 else local(param))
+                    )
+                bucket.encode(views, bucket.segments)
         for weight in new:
-            weight.bits = weight.digest()
+            weight.kept_digests = weight.digest()
             _OWNERS[weight.param] = ref(self)
             if self._grad_dtype is torch.float32:
                 weight.param.grad_dtype = torch.float32
@@ -397,7 +399,7 @@ class MasterWeights(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped"
                 )
-            factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_, for the same bits
             self._clipped = Snapshot(grads), factor if before is None else factor * before
         return norm
 
@@ -465,6 +467,7 @@ class MasterWeights(torch.optim.Optimizer):
                 "scaler.clip_grad_norm_(optimizer, ...) instead of the optimizer's method"
             )
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+        # A fused optimizer on an accelerator reads found_inf on the device; for all others the host has to know it.
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             return loss
         factor, returned = self._factor(scale, is_fused=is_fused), None
@@ -497,10 +500,10 @@ class MasterWeights(torch.optim.Optimizer):
             rounds = []
             for bucket in self._buckets:
                 rounds.append(_Round([bucket], {}))
-                for stretch in bucket.stretches:
-                    rounds[-1].members.setdefault(group_of[stretch.weight.param], []).append(stretch)
+                for segment in bucket.segments:
+                    rounds[-1].members.setdefault(group_of[segment.weight.param], []).append(segment)
             low = {weight.param for weight in self._weights}
-            kept: dict[int, list[Stretch | torch.Tensor]] = {}
+            kept: dict[int, list[Segment | torch.Tensor]] = {}
             for param, index in group_of.items():
                 if param not in low:
                     kept.setdefault(index, []).append(param)
@@ -511,8 +514,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _whole(self) -> _Round:
         """Return one call with all parameters, for an optimizer that needs them together."""
-        of_param = {stretch.weight.param: stretch for bucket in self._buckets for stretch in bucket.stretches}
-        members: dict[int, list[Stretch | torch.Tensor]] = {
+        of_param = {segment.weight.param: segment for bucket in self._buckets for segment in bucket.segments}
+        members: dict[int, list[Segment | torch.Tensor]] = {
             index: [of_param.get(param, param) for param in group["params"]]
             for index, group in enumerate(self.param_groups)
         }
@@ -556,18 +559,18 @@ class MasterWeights(torch.optim.Optimizer):
             all_: Whether to also lend weights without gradients.
         """
         all_ = all_ or self._reach is Reach.ALL  # such optimizers may refer to parameters by position
-        views_of, found, loans = dict[Bucket, BucketViews](), dict[Bucket, list[Stretch]](), dict[Stretch, Loan]()
+        views_of, found, loans = dict[Bucket, BucketViews](), dict[Bucket, list[Segment]](), dict[Segment, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
                 # An unknown optimizer may keep lent tensors or assign to their `.data`, so it gets new ones.
                 views = BucketViews(bucket, Workspace(bucket.length)) if all_ else self._workspace.views_of(bucket)
                 views_of[bucket], found[bucket] = views, bucket.decode(views)
-                loans.update((loan.stretch, loan) for loan in loans_of(views, all_=all_))
+                loans.update((loan.segment, loan) for loan in loans_of(views, all_=all_))
         members: dict[int, list[Loan | torch.Tensor]] = {
             index: [
-                loans[each] if isinstance(each, Stretch) else each
+                loans[each] if isinstance(each, Segment) else each
                 for each in of_group
-                if not isinstance(each, Stretch) or each in loans
+                if not isinstance(each, Segment) or each in loans
             ]
             for index, of_group in round_.members.items()
         }
@@ -582,8 +585,8 @@ class MasterWeights(torch.optim.Optimizer):
             changed = found[bucket]
             if all_:
                 views.copy_values_back()
-            bucket.encode(views, [each for each in bucket.stretches if each in loans or each in changed])
-            written += [stretch.weight for stretch in changed]
+            bucket.encode(views, [each for each in bucket.segments if each in loans or each in changed])
+            written += [segment.weight for segment in changed]
 
     def __getattr__(self, name: str) -> Any:
         """Provide `train` and `eval` of inner optimizers that have them (schedule-free ones) and change weights."""
@@ -624,26 +627,16 @@ class MasterWeights(torch.optim.Optimizer):
         written: list[Weight] = []
         if self._method == "stochastic":  # keeps no data that could belong to other weights
             return written
-        loaded = set[Weight]()
         for weight in self._weights:
-            if (count := write_count(weight.param)) == weight.version:
+            if write_count(weight.param) == weight.version:
                 continue
             if weight.matches_kept():
-                if weight.awaits_weights:
-                    loaded.add(weight)
-                weight.version, weight.awaits_weights = count, False
+                weight.note_rewritten()
             else:
                 written.append(weight)
-        self._forget_digests(loaded)
         if written:
             self._set_values({weight: local(weight.param).float() for weight in written})
         return written
-
-    def _forget_digests(self, weights: set[Weight]) -> None:
-        """Forget the digests of buckets whose weights or kept data have been replaced."""
-        for bucket in self._buckets if weights else ():
-            if any(stretch.weight in weights for stretch in bucket.stretches):
-                bucket.digest = None
 
     def _take_over_written(self) -> None:
         """Adopt all weights that were written from outside as the new fp32 weights."""
@@ -654,7 +647,7 @@ class MasterWeights(torch.optim.Optimizer):
                 views = self._workspace.views_of(bucket)
                 if changed := bucket.decode(views):
                     bucket.encode(views, changed)
-                    written += [stretch.weight for stretch in changed]
+                    written += [segment.weight for segment in changed]
         self._warn_of(written, is_counted=False)
 
     def _warn_of(self, written: list[Weight], *, is_counted: bool) -> None:
@@ -683,13 +676,13 @@ class MasterWeights(torch.optim.Optimizer):
         """Set fp32 weights, given with the strides of the parameters."""
         with torch.no_grad():
             for bucket in self._buckets:
-                given_here = [stretch for stretch in bucket.stretches if stretch.weight in values]
+                given_here = [segment for segment in bucket.segments if segment.weight in values]
                 if given_here:
                     bucket.digest = None
                     views = self._workspace.views_of(bucket)
                     bucket.decode(views)
-                    for stretch in given_here:
-                        stretch.in_bucket(views.values).copy_(stretch.of(values[stretch.weight]))
+                    for segment in given_here:
+                        segment.bucket_view(views.values).copy_(segment.view_of(values[segment.weight]))
                     bucket.encode(views, given_here)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
@@ -870,12 +863,12 @@ class MasterWeights(torch.optim.Optimizer):
         values = {weight: torch.empty_like(local(weight.param), dtype=torch.float32) for weight in weights}
         with torch.no_grad():
             for bucket in self._buckets:
-                if any(stretch.weight in values for stretch in bucket.stretches):
+                if any(segment.weight in values for segment in bucket.segments):
                     views = self._workspace.views_of(bucket)
                     bucket.decode(views)
-                    for stretch in bucket.stretches:
-                        if stretch.weight in values:
-                            stretch.of(values[stretch.weight]).copy_(stretch.in_bucket(views.values))
+                    for segment in bucket.segments:
+                        if segment.weight in values:
+                            segment.view_of(values[segment.weight]).copy_(segment.bucket_view(views.values))
         return {weight: as_dtensor(value, weight.param) for weight, value in values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -898,11 +891,11 @@ class MasterWeights(torch.optim.Optimizer):
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def _parts(self) -> dict[Weight, list[Part]]:
-        """Return the stretches of each weight with their buckets, in order."""
+        """Return the segments of each weight with their buckets, in order."""
         parts = defaultdict[Weight, list[Part]](list)
         for bucket in self._buckets:
-            for stretch in bucket.stretches:
-                parts[stretch.weight].append(Part(bucket, stretch))
+            for segment in bucket.segments:
+                parts[segment.weight].append(Part(bucket, segment))
         return parts
 
     def narrowing_report(self, model: nn.Module, *args: Any, **kwargs: Any) -> NarrowingReport:
