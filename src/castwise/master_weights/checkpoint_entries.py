@@ -103,7 +103,7 @@ def as_split(weights: Mapping[Any, Weight], ours: dict[Any, dict[str, Any]]) -> 
             method.
 
     Raises:
-        ValueError: An entry is damaged, or its fp32 weight cannot be told.
+        ValueError: An entry is damaged, or its fp32 weight cannot be determined.
     """
     names = {frozenset(_own_names(entries)) for entries in ours.values()}
     is_bfloat16 = all(weight.layout.dtype is torch.bfloat16 for weight in weights.values())
