@@ -3,6 +3,7 @@
     python benchmarks/torch_versions.py               # the small set with every version, before a release
     python benchmarks/torch_versions.py 2.15          # the small set with one version; other rows are kept
     python benchmarks/torch_versions.py 2.15 --all    # all tests except the manual's; writes nothing
+    python benchmarks/torch_versions.py 2.15 --names  # only look up the private names
     python benchmarks/torch_versions.py 2.13 --in .venv/bin/python   # in an environment that exists
 
 Writes benchmarks/results/torch_versions.json and the table in docs/explanation/testing.md. Needs only the standard
@@ -146,22 +147,22 @@ def pytest(python: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def check(python: Path) -> dict[str, Any]:
-    """Look up the private names and run the small set with deprecations as errors."""
+def look_up(python: Path) -> dict[str, Any]:
+    """Return the versions of an environment, and the private names that its torch lacks."""
     command = [str(python), "-c", LOOK_UP, json.dumps([*NAMES])]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return {**found, "date": datetime.date.today().isoformat(), **pytest(python, (*ERRORS, *SMALL))}
+    return {**found, "date": datetime.date.today().isoformat()}
 
 
 def table(record: dict[str, Any]) -> str:
     """Return a table with a row per version."""
-    lines = ["| torch | Python | date | passed | skipped | failed | minutes | private names missing |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = ["| torch | Python | date | passed | skipped | failed | errors | minutes | private names missing |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     for of_version in record.values():
         missing = "; ".join(f"`{name}`: {NAMES[name]} is off" for name in of_version["missing"]) or "none"
-        failed = of_version["failed"] + of_version["error"]
-        cells = [*(of_version[key] for key in ("torch", "python", "date", "passed", "skipped")), failed]
-        lines.append(f"| {' | '.join(map(str, [*cells, of_version['minutes'], missing]))} |")
+        tests = [of_version.get(kind, "not run") for kind in ("passed", "skipped", "failed", "error", "minutes")]
+        cells = [*(of_version[key] for key in ("torch", "python", "date")), *tests, missing]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -180,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(VERSIONS))
     parser.add_argument("--all", action="store_true", help="run all tests; write nothing")
+    parser.add_argument("--names", action="store_true", help="only look up the private names")
     parser.add_argument("--in", dest="python", type=Path, help="the interpreter of an environment that exists")
     options = parser.parse_args()
     if unknown := set(options.versions) - set(VERSIONS):
@@ -190,13 +192,19 @@ def main() -> None:
     for version in options.versions or VERSIONS:
         with tempfile.TemporaryDirectory() as folder:
             python = options.python.absolute() if options.python else make_environment(Path(folder), version)
-            found = pytest(python, ALL) if options.all else check(python)
+            about = look_up(python)
+            if not about["torch"].startswith(f"{version}."):
+                sys.exit(f"{python} has torch {about['torch']}, not {version}")
+            if options.names:
+                found = about
+            elif options.all:
+                found = about | pytest(python, ALL)
+            else:
+                found = about | pytest(python, (*ERRORS, *SMALL))
         if not options.all:
-            if not found["torch"].startswith(f"{version}."):
-                sys.exit(f"{python} has torch {found['torch']}, not {version}")
             write(version, found)
         print(f"torch {version}: {json.dumps(found)}", flush=True)
-        if found["status"]:
+        if found.get("status"):
             failed.append(version)
     if failed:
         sys.exit(f"tests failed with torch {', '.join(failed)}")
