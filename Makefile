@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint docs bench foreign coverage clean
+.PHONY: demo test lint docs bench foreign coverage newest oldest versions clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -29,6 +29,17 @@ docs: .venv/.ready
 # Line and branch coverage of amp/ and distributed/. Fails below 95% of either.
 coverage: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.core_coverage
+
+# All tests, except the manual's, with the newest and the oldest torch that castwise is tested with; the small set with all
+# versions, before a release. Each makes an environment (about 3 GB to download, 6 GB on disk) and removes it again.
+newest:
+	$(PYTHON) benchmarks/torch_versions.py 2.15 --all
+
+oldest:
+	$(PYTHON) benchmarks/torch_versions.py 2.11 --all
+
+versions:
+	$(PYTHON) benchmarks/torch_versions.py
 
 # Takes about half an hour on two cores. Use an idle machine.
 bench: .venv/.ready

@@ -29,17 +29,6 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": spin})
 
 
-@nox.session(python="3.12")
-def oldest_torch(session: nox.Session) -> None:
-    """Run all tests with the oldest supported torch, except those of the manual, which shows output of the newest."""
-    pins = Path(session.create_tmp(), "constraints.txt")
-    lines = Path("constraints.txt").read_text().splitlines()
-    pins.write_text("\n".join(line for line in lines if not line.startswith("torch==")))
-    session.install("--constraint", str(pins), "torch==2.11.*", "--editable", ".[dev]")
-    arguments = session.posargs or ["tests", "--ignore", "tests/docs", "--numprocesses", "auto", "--maxprocesses", "4"]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
-
-
 @nox.session(python=PYTHONS)
 def lint(session: nox.Session) -> None:
     """Check style, types and spelling."""

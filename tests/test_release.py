@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from packaging.requirements import Requirement
 import castwise
 from castwise.__main__ import HELP
 from castwise.cli import app
+from castwise.doctor.notes import notes_on
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "castwise"
@@ -239,16 +241,29 @@ def test_ci_installs_the_torch_that_the_manual_says() -> None:
     assert said.groups() == (pinned[1], pythons[0], pythons[-1])
 
 
-def test_the_oldest_torch_has_a_session_of_its_own() -> None:
-    page = (ROOT / "docs" / "explanation" / "testing.md").read_text()
-    source = (ROOT / "noxfile.py").read_text()
-    said = re.search(
-        r"`nox -s oldest_torch` runs all tests except `(\S+)` with torch (\d+\.\d+) on Python (3\.\d+)", page
-    )
-    assert said is not None
-    session = source.partition(f'@nox.session(python="{said[3]}")\ndef oldest_torch(')[2].partition("\n@nox")[0]
-    assert f'"torch=={said[2]}.*"' in session
-    assert f'["tests", "--ignore", "{said[1]}",' in session
+def test_the_tested_range_of_torch_is_the_same_everywhere() -> None:
+    script = (ROOT / "benchmarks" / "torch_versions.py").read_text()
+    versions = re.findall(r'"(2\.\d+)"', script.partition("\nVERSIONS = ")[2].partition("\n")[0])
+    record = json.loads((ROOT / "benchmarks" / "results" / "torch_versions.json").read_text())
+    assert [*record] == versions
+    oldest, newest = versions[0], versions[-1]
+    makefile = (ROOT / "Makefile").read_text()
+    for target, version in (("newest", newest), ("oldest", oldest)):
+        assert f"\n{target}:\n\t$(PYTHON) benchmarks/torch_versions.py {version} --all\n" in makefile
+    assert f'dependencies = ["torch>={oldest}"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"tested with {oldest} to {newest}" in (ROOT / "README.md").read_text()
+    assert f"tested with torch {oldest} to {newest}" in (ROOT / "docs" / "index.md").read_text()
+    assert f"Checked against torch {oldest} to {newest}" in (SOURCE / "_torch_private.py").read_text()
+    assert not any("newer than" in note.text for note in notes_on(f"{newest}.1"))
+    major, minor = newest.split(".")
+    assert any(f"newer than {newest}" in note.text for note in notes_on(f"{major}.{int(minor) + 1}"))
+
+
+def test_no_recorded_torch_failed() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "torch_versions.json").read_text())
+    for version, found in record.items():
+        assert found["torch"].startswith(f"{version}.")
+        assert not any(found.get(kind, 0) for kind in ("failed", "error", "status")), version
 
 
 def test_tests_that_need_a_gpu_run_only_if_they_are_asked_for(request: pytest.FixtureRequest) -> None:

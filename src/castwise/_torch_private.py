@@ -1,8 +1,8 @@
 """All private torch names that castwise uses, so that a new torch release is checked in one place.
 
-Checked against torch 2.13.0 and the 2.11 sources. If a torch release drops a name, the feature that needs it is
-disabled and `import castwise` still works; each name documents its fallback. Native ops (`torch._foreach_*`,
-`torch._amp_*`, `torch.ops`) are called directly where they are needed.
+Checked against torch 2.11 to 2.15 by `benchmarks/torch_versions.py`. If a torch release drops a name, the feature that
+needs it is disabled and `import castwise` still works; each name documents its fallback. Native ops
+(`torch._foreach_*`, `torch._amp_*`, `torch.ops`) are called directly where they are needed.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def scripted_as(instead: type) -> Callable[[_Class], _Class]:
     """Have `torch.jit.script` compile another class wherever it meets the decorated one.
 
     TorchScript finds torch's regions by the name of their class. If torch drops the attribute for another name,
-    TorchScript compiles the decorated class itself, and fails. As of 2.13.0.
+    TorchScript compiles the decorated class itself, and fails.
     """
 
     def decorate(cls: _Class) -> _Class:
@@ -236,14 +236,14 @@ def after_tracing(function: Callable[[], None]) -> None:
 
 
 def lines_traced() -> list[tuple[str, int]]:
-    """Return the file and line of each frame that Dynamo is tracing, innermost last. As of 2.13.0."""
+    """Return the file and line of each frame that Dynamo is tracing, innermost last."""
     stack = _find("torch._guards", "TracingContext").extract_stack()
     return [(frame.filename, frame.lineno or 0) for frame in stack]
 
 
 @only_inlined
 def is_dynamo_active() -> bool:
-    """Return True if Dynamo intercepts this thread's function calls to compile them. As of 2.13.0."""
+    """Return True if Dynamo intercepts this thread's function calls to compile them."""
     asked = getattr(_eval_frame, "get_eval_frame_callback", None)
     return asked is not None and asked() is not None
 
@@ -255,7 +255,7 @@ def _compile_callbacks() -> tuple[list[Any], list[Any]]:
 
 
 def tell_of_compilations(*functions: Callable[..., None]) -> None:
-    """Have Dynamo, if it is loaded, call one function before and one after each compilation. As of 2.13.0."""
+    """Have Dynamo, if it is loaded, call one function before and one after each compilation."""
     for callbacks, function in zip(_compile_callbacks(), functions, strict=True):
         if function not in callbacks:
             callbacks.append(function)
@@ -314,7 +314,7 @@ def is_backward_running() -> bool:
 
 
 def backward_running() -> int | None:
-    """Return the unique number of the backward running in this thread; None if there is none. As of 2.13.0."""
+    """Return the unique number of the backward running in this thread; None if there is none."""
     return _backward() if is_backward_running() else None
 
 
@@ -326,7 +326,7 @@ def graph_node_running() -> int | None:
 
 
 def leaf_running() -> torch.Tensor | None:
-    """Return the leaf whose gradient the backward is accumulating, or None. As of 2.13.0."""
+    """Return the leaf whose gradient the backward is accumulating, or None."""
     node = _node() if is_backward_running() else None
     return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
 
@@ -375,12 +375,12 @@ _function_modes: Callable[[], list[Any]] = _find("torch.overrides", "_get_curren
 
 @only_inlined
 def function_modes() -> list[Any]:
-    """Return the active `TorchFunctionMode`s of this thread, innermost last. As of 2.13.0."""
+    """Return the active `TorchFunctionMode`s of this thread, innermost last."""
     return _function_modes()
 
 
 def is_default_device(mode: Any) -> bool:
-    """Return True for the `TorchFunctionMode` of `torch.device(...)` and `torch.set_default_device`. As of 2.13.0."""
+    """Return True for the `TorchFunctionMode` of `torch.device(...)` and `torch.set_default_device`."""
     return type(mode).__module__.startswith("torch.") and isinstance(getattr(mode, "device", None), torch.device)
 
 
@@ -413,7 +413,7 @@ record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_r
 
 @contextmanager
 def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Remove the parameters' post-accumulate-grad hooks during the block. As of 2.13.0."""
+    """Remove the parameters' post-accumulate-grad hooks during the block."""
     # Autograd holds references to these dicts, so they are emptied, not replaced.
     hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]
     try:
@@ -431,7 +431,7 @@ def wraps_compiled(module: Any) -> bool:
 
 
 def is_compiled(module: Any) -> bool:
-    """Return True if `torch.compile` wraps a module, or compiles its call or its forward. As of 2.13.0."""
+    """Return True if `torch.compile` wraps a module, or compiles its call or its forward."""
     if wraps_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
         return True
     forward = vars(module).get("forward")
@@ -439,7 +439,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the active `TorchDispatchMode`s of this thread. As of 2.13.0."""
+    """Return the active `TorchDispatchMode`s of this thread."""
     if not _is_in_dispatch_mode():
         return []
     with without_dispatch_modes() as modes:
@@ -459,7 +459,7 @@ _kernels: list[Any] = []  # libraries, kept alive: a library that is freed unreg
 def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
     """Register a function to be called with the tensors that a collective is about to write to.
 
-    It is never called if torch lacks the private names or torch.distributed. As of 2.13.0.
+    It is never called if torch lacks the private names or torch.distributed.
     """
     below = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
     if below is None:

@@ -26,14 +26,6 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         None,
         "2.13",
         Note(
-            "castwise is tested with torch 2.13. Of older versions, only the source of 2.11 was checked.",
-            "castwise/_torch_private.py",
-        ),
-    ),
-    (
-        None,
-        "2.13",
-        Note(
             "Code compiled by torch.compile in a region with a policy runs its backward under autocast. Before 2.13, "
             "the setting for this (torch._functorch.config.backward_pass_autocast) is shared by all threads, so a "
             "policy does not change it.",
@@ -49,19 +41,19 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         ),
     ),
     (
-        "2.13",
-        "2.14",
+        None,
+        "2.16",
         Note(
             "This version of torch still has the torch.amp bugs listed in castwise's README.",
             "tests/amp/test_torch_is_wrong.py and the tests beside it",
         ),
     ),
     (
-        "2.14",
+        "2.16",
         None,
         Note(
-            "This torch is newer than 2.13, the version castwise is tested with: private names it uses may have moved.",
-            "castwise/_torch_private.py",
+            "This torch is newer than 2.15, the newest castwise is tested with: private names it uses may have moved.",
+            "benchmarks/torch_versions.py",
         ),
     ),
 )
