@@ -18,8 +18,8 @@ def about(version: str) -> list[str]:
 @pytest.mark.parametrize(
     ("version", "notes"),
     [
-        ("2.11.0", ["Code compiled", "This version"]),
-        ("2.12.1+cu126", ["Code compiled", "This version"]),
+        ("2.11.0", ["castwise is", "Code compiled", "This version"]),
+        ("2.12.1+cu126", ["castwise is", "Code compiled", "This version"]),
         ("2.13.0", ["torch.autocast no", "This version"]),
         ("2.13.0+cpu", ["torch.autocast no", "This version"]),
         ("2.14.0.dev20261201", ["torch.autocast no", "This version"]),

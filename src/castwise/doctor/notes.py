@@ -26,6 +26,14 @@ _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
         None,
         "2.13",
         Note(
+            "castwise is tested with torch 2.13 to 2.15. Older versions have all private names, but fail some tests.",
+            "benchmarks/torch_versions.py",
+        ),
+    ),
+    (
+        None,
+        "2.13",
+        Note(
             "Code compiled by torch.compile in a region with a policy runs its backward under autocast. Before 2.13, "
             "the setting for this (torch._functorch.config.backward_pass_autocast) is shared by all threads, so a "
             "policy does not change it.",

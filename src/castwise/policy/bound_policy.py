@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -499,8 +498,8 @@ class _RuledForward:
     def __wrapped__(self) -> Any:
         """The forward without rules, for `inspect.signature`."""
         module: Any = self._module()
-        # Dynamo traces `__get__` only from torch 2.13 on.
-        return self.before or MethodType(type(module).forward, module)
+        # Before torch 2.13, Dynamo traces neither `__get__` nor `MethodType`.
+        return self.before or functools.partial(type(module).forward, module)
 
     @only_inlined
     def _without_rules(self) -> Any:
