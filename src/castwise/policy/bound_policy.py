@@ -498,7 +498,12 @@ class _RuledForward:
     def __wrapped__(self) -> Any:
         """The forward without rules, for `inspect.signature`."""
         module: Any = self._module()
-        # Before torch 2.13, Dynamo traces neither `__get__` nor `MethodType`.
+        return self.before or type(module).forward.__get__(module)
+
+    @only_inlined
+    def _traced(self) -> Any:
+        """Return the forward without rules in a form that Dynamo traces; before torch 2.13, that is not `__get__`."""
+        module: Any = self._module()
         return self.before or functools.partial(type(module).forward, module)
 
     @only_inlined
@@ -539,7 +544,7 @@ class _RuledForward:
         compiling = is_dynamo_compiling()
         outer, again = (THREAD.state, None) if compiling else self._outer_state()
         rule = None if outer is None else self.rules.get(outer.key)
-        forward = self.__wrapped__ if compiling else self._without_rules()
+        forward = self._traced() if compiling else self._without_rules()
         if outer is None or rule is None:
             return forward(*args, **kwargs)
         if not outer.is_native():
