@@ -129,3 +129,26 @@ def test_an_inf_written_after_clipping_skips_a_fused_step_also_when_another_loss
     scaler.step(optimizer)
     assert param.item() == 1.0
     assert scaler.step_skipped
+
+
+@pytest.mark.parametrize("has_later_loss", [False, True])
+def test_gradients_that_changed_after_clipping_stay_scaled_without_a_step(has_later_loss: bool) -> None:
+    param, other = weight(1.0), weight(1.0)
+    scaler, optimizer = scaled(param), Fused([param])
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    assert param.grad is not None
+    param.grad.add_(0.0)
+    if has_later_loss:
+        scaler.scale(other.sum()).backward()
+    scaler.update()
+    assert param.grad.item() == 4.0
+
+
+def test_a_tool_that_checks_gradients_again_does_not_use_up_unscale() -> None:
+    param = weight(1.0)
+    scaler, optimizer = scaled(param), torch.optim.SGD([{"params": [param, param]}], lr=1.0)
+    scaler.clip_grad_norm_(optimizer, 100.0)
+    scaler._check_inf_per_device(optimizer)
+    scaler.unscale_(optimizer)
+    assert param.grad is not None
+    assert param.grad.item() == 1.0

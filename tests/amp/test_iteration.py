@@ -115,6 +115,19 @@ def test_a_stage_that_matches_no_state_is_refused(stage: Any, is_known: bool) ->
     assert bool(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]) is is_known
 
 
+def test_a_state_with_a_wrong_stage_is_refused_at_each_step_and_kept() -> None:
+    scaler = scaled(param := weight(1.0))
+    optimizer = torch.optim.SGD([param])
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state.update(stage="STEPPED", found_inf_per_device={CPU: torch.ones(())})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="stage must be one of"):
+            scaler.step(optimizer)
+    state["stage"] = OptState.READY
+    scaler.step(optimizer)
+    assert param.item() != 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "skipped", "text"),
     [

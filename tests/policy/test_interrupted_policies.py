@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import castwise
-from castwise import Policy
+from castwise import Policy, _torch_private
 from castwise._torch_private import function_modes
 from castwise.amp import _traced_region
 from castwise.amp.thread_state import THREAD
@@ -157,3 +157,27 @@ def test_a_context_that_fails_to_be_entered_leaves_nothing_behind(owner: Any, mo
                 model(X)
         assert thread_state() == before
         assert model(X).dtype is torch.float32
+
+
+def test_without_torchs_list_of_modes_all_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_private, "_function_modes", list)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
+    bound = Policy(compute="bfloat16", modules={"1": "float32"}).bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        for _ in range(3):
+            model(torch.ones(1, 4))
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_an_error_in_a_module_with_any_rule_puts_torchs_switches_back() -> None:
+    class Disables(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            torch.set_autocast_enabled("cpu", False)
+            raise ValueError("bad")
+
+    model = Disables(4, 4)
+    bound = Policy(compute="bfloat16", output="float32").bind(model)
+    with castwise.autocast("cpu", policy=bound):
+        with pytest.raises(ValueError, match="bad"):
+            model(torch.ones(1, 4))
+        assert torch.is_autocast_enabled("cpu")

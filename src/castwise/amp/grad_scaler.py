@@ -302,19 +302,20 @@ class GradScaler(torch.amp.GradScaler):
             takes_grad_scale=supports and not takes_scaler,
             was_shown=was_shown,
         )
-        self._iteration.records[optimizer] = record
         if self._iteration.unseen:
             self._adopt_unseen(record)
+        self._iteration.records[optimizer] = record
         if self._agreement is not None:
             self._agreement.watch(optimizer)
         return record
 
     def _adopt_unseen(self, record: OptimizerRecord) -> None:
         """Give a new record the state that a tool has written for its optimizer in `_per_optimizer_states`."""
-        state = self._iteration.unseen.pop(id(record.optimizer), None)
+        state = self._iteration.unseen.get(id(record.optimizer))
         if state is None:
             return
-        record["stage"] = state["stage"]
+        record["stage"] = state["stage"]  # raises if it is none of torch's
+        del self._iteration.unseen[id(record.optimizer)]
         if state["found_inf_per_device"]:
             self._note(record, state["found_inf_per_device"])
 
@@ -360,7 +361,7 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "unscale_")
-        if record.state.is_scaled:
+        if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=self._allow_fp16_gradients)
         elif isinstance(record.state, Unscaled) and record.state.may_unscale:
             record.state = dataclasses.replace(record.state, may_unscale=False)
@@ -373,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients in place, and clip them if that was left to a fused step.
 
         Args:
-            record: Its gradients are scaled.
+            record: The optimizer. Gradients that are unscaled already are multiplied by 1, which checks them.
             allow_fp16: Whether fp16 gradients are allowed.
             may_unscale: Whether the user may still call `unscale_`.
         """
@@ -400,7 +401,8 @@ class GradScaler(torch.amp.GradScaler):
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
-        record.state = Unscaled(may_unscale, is_clipped)
+        if state.awaits_unscaling:  # otherwise a tool has only checked them again
+            record.state = Unscaled(may_unscale, is_clipped)
         if found_by_clipping:
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
@@ -438,7 +440,7 @@ class GradScaler(torch.amp.GradScaler):
     def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
         """Return gradients in groups with the factor that unscales (and clips) each; unscaled ones are only clipped."""
         scale, unscaled = self._made_scale(), self._optimizers.shared.unscaled
-        if not record.state.is_scaled:
+        if not record.state.awaits_unscaling:
             return [(torch.ones_like(scale), grads.groups)]
         factor = measure.reciprocal(record.state.divisor if isinstance(record.state, Clipped) else scale)
         unscaled = {param: unscaled[param] for param in grads.params if param in unscaled} if unscaled else {}
@@ -542,12 +544,12 @@ class GradScaler(torch.amp.GradScaler):
         record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
         grads = self._gradients_to_clip(record, allow_fp16=allow_fp16)
-        is_left_to_step = record.takes_grad_scale and record.state.is_scaled and not grads.repeat
+        is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
         as_stepped = grads.measured_in_fp32() if is_left_to_step and record.info.steps_in_fp32 else grads
         if isinstance(record.state, Clipped):
             scaled_by = record.state.divisor
         else:
-            scaled_by = scale if record.state.is_scaled else torch.ones_like(scale)
+            scaled_by = scale if record.state.awaits_unscaling else torch.ones_like(scale)
         clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type)
         if error_if_nonfinite and (clip.found_inf or not clip.norm.isfinite()):
             raise RuntimeError(
@@ -564,13 +566,16 @@ class GradScaler(torch.amp.GradScaler):
         return clip.norm if not grads.groups else clip.norm.to(grads.groups[0].device)
 
     def _gradients_to_clip(self, record: OptimizerRecord, *, allow_fp16: bool) -> Gradients:
-        """Collect gradients that all are multiplied by one number; unscale them first if they are not."""
+        """Collect gradients that all are multiplied by the same number.
+
+        They are unscaled first if some of them are already, or if a subclass has its own `_unscale_grads_`.
+        """
         optimizer, agreement = record.optimizer, self._agreement
         grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         if self._rule.needs_largest:
             self._note_largest(record, grads)
         has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
-        if record.state.is_scaled and (has_unscaled or self._replaces_unscaling()):
+        if record.state.awaits_unscaling and (has_unscaled or self._replaces_unscaling()):
             self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
             grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         return grads
@@ -605,14 +610,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> measure.Clip:
         """Unscale and clip gradients in place; return the numbers with what that has found."""
         state = record.state
-        if state.is_scaled and any(group.dtype is torch.float16 for group in grads.groups):
+        if state.awaits_unscaling and any(group.dtype is torch.float16 for group in grads.groups):
             # Unscaling may make an fp16 gradient infinite even if the norm is finite.
-            self._unscale(record, allow_fp16=True)
+            self._unscale(record, allow_fp16=True, may_unscale=True)
             found_infs = [clip.found_inf, *record.found_inf_per_device.values()]
             clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
             scaled_by = torch.ones_like(scaled_by)
         measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
-        if state.is_scaled and self._optimizers.shared.watches:
+        if state.awaits_unscaling and self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         record.state = Unscaled(not isinstance(state, Unscaled) or state.may_unscale, is_clipped=True)
         return clip
@@ -653,7 +658,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale gradients unless they already are, and still allow the user to call `unscale_`."""
-        if record.state.is_scaled:
+        if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -710,7 +715,7 @@ class GradScaler(torch.amp.GradScaler):
         elif record.takes_grad_scale:
             returned = self._step_with_scale(record, *args, **kwargs)
         else:
-            if record.state.is_scaled:
+            if record.state.awaits_unscaling:
                 self.unscale_(optimizer)
             if self._agreement is not None:
                 self._agree("step")
@@ -736,7 +741,7 @@ class GradScaler(torch.amp.GradScaler):
         record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
         if not record.is_finite:
             params, grads = params_and_grads(record.optimizer)
-            still_scaled_by = self._scale if record.state.is_scaled else None
+            still_scaled_by = self._scale if record.state.awaits_unscaling else None
             record.note_flags(measure.local_flags(params, grads, still_scaled_by))
             for observer in OBSERVERS:
                 observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
@@ -757,7 +762,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales, clips and skips in its own step."""
         scale, optimizer, shared = self._made_scale(), record.optimizer, self._optimizers.shared
-        if record.state.is_scaled and shared.unscaled and self._has_unscaled(params_of(optimizer)):
+        if record.state.awaits_unscaling and shared.unscaled and self._has_unscaled(params_of(optimizer)):
             # One grad_scale applies to all its gradients, but some are already unscaled.
             self._unscale(record, allow_fp16=True)
         state = record.state
@@ -778,7 +783,7 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 returned = optimizer.step(*args, **kwargs)
         # torch's fused kernels write the gradients back unscaled, unless they skip; other kernels may not.
-        if state.is_scaled and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
+        if state.awaits_unscaling and shared.watches and type(optimizer).step.__module__.startswith("torch.optim."):
             shared.note_unscaled(params_of(optimizer), unless=found_inf)
         return returned
 
@@ -824,7 +829,7 @@ class GradScaler(torch.amp.GradScaler):
         assert scale is not None
         if isinstance(user_scale, (int, float)):
             user_scale = torch.full_like(scale, user_scale)
-        if not record.state.is_scaled:
+        if not record.state.awaits_unscaling:
             return user_scale
         divisor = record.state.divisor if isinstance(record.state, Clipped) else scale
         return divisor if user_scale is None else divisor * user_scale

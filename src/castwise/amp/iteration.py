@@ -85,7 +85,7 @@ class Ready:
     """The gradients are as the backward left them: scaled."""
 
     stage: ClassVar[OptState] = OptState.READY
-    is_scaled: ClassVar[bool] = True
+    awaits_unscaling: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class Clipped:
     """The gradients are still scaled: a fused step will unscale and clip them while it reads them."""
 
     stage: ClassVar[OptState] = OptState.READY  # torch has no such state, and its tools may still unscale
-    is_scaled: ClassVar[bool] = True
+    awaits_unscaling: ClassVar[bool] = True
     divisor: torch.Tensor
     """Unscales and clips: fp32, shape ()."""
     factor: torch.Tensor | None
@@ -107,7 +107,7 @@ class Unscaled:
     """The gradients are unscaled."""
 
     stage: ClassVar[OptState] = OptState.UNSCALED
-    is_scaled: ClassVar[bool] = False
+    awaits_unscaling: ClassVar[bool] = False
     may_unscale: bool = False
     """Whether `unscale_` may still be called, because clipping has unscaled and not the user."""
     is_clipped: bool = False
@@ -119,7 +119,7 @@ class Stepped:
     """The optimizer was stepped; it may have left the step out because of an inf or NaN."""
 
     stage: ClassVar[OptState] = OptState.STEPPED
-    is_scaled: ClassVar[bool] = False
+    awaits_unscaling: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +127,7 @@ class Skipped:
     """`GradScaler.skip` was called, which does not count as a step."""
 
     stage: ClassVar[OptState] = OptState.STEPPED
-    is_scaled: ClassVar[bool] = False
+    awaits_unscaling: ClassVar[bool] = False
 
 
 State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped

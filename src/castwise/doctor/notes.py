@@ -74,8 +74,8 @@ def notes_on(version: str) -> list[Note]:
         version: Such as `torch.__version__`.
 
     Example:
-        >>> [note.source for note in notes_on("2.14.1+cu130")]
-        ['tests/doctor/test_notes.py', 'castwise/_torch_private.py']
+        >>> [note.source for note in notes_on("2.16")]
+        ['tests/doctor/test_notes.py', 'benchmarks/torch_versions.py']
     """
     this = TorchVersion(version)
     return [

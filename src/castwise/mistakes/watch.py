@@ -49,12 +49,11 @@ class MixedPrecisionMistake(UserWarning):
 def _to_finders(event: str) -> Any:
     """Return a method of `Watch` that passes an event on to the finders."""
 
-    @guarded
     def pass_on(self: Watch, *args: Any, **kwargs: Any) -> None:
         self._each(event, *args, **kwargs)
 
-    pass_on.__qualname__ = f"Watch.{event}"  # by which the guard knows it
-    return pass_on
+    pass_on.__name__, pass_on.__qualname__ = event, f"Watch.{event}"  # by which the guard counts failures
+    return guarded(pass_on)
 
 
 class Watch(Observer):

@@ -61,9 +61,20 @@ class ScaledSteps:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
-        self.register_gradients_hook = scaler.register_gradients_hook
-        self.register_step_hook = scaler.register_step_hook
-        self.synchronize = scaler.synchronize
+
+    def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> Handle:
+        """Call a function with each optimizer and the scale, before the gradients of its step are changed."""
+        handle: Handle = self._scaler.register_gradients_hook(hook)
+        return handle
+
+    def register_step_hook(self, hook: Callable[[StepFacts], object]) -> Handle:
+        """Call a function with the facts of each step, once the host knows them."""
+        handle: Handle = self._scaler.register_step_hook(hook)
+        return handle
+
+    def synchronize(self) -> None:
+        """Report all pending steps, which waits for the device."""
+        self._scaler.synchronize()
 
     @property
     def agrees(self) -> bool:

@@ -595,7 +595,7 @@ class _RuledForward:
         mode: TorchFunctionMode | None,
     ) -> Any:
         """Call a forward in another state, which an interrupt at any line does not leave behind."""
-        start, changes = graph_nodes_made(), _ThreadChanges(outer.device, sets_native=rule.precision is not None)
+        start, changes, is_entered = graph_nodes_made(), _ThreadChanges(outer.device), False
         try:
             try:
                 if rule.fast_path is False and not outer.bound.op_rules:
@@ -609,13 +609,14 @@ class _RuledForward:
                     changes.enter(_Fp32Weights())
                 if rule.precision is not None:
                     _set_native(outer, state)
+                is_entered = True
                 return forward(*args, **kwargs)
             finally:
-                changes.put_back()
+                changes.put_back(is_entered, sets_native=rule.precision is not None)
                 if rule.precision is not None:
                     outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
         except BaseException:
-            changes.put_back()  # the interrupt may have come while they were put back
+            changes.put_back()  # an interrupt may have come while they were put back
             raise
 
     @only_inlined
@@ -684,14 +685,15 @@ class _RuledForward:
                 restore_native_state(outer.device, *native)
                 if hidden is not None:
                     hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        changes = _ThreadChanges(outer.device, sets_native=True)
+        changes, is_entered = _ThreadChanges(outer.device), False
         try:
             try:
                 changes.hide(op_rules.innermost_mode(outer.bound))
                 _set_native(outer, outer._replace(enabled=False))
+                is_entered = True
                 return rule.quantized(input, weight, bias, state, weights, tell)
             finally:
-                changes.put_back()
+                changes.put_back(is_entered)
         except BaseException:
             changes.put_back()
             raise
@@ -702,13 +704,11 @@ class _ThreadChanges:
 
     Args:
         device: The `type` of the region's device.
-        sets_native: Whether the rule sets torch's own switches.
     """
 
     @only_inlined
-    def __init__(self, device: str, *, sets_native: bool) -> None:
-        self._state, self._device = THREAD.state, device
-        self._native = native_state_of(device) if sets_native else None
+    def __init__(self, device: str) -> None:
+        self._state, self._device, self._native = THREAD.state, device, native_state_of(device)
         self._entered: list[TorchFunctionMode] = []
         self._hidden: TorchFunctionMode | None = None
 
@@ -726,13 +726,20 @@ class _ThreadChanges:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
     @only_inlined
-    def put_back(self) -> None:
-        """Put back the state of the thread before the changes."""
-        if self._native is not None:
+    def put_back(self, is_complete: bool = False, *, sets_native: bool = True) -> None:
+        """Put back the state of the thread before the changes.
+
+        Args:
+            is_complete: Whether all changes were made. If not, an interrupt may have come between any two steps, and
+                torch is asked which modes are active.
+            sets_native: Whether torch's own switches are among the changes.
+        """
+        if sets_native:
             restore_native_state(self._device, *self._native)
         for mode in reversed(self._entered):
-            op_rules.exit_if_entered(mode)
-        if self._hidden is not None and self._hidden not in function_modes():
+            if is_complete or mode in function_modes():
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        if self._hidden is not None and (is_complete or self._hidden not in function_modes()):
             self._hidden.__enter__()  # type: ignore[no-untyped-call]  # torch's
         THREAD.state = self._state
 
