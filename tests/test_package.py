@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,8 @@ def test_every_name_of_torchs_modules_is_accounted_for(module: str) -> None:
     of_torch, of_castwise = (importlib.import_module(f"{package}.{module}") for package in ("torch", "castwise"))
     submodules = {name.rpartition(".")[2] for name in sys.modules if name.startswith(f"torch.{module}.")}
     names = {name for name in vars(of_torch) if not name.startswith("__")} - submodules
-    assert names - {*NAMES.get(module, ())} - OTHER_NAMES[module].keys() == set()
+    of_typing = {*typing.__all__}  # which of them torch imports differs between versions
+    assert names - {*NAMES.get(module, ())} - OTHER_NAMES[module].keys() - of_typing == set()
     assert OTHER_NAMES[module].keys() - names == set()
     for name, where in OTHER_NAMES[module].items():
         if not where.startswith("left out, because "):
@@ -194,7 +196,10 @@ def test_the_face() -> None:
     assert all(hasattr(castwise, name) for name in castwise.__all__)
 
 
-@pytest.mark.parametrize(("module", "name"), PLACES)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [place for place in PLACES if place[1] != "_UnmanagedAutocast" or torch.__version__ >= "2.12"],  # new there
+)
 def test_every_name_is_where_torch_has_it_with_torchs_signature(module: str, name: str) -> None:
     theirs, ours = find(torch, module, name), find(castwise, module, name)
     assert (ours is theirs) == (name == "OptState")  # code compares its members
