@@ -206,7 +206,7 @@ def main() -> None:
                 found = about | pytest(python, ALL)
             else:
                 found = about | pytest(python, (*ERRORS, *SMALL))
-        if not options.all:
+        if not (options.all or options.names):
             write(version, found)
         print(f"torch {version}: {json.dumps(found)}", flush=True)
         if found.get("status"):

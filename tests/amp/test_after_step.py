@@ -14,7 +14,7 @@ from castwise.amp.readback import Flag
 
 
 class Unknown:
-    """What was found, still on its way to the host."""
+    """A pending result, which has not reached the host."""
 
     is_on_host = False
 

@@ -110,7 +110,7 @@ def test_a_region_in_a_compiled_function(place: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_region_disabled_inside_an_enabled_one_in_the_forward(backend: str) -> None:
-    # Forward only: in the backward torch.compile forgets inner regions (pytorch#179804), whoever made them.
+    # Forward only: in the backward torch.compile forgets inner regions (pytorch#179804), torch's own too.
     def place(net: Any, library: Any, x: torch.Tensor) -> torch.Tensor:
         with library.autocast("cpu", dtype=BF16):
             hidden = net.first(x)

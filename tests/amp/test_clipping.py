@@ -430,7 +430,7 @@ def scaled_by(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=str)
-def test_a_parameter_of_two_optimizers_is_unscaled_once_whoever_clips(kinds: tuple[str, str]) -> None:
+def test_a_parameter_of_two_optimizers_is_unscaled_once_by_any_kind_of_clipping(kinds: tuple[str, str]) -> None:
     for first_clips, second_clips in itertools.product([False, True], repeat=2):
         scaler, shared = GradScaler("cpu", init_scale=8.0), torch.nn.Parameter(torch.zeros(3))
         own = torch.nn.Parameter(torch.zeros(3))

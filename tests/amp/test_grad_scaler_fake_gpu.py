@@ -1,4 +1,4 @@
-"""The scaler on fake CUDA tensors, which have a device and no values: whoever reads one, or mixes devices, fails."""
+"""The scaler on fake CUDA tensors, which have a device and no values: reading one, or mixing devices, fails."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class ClippingWorld(World):
         self.overflowed = False
 
     def clip_grad_norm_(self, which: int, max_norm: float, norm_type: float) -> bool:
-        """Clip, and say whether the gradients are finite."""
+        """Clip, and return True if the gradients are finite."""
         optimizer = self.optimizers[which]
         if isinstance(self.scaler, castwise.GradScaler):
             return math.isfinite(self.scaler.clip_grad_norm_(optimizer, max_norm, norm_type).item())

@@ -155,7 +155,7 @@ class NormInCallback(pl.Callback):
 
 @pytest.mark.parametrize("where", ["module", "clipping", "callback", "function"])
 @FUSED
-def test_whoever_looks_at_gradients_sees_them_unscaled(make: MakeOptimizer, where: str) -> None:
+def test_hooks_see_unscaled_gradients(make: MakeOptimizer, where: str) -> None:
     looking = pl.callbacks.LambdaCallback(on_before_optimizer_step=lambda trainer, module, _: note_norm(module))
     callbacks = {"callback": [NormInCallback()], "function": [looking]}.get(where, [])
     seen = []

@@ -124,6 +124,6 @@ def backward(model: nn.Module, x: Tensor, dtype: torch.dtype, scaler: Any) -> Te
 
 
 def is_finite(model: nn.Module, loss: Tensor) -> bool:
-    """Say whether a loss and the gradients it has led to are finite."""
+    """Return True if a loss and its gradients are finite."""
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     return all(bool(tensor.isfinite().all()) for tensor in [loss, *gradients])

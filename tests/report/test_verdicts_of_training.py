@@ -1,4 +1,4 @@
-"""Verdicts on small trainings whose numbers really get lost."""
+"""Verdicts on small training runs that really lose numbers."""
 
 from __future__ import annotations
 
