@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "report": {"amp", "monitor"},
     "installation": {"amp", "policy", "weights", "diagnosis", "mistakes", "monitor", "report"},
     "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
-    "demo": {"amp", "monitor", "report"},
+    "demo": {"amp", "monitor", "report", "installation"},
     "cli": {"amp", "policy", "tracing", "mistakes", "monitor", "report", "installation", "doctor", "demo"}
     | {"comparison", "tuning"},
 }

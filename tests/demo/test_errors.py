@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import castwise
 from castwise.cli import app
 from castwise.demo import command, corpus
 
@@ -57,29 +58,22 @@ def test_less_text_than_two_contexts(refusal: Refusal, tmp_path: Path) -> None:
 
 def test_an_unwritable_folder(refusal: Refusal, demo: Demo) -> None:
     out = demo.text / "runs"  # below a regular file, where not even root can write
-    message = f"cannot write {out / 'monitor.jsonl'}: Not a directory"
+    message = f"cannot write {out}: Not a directory"
     assert refusal("--data", demo.text, "--out", out) == message
 
 
-def test_a_record_of_another_program_stays(refusal: Refusal, demo: Demo) -> None:
+def test_what_is_in_the_folder_stays(demo: Demo) -> None:
+    """Another program's files, and the record of a run that is worth more than a demo."""
     demo.out.mkdir()
-    record = demo.out / "monitor.jsonl"
-    record.write_text("mine")
-    reason = "it exists and is not a record that castwise has written; move it or give another path"
-    assert refusal("--data", demo.text, "--out", demo.out) == f"cannot write {record}: {reason}"
-    assert record.read_text() == "mine"
-
-
-def test_a_report_of_another_program_stays(demo: Demo) -> None:
-    demo.out.mkdir()
-    report = demo.out / "report.html"
-    report.write_text("mine")
-    code, _, stderr = demo.run("--steps", 1)
-    assert code == 2
-    assert stderr.startswith(
-        f"castwise demo: cannot write {report}: it exists and is not a page that castwise has written"
-    )
-    assert report.read_text() == "mine"
+    model = torch.nn.Linear(2, 1)
+    with castwise.Monitor(model, torch.optim.SGD(model.parameters()), sinks=[demo.out]):
+        pass
+    (demo.out / "report.html").write_text("mine")
+    before = {path.name: path.read_bytes() for path in demo.out.iterdir()}
+    for _ in range(2):
+        assert demo.run("--steps", 1)[0] == 0
+    assert {path.name: path.read_bytes() for path in demo.out.iterdir() if path.name in before} == before
+    assert len(list(demo.out.glob("*/monitor.jsonl"))) == 2
 
 
 def test_no_steps(refusal: Refusal, demo: Demo) -> None:

@@ -35,7 +35,10 @@ def demo(
         ),
     ] = "fp32",
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder for the record and the report of an fp16 run.")
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder of demos; each puts the record and report of an fp16 run in its own."
+        ),
     ] = Path("runs", "demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:

@@ -14,7 +14,6 @@ import torch
 import typer
 from rich.console import Console
 
-from castwise._files import refuse_foreign
 from castwise._terminal import new_console, progress_bar
 from castwise._user_error import UserError
 from castwise.demo.corpus import Corpus, read_text
@@ -22,7 +21,7 @@ from castwise.demo.gpt import EMULATED, SIZES
 from castwise.demo.hardware import PRECISIONS, choose_device, emulated_precisions, make_deterministic
 from castwise.demo.table import print_results
 from castwise.demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result, Trainer, Training
-from castwise.monitor.record_file import file_in, is_record
+from castwise.installation.run_folder import RunFolder
 from castwise.monitor.run import Run
 
 LOG_WIDTH = 120
@@ -58,8 +57,7 @@ def run(data: Path | None, steps: int, device: str | None, weights: str, out: Pa
         raise UserError(f"--weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
     where = choose_device(device)
     corpus = Corpus(read_text(data), SIZES["tiny"].context)
-    if weights == FP32:
-        _make_way(out)
+    folder = _own_folder(out) if weights == FP32 else None
     warnings.filterwarnings("ignore", ".*its ops are emulated")  # a footnote of the table reports it
     make_deterministic(where)
     emulated = emulated_precisions(where)
@@ -72,15 +70,15 @@ def run(data: Path | None, steps: int, device: str | None, weights: str, out: Pa
     identical = compared(results)
     print_results(console, results, identical, emulated)
     summary: dict[str, Any] = {"results": [_row(result) for result in results], "identical": identical}
-    if weights == FP32:
+    if folder is not None:
         console.print("fp16 castwise again, under a monitor ...")
         alone = results[-1]
         trainer = Trainer(alone.training, corpus, where)
-        with trainer.monitor(SAMPLE_EVERY, out):
+        with trainer.monitor(SAMPLE_EVERY, folder):
             is_same = train(trainer, console).has_bits_of(alone)
         identical["fp16 castwise, monitored"] = is_same
         console.print(f"the monitor changed {'no' if is_same else 'SOME'} bits of losses and weights.")
-        summary["report"] = _report(out)
+        summary["report"] = _report(folder)
         console.print(f"report: {summary['report']}", soft_wrap=True)
     return summary
 
@@ -136,31 +134,28 @@ def _row(result: Result) -> dict[str, object]:
     return training | {name: getattr(result, name) for name in numbers}
 
 
-def _make_way(out: Path) -> None:
-    """Remove the record of an earlier demo.
+def _own_folder(out: Path) -> Path:
+    """Create a folder for this demo alone.
 
     Raises:
-        UserError: The folder cannot be written to, or has a record that is not castwise's.
+        UserError: The folder cannot be created.
     """
-    record = file_in(out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        refuse_foreign(record, "a record", is_record)
-        record.unlink(missing_ok=True)
+        return RunFolder(out).make()
     except OSError as error:
-        raise _cannot_write(record, error) from error
+        raise _cannot_write(out, error) from error
 
 
-def _report(out: Path) -> str:
+def _report(folder: Path) -> str:
     """Write the report of a folder's record, and return its path, or the reason why there is none."""
     from castwise.report.report import write_report
 
     try:
-        return str(write_report([Run.read(out)], out / REPORT))
+        return str(write_report([Run.read(folder)], folder / REPORT))
     except ImportError as error:
         return str(error)
     except OSError as error:
-        raise _cannot_write(out / REPORT, error) from error
+        raise _cannot_write(folder / REPORT, error) from error
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
