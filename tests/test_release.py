@@ -259,10 +259,10 @@ def test_the_tested_range_of_torch_is_the_same_everywhere() -> None:
     assert any(f"newer than {newest}" in note.text for note in notes_on(f"{major}.{int(minor) + 1}"))
 
 
-def test_every_recorded_torch_is_the_version_it_stands_for_and_the_newest_passed() -> None:
+def test_every_recorded_torch_is_the_version_it_stands_for_and_passed() -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "torch_versions.json").read_text())
     assert all(found["torch"].startswith(f"{version}.") for version, found in record.items())
-    assert record["2.15"]["status"] == 0
+    assert all(found["status"] == 0 for found in record.values())
 
 
 def test_tests_that_need_a_gpu_run_only_if_they_are_asked_for(request: pytest.FixtureRequest) -> None:
