@@ -163,7 +163,7 @@ def _run(words: list[str]) -> str:
 def _look_at_castwise(words: list[str]) -> None:
     import typer
 
-    from castwise.cli import app
+    from castwise._cli import app
 
     group: Any = typer.main.get_command(app)
     outer = group.make_context("castwise", [], resilient_parsing=True)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import castwise
 from benchmarks.benchmark import Benchmark, Record, Table, shown
 from benchmarks.pairing import QUICK_S, Rounds, race, ratio, seconds
-from castwise.demo import gpt
+from castwise._demo import gpt
 
 ALONE, ONE, WITHOUT, TWO = "alone", "one policy", "one policy, no gradients", "two policies"
 TUNED_FORMATS = ("bfloat16", "float32")

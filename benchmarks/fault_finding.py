@@ -29,7 +29,7 @@ import castwise
 from benchmarks import recording
 from benchmarks.pairing import ratio, seconds
 from benchmarks.recording import headline
-from castwise.diagnosis.diagnosis import diagnose
+from castwise.diagnosis import diagnose
 
 FP16 = torch.float16
 

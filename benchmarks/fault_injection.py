@@ -39,19 +39,19 @@ FIRST_CALLS = (1, 3)
 # The functions whose first statement no guard can be around: those that run the script's own call or are the guarded
 # call themselves, and the script's calls of castwise, which would raise before anything is changed.
 NOT_TRIED = {
-    "castwise.monitor.monitor:Monitor.detach",
-    "castwise.monitor.monitor:Monitor.__exit__",
-    "castwise.installation:uninstall",
-    "castwise.installation:end",
-    "castwise.mistakes.scaled_gradients:ScaledGradient.__torch_function__",
-    "castwise.mistakes.scaled_gradients:ScaledGradient.__deepcopy__",
-    "castwise.mistakes.scaled_gradients:ScaledGradient.__reduce_ex__",
-    "castwise.mistakes.scaled_gradients:ScaledGradient._plain",
-    "castwise.tracing.module_hooks:_Hook.__call__",
-    "castwise.tracing.module_hooks:_Hook._call",
-    "castwise.installation.replacement:_Observed.__get__",
-    "castwise.installation.replacement:_observed_save.observed",
-    "castwise.installation.replacement:_observed_load.observed",
+    "castwise.monitor._monitor:Monitor.detach",
+    "castwise.monitor._monitor:Monitor.__exit__",
+    "castwise._installation:uninstall",
+    "castwise._installation:end",
+    "castwise._mistakes.scaled_gradients:ScaledGradient.__torch_function__",
+    "castwise._mistakes.scaled_gradients:ScaledGradient.__deepcopy__",
+    "castwise._mistakes.scaled_gradients:ScaledGradient.__reduce_ex__",
+    "castwise._mistakes.scaled_gradients:ScaledGradient._plain",
+    "castwise.tracing._module_hooks:_Hook.__call__",
+    "castwise.tracing._module_hooks:_Hook._call",
+    "castwise._installation.replacement:_Observed.__get__",
+    "castwise._installation.replacement:_observed_save.observed",
+    "castwise._installation.replacement:_observed_load.observed",
 }
 
 # Functions that once ended runs, in each kind of door.
@@ -157,12 +157,12 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import castwise  # noqa: E402
-import castwise.installation  # noqa: E402
-import castwise.recipes.listeners  # noqa: E402
-import castwise.report.summary  # noqa: E402
+import castwise._installation  # noqa: E402
+import castwise._recipes.listeners  # noqa: E402
+import castwise.report._summary  # noqa: E402
 from castwise._torch_private import load_compiler  # noqa: E402
-from castwise.amp.observers import OBSERVERS  # noqa: E402
-from castwise.amp.thread_state import THREAD  # noqa: E402
+from castwise.amp._observers import OBSERVERS  # noqa: E402
+from castwise.amp._thread_state import THREAD  # noqa: E402
 
 load_compiler()  # before the names of torch's modules are noted
 
@@ -328,7 +328,7 @@ class World:
 
     def __init__(self) -> None:
         self._optimizers = sys.modules[torch.optim.Optimizer.__module__]
-        names = castwise.installation.replacement._NAMES
+        names = castwise._installation.replacement._NAMES
         modules = [importlib.import_module(".".join(filter(None, ["torch", name]))) for name in names]
         self._names = [(module, dict(vars(module))) for module in (*modules, torch, torch.serialization)]
         self._step = torch.optim.lr_scheduler.LRScheduler.step
@@ -338,7 +338,7 @@ class World:
         """Put it back as it was."""
         FAULTS.plant("", 1)
         gc.collect()  # models of earlier runs, which `install` would find
-        castwise.installation._INSTALLED.clear()
+        castwise._installation._INSTALLED.clear()
         while torch.autocast_increment_nesting() > 1:  # regions that were entered and not left
             torch.autocast_decrement_nesting()
             torch.autocast_decrement_nesting()
@@ -347,12 +347,12 @@ class World:
         torch.set_autocast_enabled("cpu", False)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
         THREAD.state = None
-        watch = castwise.mistakes.watch.WATCH
+        watch = castwise._mistakes.watch.WATCH
         watch.stop()
         OBSERVERS.clear()
         for hooks in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
             setattr(self._optimizers, hooks, OrderedDict())
-        castwise.recipes.listeners.LISTENERS.clear()
+        castwise._recipes.listeners.LISTENERS.clear()
         for module, attributes in self._names:
             for name in ("autocast", "GradScaler", "save", "custom_fwd", "custom_bwd", "ShardedGradScaler"):
                 if name in attributes:
@@ -406,7 +406,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="an eighth of the functions, each in one training")
     arguments = parser.parse_args()
     number, parts = map(int, arguments.part.split("/"))
-    castwise.report.summary.end = lambda *_: None  # type: ignore[assignment]  # the report is not what is tested
+    castwise.report._summary.end = lambda *_: None  # type: ignore[assignment]  # the report is not what is tested
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what has been imported; `install` looks for models among all other objects

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import castwise
 from benchmarks import recording
 from benchmarks.recording import headline
-from castwise.demo.corpus import Corpus, derive_seed, read_text
-from castwise.demo.gpt import EMULATED, GPT, Size
-from castwise.demo.gpt import loss as loss_of_text
+from castwise._demo.corpus import Corpus, derive_seed, read_text
+from castwise._demo.gpt import EMULATED, GPT, Size
+from castwise._demo.gpt import loss as loss_of_text
 
 SEEDS = range(5)
 CONFIDENCE = 0.95

@@ -22,11 +22,11 @@ from torch import nn
 
 import castwise
 from benchmarks import recording
-from castwise.demo import gpt
-from castwise.demo.corpus import Corpus, read_text
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.formats import FP16
-from castwise.monitor.tally import Tally
+from castwise._demo import gpt
+from castwise._demo.corpus import Corpus, read_text
+from castwise.monitor import FP16
+from castwise.monitor._exponents import count, tally
+from castwise.monitor._tally import Tally
 
 SCALE = 2.0**16
 GROWTH_INTERVAL = 100  # instead of 2000, so that a short run behaves like a long one

@@ -14,9 +14,9 @@ from benchmarks.benchmark import Benchmark, Record, Table
 from benchmarks.machine import why_it_does_not_fit
 from benchmarks.pairing import QUICK_S, Rounds
 from benchmarks.step_cost import Case, Shapes, needed_bytes, times_table, timings
-from castwise.demo.corpus import Corpus, read_text
-from castwise.demo.gpt import GPT, Size
-from castwise.demo.training import CASTWISE, Training
+from castwise._demo.corpus import Corpus, read_text
+from castwise._demo.gpt import GPT, Size
+from castwise._demo.training import CASTWISE, Training
 
 OPTIMIZER = "fused AdamW"
 TENSORS = 100  # fixed while parameters grow

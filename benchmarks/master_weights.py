@@ -21,12 +21,12 @@ import castwise
 from benchmarks.benchmark import Benchmark, Record, Table, shown
 from benchmarks.pairing import AGAIN, QUICK_S, TORCH, Rounds, compare, race, ratio, seconds
 from benchmarks.step_cost import OPTIMIZERS
+from castwise._demo.corpus import Corpus, read_text
+from castwise._demo.gpt import GPT, SIZES, Block, Size
+from castwise._demo.gpt import loss as loss_of_text
+from castwise._demo.memory import PeakMemory
+from castwise._demo.training import LEARNING_RATE, MAX_NORM
 from castwise._torch_private import TorchDispatchMode
-from castwise.demo.corpus import Corpus, read_text
-from castwise.demo.gpt import GPT, SIZES, Block, Size
-from castwise.demo.gpt import loss as loss_of_text
-from castwise.demo.memory import PeakMemory
-from castwise.demo.training import LEARNING_RATE, MAX_NORM
 
 BF16 = torch.bfloat16
 LOW_STATE = {"exp_avg": BF16, "exp_avg_sq": BF16}

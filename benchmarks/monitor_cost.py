@@ -14,11 +14,11 @@ import torch
 from benchmarks.benchmark import Benchmark, Record, Table, left_out, shown
 from benchmarks.pairing import QUICK_S, Rounds, compare, race, ratio
 from benchmarks.training import why_not
-from castwise.demo.corpus import Corpus, read_text
-from castwise.demo.gpt import EMULATED, SIZES, Size
-from castwise.demo.training import CASTWISE, Trainer, Training
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.record_file import FILE_NAME
+from castwise._demo.corpus import Corpus, read_text
+from castwise._demo.gpt import EMULATED, SIZES, Size
+from castwise._demo.training import CASTWISE, Trainer, Training
+from castwise.monitor import Monitor
+from castwise.monitor._record_file import FILE_NAME
 
 EVERY: int = inspect.signature(Monitor).parameters["every"].default
 ALONE, ALONE_AGAIN, NOT_SAMPLED, SAMPLED = "alone", "alone again", "not sampled", "sampled"

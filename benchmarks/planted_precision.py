@@ -19,7 +19,7 @@ from tests.tuning import small_models
 import castwise
 from benchmarks import recording
 from benchmarks.recording import headline
-from castwise.comparison.drift import ModuleDrift
+from castwise.comparison import ModuleDrift
 
 NAME = "planted_precision-cpu"
 NEAR = 1.05

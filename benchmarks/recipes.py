@@ -29,11 +29,11 @@ import castwise
 from benchmarks import recording
 from benchmarks.fidelity import difference, spread
 from benchmarks.recording import headline
-from castwise.demo.corpus import Corpus, derive_seed, read_text
-from castwise.demo.gpt import GPT, SIZES, Size
-from castwise.demo.gpt import loss as loss_of_text
-from castwise.policy.module_rules import decide
-from castwise.recipes.recipe import RECIPES
+from castwise._demo.corpus import Corpus, derive_seed, read_text
+from castwise._demo.gpt import GPT, SIZES, Size
+from castwise._demo.gpt import loss as loss_of_text
+from castwise._recipes.recipe import RECIPES
+from castwise.policy._module_rules import decide
 
 SEEDS = range(5)
 STEPS, WINDOW = 300, 25

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.benchmark import Benchmark, Record, Table, left_out, shown
 from benchmarks.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio
-from castwise.amp.emulation import is_native_here
-from castwise.demo import training as demo
-from castwise.demo.corpus import Corpus, read_text
-from castwise.demo.gpt import SIZES, Size
-from castwise.demo.training import Trainer, Training
+from castwise._demo import training as demo
+from castwise._demo.corpus import Corpus, read_text
+from castwise._demo.gpt import SIZES, Size
+from castwise._demo.training import Trainer, Training
+from castwise.amp._emulation import is_native_here
 
 FP32 = "fp32"
 WIDE = Size(layers=2, heads=8, width=768, context=128, batch=2)  # 14 million parameters

@@ -23,10 +23,10 @@ import castwise
 from benchmarks import recording
 from benchmarks.recording import headline
 from castwise import Policy
-from castwise.comparison.watch import Watch
-from castwise.demo import gpt
-from castwise.demo.corpus import Corpus, read_text
-from castwise.tuning.costs import OwnFlops
+from castwise._demo import gpt
+from castwise._demo.corpus import Corpus, read_text
+from castwise.comparison._watched_calls import Watch
+from castwise.tuning._costs import OwnFlops
 
 NAME = "tune-cpu"
 SIZE = gpt.Size(layers=2, heads=2, width=64, context=64, batch=8)

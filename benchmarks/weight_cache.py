@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import castwise
 from benchmarks.benchmark import Benchmark, Record, Table, left_out, shown
 from benchmarks.pairing import AGAIN, CASTWISE, QUICK_S, TORCH, Rounds, compare, race, ratio, seconds
-from castwise.demo.gpt import GPT, Size
+from castwise._demo.gpt import GPT, Size
 
 BF16 = torch.bfloat16
 GPT_SIZE = Size(layers=4, heads=8, width=512, context=64, batch=1)

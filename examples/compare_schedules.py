@@ -24,9 +24,9 @@ import torch
 
 import castwise
 from castwise import schedules
-from castwise.demo import gpt
-from castwise.demo.corpus import Corpus, read_text
-from castwise.monitor.run import Run
+from castwise._demo import gpt
+from castwise._demo.corpus import Corpus, read_text
+from castwise.monitor import Run
 
 TRACES = Path(__file__).parent / "traces"
 STEPS = 600

@@ -29,10 +29,10 @@ SERVER.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp.sharded_grad_scaler",
         "torch.distributed.tensor.parallel",
-        "castwise.cli.report_text",
-        "castwise.cli.script",
-        "castwise.demo.command",
-        "castwise.monitor.monitor",
+        "castwise._cli.report_text",
+        "castwise._cli.script",
+        "castwise._demo.command",
+        "castwise.monitor._monitor",
     ]
 )
 

@@ -15,7 +15,7 @@ MODULES += [f"benchmarks.{name}" for name in ("benchmark", "machine", "pairing",
 WITH_EXAMPLES = [
     "castwise.amp.autocast_mode",
     "castwise.amp.grad_scaler",
-    "castwise.weights.weight_cache",
+    "castwise.weights._weight_cache",
     "benchmarks.pairing",
 ]
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 from tests import forked
 
 from castwise import schedules
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "examples" / "traces"

@@ -11,9 +11,9 @@ from tests.monitor import recorded
 from typer.testing import CliRunner
 
 from castwise import Policy, _files, schedules
+from castwise._cli import app
 from castwise._locks import try_lock
-from castwise.cli import app
-from castwise.report.report import write_report
+from castwise.report import write_report
 
 
 def replace(path: Path, content: bytes) -> None:

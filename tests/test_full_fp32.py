@@ -14,8 +14,8 @@ from torch import backends, nn
 import castwise
 from castwise import Policy
 from castwise._full_fp32 import full_fp32, full_fp32_products, is_reduced, programs_fp32
-from castwise.diagnosis.fp32_rerun import ranges_in_float32
-from castwise.recipes import quantized_linear
+from castwise._recipes import quantized_linear
+from castwise.diagnosis._fp32_rerun import ranges_in_float32
 
 CUDNN: Any = backends.cudnn
 MKLDNN: Any = backends.mkldnn

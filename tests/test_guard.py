@@ -13,9 +13,8 @@ from torch import nn
 
 import castwise
 from castwise._guard import MOST_IN_A_ROW, Guard
-from castwise.amp.observers import OBSERVERS
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.run import Run
+from castwise.amp._observers import OBSERVERS
+from castwise.monitor import Monitor, Run
 
 Records = list[dict[str, Any]]
 
@@ -97,7 +96,7 @@ def test_an_attach_that_fails_half_way_leaves_nothing_behind(monkeypatch: pytest
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
     monitor = Monitor(model, optimizer, scaler, sinks=[records.append])
     before = list(OBSERVERS)
-    monkeypatch.setattr("castwise.monitor.monitor.WATCH.model_found", fail)
+    monkeypatch.setattr("castwise.monitor._monitor.WATCH.model_found", fail)
     with pytest.warns(RuntimeWarning, match="that failed: OSError: no such device"):
         monitor.attach()
     assert before == OBSERVERS

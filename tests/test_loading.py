@@ -16,9 +16,9 @@ import castwise
 SOURCE = Path(castwise.__file__).parent
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
 # What torch sends by pickle, between ranks that trust each other.
-OF_RANKS = {("amp/agreement.py", "all_gather_object")}
+OF_RANKS = {("amp/_agreement.py", "all_gather_object")}
 # Copies of arguments that a process makes for itself: never written, never read.
-IN_MEMORY = {("comparison/kept_values.py", "pickle")}
+IN_MEMORY = {("comparison/_kept_values.py", "pickle")}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # What the user names on the command line to be run.
 ALLOWED = {(f"cli/{file}", call) for file in ("script.py", "traced_model.py") for call in ("compile", "exec")}

@@ -50,7 +50,7 @@ MAY_IMPORT = {
 USE_THE_PUBLIC_API = {"demo", "cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
 # Who runs torch's mixed precision: as a rival, or to replay what another region did.
-RUN_TORCHS_CLASSES = ("demo/training.py", "diagnosis/forward_state.py")
+RUN_TORCHS_CLASSES = ("_demo/training.py", "diagnosis/_forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
     *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow", "wandb"),
@@ -266,7 +266,7 @@ def test_the_import_is_light() -> None:
 
 
 def test_the_test_of_the_light_import_can_fail() -> None:
-    assert {"typer", "rich"} <= loaded_after("import castwise.cli")
+    assert {"typer", "rich"} <= loaded_after("import castwise._cli")
     assert not set(EXTRAS) & loaded_after("import castwise")
 
 
@@ -280,7 +280,7 @@ for name in sys.argv[1:]:
 
 
 def documented_names() -> set[str]:
-    """Names such as `castwise.monitor.sinks.TensorBoard` in README and manual; integrations import their framework."""
+    """Names such as `castwise.monitor.TensorBoard` in README and manual; integrations import their framework."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = {name for page in pages for name in re.findall(r"\bcastwise(?:\.[A-Za-z_]\w*)+", page.read_text())}
     return {name for name in found if not name.startswith("castwise.integrations.")}
@@ -288,7 +288,7 @@ def documented_names() -> set[str]:
 
 def test_documented_names_are_there_after_importing_castwise_alone() -> None:
     names = documented_names()
-    assert {"castwise.monitor.sinks.TensorBoard", "castwise.report.verdicts.Verdict"} <= names
+    assert {"castwise.monitor.TensorBoard", "castwise.report.Verdict"} <= names
     done = subprocess.run([sys.executable, "-c", RESOLVE, *sorted(names)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import castwise
 from castwise import policies
-from castwise.demo.gpt import GPT, Size
+from castwise._demo.gpt import GPT, Size
 
 READY = {name: getattr(policies, name) for name in policies.__all__}
 

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 
 import castwise
 from castwise.__main__ import HELP
-from castwise.cli import app
-from castwise.doctor.notes import notes_on
+from castwise._cli import app
+from castwise._doctor.notes import notes_on
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "castwise"
@@ -175,7 +175,7 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 USE = """
-import castwise, castwise.monitor.monitor, castwise.installation, castwise.doctor.checkup
+import castwise, castwise.monitor._monitor, castwise._installation, castwise._doctor.checkup
 print(castwise.__file__)
 """
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from castwise._doctor import checkup
 from castwise._terminal import new_console, progress_bar
-from castwise.doctor import checkup
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ import typer
 from generated import directive
 from sphinx.application import Sphinx
 
-from castwise.cli import app as command_line
+from castwise._cli import app as command_line
 
 
 def pages() -> str:

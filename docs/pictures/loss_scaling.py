@@ -10,7 +10,7 @@ from typing import Any
 
 from drawing import BLUE, GREY, ORANGE, Picture, power_of_two, result
 
-from castwise.monitor.formats import FP16
+from castwise.monitor import FP16
 
 LOWEST, HIGHEST = -40, 16  # range of exponents shown
 LEFT, BAR = 40, 11

@@ -9,7 +9,7 @@ import math
 
 from drawing import BLUE, GREEN, GREY, ORANGE, Picture, power_of_two
 
-from castwise.monitor.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from castwise.monitor import BF16, E4M3, E5M2, FP16, FP32, Format
 
 SHOWN = (FP32, BF16, FP16, E5M2, E4M3)
 # From the OCP Microscaling specification. Its largest number is 6, because it has neither inf nor NaN.

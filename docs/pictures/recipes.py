@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from drawing import BLUE, GREEN, GREY, ORANGE, PINK, Picture, result
 
-from castwise.recipes.scalings import E4M3, E5M2, Float8, Nvfp4, Scaling
+from castwise._recipes.scalings import E4M3, E5M2, Float8, Nvfp4, Scaling
 
 LEFT, RIGHT = 62, 700
 SIDE = 128  # pixels of an operand of 256 x 256 elements

@@ -20,9 +20,9 @@ import torch
 from drawing import HERE, RESULTS
 
 import castwise
-from castwise.demo import gpt
-from castwise.demo.corpus import Corpus, read_text
-from castwise.report.report import write_report
+from castwise._demo import gpt
+from castwise._demo.corpus import Corpus, read_text
+from castwise.report import write_report
 
 RUN = RESULTS / "report_run"
 BAD_STEP = 120

@@ -1,31 +1,82 @@
 """castwise: a drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
 Names and submodules are imported on first use, so that `castwise --help` answers without loading torch, and
-`castwise.monitor.sinks` works after `import castwise` alone.
+`castwise.monitor.TensorBoard` works after `import castwise` alone.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from castwise._lazy_modules import submodules_of
+from castwise._faces import face
 from castwise._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from castwise import amp, cpu, cuda, policies, schedules
-    from castwise.amp import GradScaler, autocast, custom_bwd, custom_fwd, is_autocast_available
-    from castwise.amp.outcomes import Cause, ScaleExhausted
-    from castwise.comparison.precision_drift import compare
-    from castwise.diagnosis.diagnosis import diagnose
-    from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-    from castwise.installation import install, installed, uninstall
-    from castwise.master_weights.master_weights import MasterWeights
-    from castwise.mistakes.watch import MixedPrecisionMistake
-    from castwise.monitor.monitor import Monitor
-    from castwise.policy.policy import Policy
-    from castwise.report.verdicts import verdict
-    from castwise.tracing.tracing import trace
-    from castwise.tuning.precision_search import tune
-    from castwise.weights.weight_cache import WeightCache
+    from castwise._installation import install, installed, uninstall
+    from castwise._mistakes.watch import MixedPrecisionMistake
+    from castwise.amp import (
+        Cause,
+        GradScaler,
+        ScaleExhausted,
+        autocast,
+        custom_bwd,
+        custom_fwd,
+        is_autocast_available,
+    )
+    from castwise.comparison import compare
+    from castwise.diagnosis import diagnose
+    from castwise.distributed.fsdp import ShardedGradScaler
+    from castwise.master_weights import MasterWeights
+    from castwise.monitor import Monitor
+    from castwise.policy import Policy
+    from castwise.report import verdict
+    from castwise.tracing import trace
+    from castwise.tuning import tune
+    from castwise.weights import WeightCache
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "Cause": "amp",
+            "GradScaler": "amp",
+            "MasterWeights": "master_weights",
+            "MixedPrecisionMistake": "_mistakes.watch",
+            "Monitor": "monitor",
+            "Policy": "policy",
+            "ScaleExhausted": "amp",
+            "ShardedGradScaler": "distributed.fsdp",
+            "WeightCache": "weights",
+            "autocast": "amp",
+            "compare": "comparison",
+            "custom_bwd": "amp",
+            "custom_fwd": "amp",
+            "diagnose": "diagnosis",
+            "install": "_installation",
+            "installed": "_installation",
+            "is_autocast_available": "amp",
+            "trace": "tracing",
+            "tune": "tuning",
+            "uninstall": "_installation",
+            "verdict": "report",
+        },
+        [
+            "amp",
+            "comparison",
+            "cpu",
+            "cuda",
+            "diagnosis",
+            "distributed",
+            "integrations",
+            "master_weights",
+            "monitor",
+            "policies",
+            "policy",
+            "report",
+            "schedules",
+            "tracing",
+            "tuning",
+            "weights",
+        ],
+    )
 
 __all__ = [
     "Cause",
@@ -55,41 +106,3 @@ __all__ = [
     "uninstall",
     "verdict",
 ]
-
-# The public names that are not listed here are modules.
-_DEFINED_IN = {
-    "Cause": "amp.outcomes",
-    "GradScaler": "amp",
-    "MasterWeights": "master_weights.master_weights",
-    "MixedPrecisionMistake": "mistakes.watch",
-    "Monitor": "monitor.monitor",
-    "Policy": "policy.policy",
-    "ScaleExhausted": "amp.outcomes",
-    "ShardedGradScaler": "distributed.fsdp.sharded_grad_scaler",
-    "WeightCache": "weights.weight_cache",
-    "autocast": "amp",
-    "compare": "comparison.precision_drift",
-    "custom_bwd": "amp",
-    "custom_fwd": "amp",
-    "diagnose": "diagnosis.diagnosis",
-    "install": "installation",
-    "installed": "installation",
-    "is_autocast_available": "amp",
-    "trace": "tracing.tracing",
-    "tune": "tuning.precision_search",
-    "uninstall": "installation",
-    "verdict": "report.verdicts",
-}
-
-_submodule = submodules_of(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEFINED_IN:
-        return _submodule(name)
-    found = globals()[name] = getattr(import_module(f"castwise.{_DEFINED_IN[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -22,7 +22,8 @@ def main() -> None:
     `--help` and `--version` work without the extra and exit with 0.
     """
     try:
-        from castwise.cli import app, run
+        from castwise._cli import app
+        from castwise._cli import run_command as run
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich", "click"}:
             raise

@@ -13,7 +13,7 @@ The last layer is the linear layer that was registered last; `Policy.explain` sh
 such as the softmax of `torch.nn.MultiheadAttention`, keep autocast's dtypes.
 """
 
-from castwise.policy.policy import Policy
+from castwise.policy._policy import Policy
 
 __all__ = ["bf16", "bf16_stable", "fp16", "fp16_stable"]
 

@@ -5,12 +5,12 @@
 * `Static`: never moves.
 * `Guard`: stays at 1, for bf16 and fp32, which need no scaling. Bad steps are still skipped and explained.
 
-`simulate` replays a recorded run through any of them. `castwise.monitor.run.Run.gradient_ranges` is such a recording;
+`simulate` replays a recorded run through any of them. `castwise.monitor.Run.gradient_ranges` is such a recording;
 `write_trace` and `read_trace` store it in a file.
 """
 
-from castwise.amp.schedules import Dynamic, Guard, Headroom, Schedule, Static
-from castwise.amp.simulation import GradientRange, Simulation, read_trace, simulate, write_trace
+from castwise.amp._schedules import Dynamic, Guard, Headroom, Schedule, Static
+from castwise.amp._simulation import GradientRange, Simulation, read_trace, simulate, write_trace
 
 __all__ = [
     "Dynamic",

@@ -382,7 +382,7 @@ def blame(rank: int, _: int, kind: str) -> Any:
     params = [torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in placements]
     optimizer = torch.optim.AdamW(params, lr=0.5, **KINDS[kind])
     scaler = castwise.GradScaler("cpu", process_group=mesh)
-    facts: list[castwise.amp.outcomes.StepFacts] = []
+    facts: list[castwise.amp.StepFacts] = []
     scaler.register_step_hook(facts.append)
     scaler.scale(torch.ones(()))
     params[0].grad = DTensor.from_local(torch.ones(4), mesh, [Replicate()], run_check=False) if rank else None
@@ -404,7 +404,7 @@ def schedule(rank: int, size: int, kind: str, name: str, clip: str) -> Any:
     """Gradients, losses and infs that differ from rank to rank; what each rank then holds."""
     training = Training(kind)
     training.scaler = castwise.GradScaler("cpu", schedule=SCHEDULES[name], process_group=dist.group.WORLD)
-    facts: list[castwise.amp.outcomes.StepFacts] = []
+    facts: list[castwise.amp.StepFacts] = []
     training.scaler.register_step_hook(facts.append)
     assert training.scaler.agrees
     (param,), (optimizer,) = training.params, training.optimizers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from castwise import GradScaler
-from castwise.amp.agreement import Agreement
+from castwise.amp._agreement import Agreement
 
 
 def weight(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.amp.after_step import AfterSteps, LastStep, advance_of
-from castwise.amp.readback import Flag
+from castwise.amp._after_step import AfterSteps, LastStep, advance_of
+from castwise.amp._readback import Flag
 
 
 class Unknown:

@@ -14,7 +14,7 @@ import torch.distributed.fsdp.sharded_grad_scaler  # a default in it is what the
 from tests.distributed.ranks import run
 
 import castwise
-from castwise.amp.agreement import Agreement
+from castwise.amp._agreement import Agreement
 
 WORKER = Path(__file__).parent / "agreement_worker.py"
 KINDS = ["foreach", "fused"]

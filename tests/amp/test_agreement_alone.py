@@ -13,9 +13,10 @@ import pytest
 import torch
 from tests.amp.ranks_in_threads import Collective, Group, Mesh, World
 
-from castwise.amp import agreement, disagreement
-from castwise.amp.agreement import Agreement
-from castwise.amp.schedules import Dynamic
+from castwise.amp import _agreement as agreement
+from castwise.amp import _disagreement as disagreement
+from castwise.amp._agreement import Agreement
+from castwise.amp._schedules import Dynamic
 
 SUM, MAX = ("sum", torch.float64, 8, "cpu"), ("max", torch.float64, 8, "cpu")
 BY_NORM_TYPE = {1.0: [SUM], 2.0: [SUM], 4.0: [SUM], 4.5: [MAX, SUM], 20.0: [MAX, SUM], math.inf: [MAX]}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from castwise.amp import checkpoint
+from castwise.amp import _checkpoint as checkpoint
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
 TORCHS = {"scale": 64.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from castwise.amp import checks
+from castwise.amp import _checks as checks
 
 
 @pytest.mark.parametrize(

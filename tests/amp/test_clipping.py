@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from castwise.amp import measure
+from castwise.amp import _measure as measure
 from castwise.amp.grad_scaler import GradScaler, OptState
 
 KINDS: dict[str, dict[str, bool]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp import closures
+from castwise.amp import _closures as closures
 from castwise.amp.grad_scaler import GradScaler
 
 KINDS: dict[str, dict[str, bool]] = {

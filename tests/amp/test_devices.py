@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp import devices
+from castwise.amp import _devices as devices
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from castwise.amp import emulation
-from castwise.amp.emulation import has_native, is_native_here
+from castwise.amp import _emulation as emulation
+from castwise.amp._emulation import has_native, is_native_here
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X86 = platform.machine() in {"x86_64", "AMD64"}

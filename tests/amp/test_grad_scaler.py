@@ -17,9 +17,9 @@ import torch
 from tests.amp.scalers import agreeing
 from torch.utils._pytree import tree_leaves
 
-from castwise.amp import measure
+from castwise.amp import _measure as measure
+from castwise.amp._readback import Flag, Readback
 from castwise.amp.grad_scaler import GradScaler, OptState, _MultiDeviceReplicator
-from castwise.amp.readback import Flag, Readback
 from castwise.schedules import Headroom, Static
 
 

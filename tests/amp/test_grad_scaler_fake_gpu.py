@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from castwise.amp import grad_scaler, measure, readback
+from castwise.amp import DELAY, grad_scaler
+from castwise.amp import _measure as measure
+from castwise.amp import _readback as readback
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.outcomes import DELAY
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
 CALLS = ["unscale_", "clip_grad_norm_", "clip_grad_value_"]

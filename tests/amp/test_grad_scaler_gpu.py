@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp import measure
-from castwise.amp.checkpoint import KEYS
+from castwise.amp import _measure as measure
+from castwise.amp._checkpoint import KEYS
+from castwise.amp._gradients import Group
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.gradients import Group
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import castwise
-from castwise.amp import measure
-from castwise.amp.checkpoint import KEYS
+from castwise.amp import _measure as measure
+from castwise.amp._checkpoint import KEYS
 
 FAULTS = {"inf": math.inf, "nan": math.nan, "huge": 1e38, "big": 3e19, "tiny": 1e-42, "none": None}
 

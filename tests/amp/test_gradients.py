@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from castwise.amp import gradients
-from castwise.amp.gradients import Gradients
+from castwise.amp import _gradients as gradients
+from castwise.amp._gradients import Gradients
 
 CPU = torch.device("cpu")
 

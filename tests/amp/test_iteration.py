@@ -14,8 +14,7 @@ import torch
 from tests.amp.scalers import Fused, scaled, weight
 from torch.amp.grad_scaler import OptState
 
-from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.iteration import (
+from castwise.amp._iteration import (
     Clipped,
     Iteration,
     KnownOptimizers,
@@ -26,6 +25,7 @@ from castwise.amp.iteration import (
     Stepped,
     Unscaled,
 )
+from castwise.amp.grad_scaler import GradScaler
 
 CPU = torch.device("cpu")
 

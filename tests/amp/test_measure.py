@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castwise.amp import gradients, measure
-from castwise.amp.gradients import Group
+from castwise.amp import _gradients as gradients
+from castwise.amp import _measure as measure
+from castwise.amp._gradients import Group
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ONE = torch.ones(())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import castwise
-from castwise.amp.observers import OBSERVERS, Observer, registered
+from castwise.amp._observers import OBSERVERS, Observer, registered
 
 
 @pytest.fixture

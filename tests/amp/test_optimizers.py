@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp.checkpoint import KEYS
+from castwise.amp._checkpoint import KEYS
 from castwise.amp.grad_scaler import GradScaler
 
 CLASSES = sorted(

@@ -18,9 +18,9 @@ from tests.amp.scalers import agreeing
 from torch import nn
 
 import castwise
+from castwise.amp import DELAY, Cause, ScaleExhausted, StepFacts
+from castwise.amp._readback import Readback
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.outcomes import DELAY, Cause, ScaleExhausted, StepFacts
-from castwise.amp.readback import Readback
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
 KINDS = [("for-loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})]
@@ -915,7 +915,7 @@ def test_several_losses_of_an_iteration_are_forgotten_with_it() -> None:
 
 def test_of_a_step_that_was_taken_nothing_is_asked_for_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("castwise.amp.outcomes.Readback", lambda numbers: asked.append(numbers) or Readback(numbers))
+    monkeypatch.setattr("castwise.amp._outcomes.Readback", lambda numbers: asked.append(numbers) or Readback(numbers))
     world = World()
     world.step()
     assert asked == []

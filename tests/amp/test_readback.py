@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from castwise.amp.readback import Flag, Readback
+from castwise.amp._readback import Flag, Readback
 
 
 def test_it_is_what_the_flag_was() -> None:

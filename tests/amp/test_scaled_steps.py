@@ -14,10 +14,10 @@ import torch
 from tests.amp.scalers import Fused, agreeing, scaled, weight
 from torch import nn
 
+from castwise.amp import Cause, StepFacts
+from castwise.amp._observers import OBSERVERS, Observer
+from castwise.amp._readback import Readback
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.observers import OBSERVERS, Observer
-from castwise.amp.outcomes import Cause, StepFacts
-from castwise.amp.readback import Readback
 from castwise.schedules import Dynamic, Headroom
 
 

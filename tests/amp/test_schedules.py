@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castwise.amp.checks import MAX_SCALE, MIN_SCALE
-from castwise.amp.schedules import Dynamic, Guard, Headroom, IterationFacts, Schedule, Static, on_device
+from castwise.amp._checks import MAX_SCALE, MIN_SCALE
+from castwise.amp._schedules import Dynamic, Guard, Headroom, IterationFacts, Schedule, Static, on_device
 
 REFUSED = [
     (

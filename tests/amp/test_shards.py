@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from castwise.amp import shards
+from castwise.amp import _sharded_gradients as shards
 
 RANKS = 6
 

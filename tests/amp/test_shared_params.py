@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from castwise.amp.shared_params import SharedParams
+from castwise.amp._shared_params import SharedParams
 
 
 def weights(count: int) -> list[nn.Parameter]:

@@ -15,7 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
-from castwise.amp import grad_scaler, measure, readback
+from castwise.amp import _measure as measure
+from castwise.amp import _readback as readback
+from castwise.amp import grad_scaler
 
 OURS = (os.path.dirname(castwise.__file__),)
 FREE = ("profiler.", "prim.device", "aten.detach.default", "aten.view.default")  # none of them reaches a device
@@ -140,9 +142,9 @@ def test_the_counters_notice_one_more_op_and_one_more_function() -> None:
     few, many = map(ops, counted)
     assert many == few + 1
     with Functions() as one:
-        castwise.amp.checks.real_number("x", 1.0)
+        castwise.amp._checks.real_number("x", 1.0)
     with Functions() as two:
-        castwise.amp.checks.at_least("x", 1.0, 0.0)
+        castwise.amp._checks.at_least("x", 1.0, 0.0)
     assert (len(one.entered), len(two.entered)) == (1, 2)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp.checks import MIN_SCALE
+from castwise.amp._checks import MIN_SCALE
 from castwise.amp.grad_scaler import GradScaler
 
 THEIRS = torch.amp.GradScaler

@@ -17,7 +17,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 import castwise
-from castwise.amp import torch_words
+from castwise.amp import _torch_words as torch_words
 from castwise.distributed.fsdp import sharded_grad_scaler
 
 # What is provoked: of both libraries, by the same code.

@@ -30,8 +30,8 @@ from benchmarks import (
     training,
     weight_cache,
 )
-from castwise.demo.corpus import Corpus
-from castwise.demo.gpt import GPT, Size
+from castwise._demo.corpus import Corpus
+from castwise._demo.gpt import GPT, Size
 
 TWICE = Rounds(2)
 TINY = Size(layers=1, heads=1, width=8, context=8, batch=2)

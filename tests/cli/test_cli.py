@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import castwise
 from castwise import policies, schedules
-from castwise.cli import app, names
-from castwise.demo.command import WEIGHTS
-from castwise.monitor.record_file import FILE_NAME
+from castwise._cli import app
+from castwise._cli import completion as names
+from castwise._demo.command import WEIGHTS
+from castwise.monitor._record_file import FILE_NAME
 
 GROUP: Any = typer.main.get_command(app)
 
@@ -54,7 +55,7 @@ def test_version_is_the_packages_own() -> None:
 
 def test_the_library_never_loads_its_command_line() -> None:
     loaded = run_python("-c", "import castwise, sys; castwise.GradScaler; print(*sys.modules)").split()
-    assert {"typer", "rich", "castwise.cli"}.isdisjoint(loaded)
+    assert {"typer", "rich", "castwise._cli"}.isdisjoint(loaded)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,13 @@ def test_the_library_never_loads_its_command_line() -> None:
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:
     loaded = modules_loaded_by(*arguments.split())
-    assert "castwise.cli" in loaded
+    assert "castwise._cli" in loaded
     assert "torch" not in loaded
 
 
 def test_completion_imports_no_torch() -> None:
     loaded = modules_loaded_by(**typed("castwise trace --policy bf16_"))
-    assert "castwise.cli" in loaded
+    assert "castwise._cli" in loaded
     assert "torch" not in loaded
 
 
@@ -81,7 +82,7 @@ def test_completion_imports_no_torch() -> None:
 def test_a_report_needs_no_torch(form: str, tmp_path: Path) -> None:
     run = recorded.troubled(tmp_path / "run", steps=200, layers=1)
     loaded = modules_loaded_by("report", str(run), *form.split())
-    assert "castwise.monitor.packing" in loaded
+    assert "castwise.monitor._packing" in loaded
     assert "torch" not in loaded
 
 

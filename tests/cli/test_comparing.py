@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from castwise import Policy
-from castwise.cli import app, names
-from castwise.comparison import precision_drift
-from castwise.recipes.recipe import RECIPES
-from castwise.tuning import costs, precision_search
+from castwise._cli import app
+from castwise._cli import completion as names
+from castwise._recipes.recipe import RECIPES
+from castwise.comparison import _precision_drift as precision_drift
+from castwise.tuning import _costs as costs
+from castwise.tuning import _precision_search as precision_search
 
 FACTORY = """
 import torch
@@ -156,7 +158,7 @@ def test_ctrl_c_is_exit_code_130(command: str) -> None:
         (["tune", *TASK, "--tolerance", "-1"], ": --tolerance must be a finite number > 0, got -1.0"),
         (["tune", *TASK, "--format", "float32"], ": --format must include one other than 'float32'"),
         (["compare", "--model", "nope:task"], "there is no module 'nope': check its name, or give FILE:FACTORY"),
-        (["compare", "--model", "castwise.demo.gpt:nope"], "; its functions are 'example', 'task'"),
+        (["compare", "--model", "castwise._demo.gpt:nope"], "; its functions are 'example', 'task'"),
         (["tune", *TASK, "-o", "policy.yaml"], "--output must end in .toml or .json, got 'policy.yaml'"),
     ],
 )
@@ -210,7 +212,7 @@ def test_an_error_of_castwise_itself_is_not_hidden(monkeypatch: pytest.MonkeyPat
         raise KeyError("castwise")
 
     monkeypatch.setattr(precision_drift.Comparison, "drift", drift)
-    monkeypatch.setattr("castwise.cli.model_errors.is_ours", lambda frame: True)
+    monkeypatch.setattr("castwise._cli.model_errors.is_ours", lambda frame: True)
     result = CliRunner().invoke(app, ["compare", *TASK])
     assert isinstance(result.exception, KeyError)
 

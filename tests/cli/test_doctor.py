@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import castwise
-from castwise.amp.emulation import is_native_here
-from castwise.cli import app
-from castwise.doctor import checkup
+from castwise._cli import app
+from castwise._doctor import checkup
+from castwise.amp._emulation import is_native_here
 
 
 def run(*options: str) -> tuple[int, str]:
@@ -46,7 +46,7 @@ def test_it_prints_what_each_device_computes_and_what_to_train_with() -> None:
 def test_it_shows_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[str] = []
     shown = contextlib.nullcontext(lambda what, done, total: progress.append(what))
-    monkeypatch.setattr("castwise.cli.doctor.progress_bar", lambda: shown)
+    monkeypatch.setattr("castwise._cli.doctor_command.progress_bar", lambda: shown)
     run()
     assert progress[0].startswith("cpu: fp32")
 

@@ -10,8 +10,8 @@ import pytest
 from tests.monitor import recorded
 from typer.testing import CliRunner
 
-from castwise.cli import app
-from castwise.monitor import run_files
+from castwise._cli import app
+from castwise.monitor import _run_files as run_files
 
 
 def report(*options: object) -> tuple[int, str]:

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import castwise
 from castwise import Policy, schedules
-from castwise.cli import app
-from castwise.cli.policies import read_schedule
-from castwise.cli.script import Script
-from castwise.monitor.run_files import run_in
+from castwise._cli import app
+from castwise._cli.policy_options import read_schedule
+from castwise._cli.script import Script
+from castwise.monitor._run_files import run_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "castwise", "run"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.forked import Python
 
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 
 AS_USERS_START_THEM = {"workers"}  # the others are forked, which is faster, and may have no workers
 Ended = tuple[int, str, str, Path]
@@ -200,7 +200,7 @@ def test_a_rank_that_is_blocked_in_a_collective_writes_the_report(
 
 SLOW = """
 import os, signal, time
-from castwise.cli import termination
+from castwise._cli import termination
 assert termination.SECONDS == 10.0
 termination.SECONDS = 0.2
 termination.Termination(lambda: time.sleep(600)).watch()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from castwise import Policy, policies
-from castwise.cli import app
+from castwise._cli import app
 
 FACTORY = """
 import torch
@@ -45,7 +45,7 @@ def run(*options: str) -> tuple[int, str]:
 
 def test_the_gpt_of_the_demo_is_traced_with_and_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "castwise.weights.weight_cache._MIN_TRAINED", 0
+        "castwise.weights._weight_cache._MIN_TRAINED", 0
     )  # else small weights are left to autocast in training
     code, plain = run()
     assert code == 0

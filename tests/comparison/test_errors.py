@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from castwise.comparison import errors
-from castwise.comparison.errors import EffectSums, Errors, ErrorSums
+from castwise.comparison import Errors
+from castwise.comparison import _errors as errors
+from castwise.comparison._errors import EffectSums, ErrorSums
 
 
 def of(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Errors:

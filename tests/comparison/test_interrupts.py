@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
-from castwise.amp.emulation import SETTLED
-from castwise.amp.thread_state import THREAD
-from castwise.comparison.interrupts import Interrupts
-from castwise.policy.bound_policy import is_bound_to
+from castwise.amp._emulation import SETTLED
+from castwise.amp._thread_state import THREAD
+from castwise.comparison._interrupts import Interrupts
+from castwise.policy._bound_policy import is_bound_to
 
 POLICY = Policy(compute="bfloat16", modules={"0": "float32"})
 FOLDERS = ("/castwise/comparison/", "/castwise/tuning/", "/castwise/diagnosis/replay")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from castwise.comparison.kept_values import Kept, tensors_in
+from castwise.comparison._kept_values import Kept, tensors_in
 
 Pair = namedtuple("Pair", "first second")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 
-from castwise.comparison import log_probs
-from castwise.comparison.log_probs import LogProbSums, token_log_probs
+from castwise.comparison import _log_probs as log_probs
+from castwise.comparison._log_probs import LogProbSums, token_log_probs
 
 
 def test_figures_are_those_computed_by_hand() -> None:

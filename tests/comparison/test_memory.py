@@ -6,7 +6,7 @@ import torch
 
 import castwise
 from benchmarks import comparison_cost
-from castwise.demo import gpt
+from castwise._demo import gpt
 
 
 def test_beside_one_forward_there_are_at_most_three_times_the_largest_activations() -> None:

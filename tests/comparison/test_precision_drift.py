@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, policies
-from castwise.comparison.drift import Drift
-from castwise.comparison.errors import Errors
+from castwise.comparison import Drift, Errors
 
 BF16 = {"bf16": policies.bf16}
 FP32 = {"fp32": Policy(compute="float32")}
@@ -1238,7 +1237,7 @@ def test_small_gradients_of_a_reference_in_fp16_are_scaled_as_in_training(gradie
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1000))
     batches = [(torch.randn(4096, 8), torch.randint(1000, (4096,)))]  # gradients of logits are about 2e-7
 
-    def found(policy: Policy, reference: Any) -> castwise.comparison.drift.PolicyDrift:
+    def found(policy: Policy, reference: Any) -> castwise.comparison.PolicyDrift:
         return castwise.compare(
             model, batches, {"it": policy}, loss=F.cross_entropy, reference=reference, gradients=gradients
         )["it"]

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from castwise.demo import corpus as corpus_module
-from castwise.demo.corpus import LIMIT, Corpus, read_text
-from castwise.demo.gpt import Size
+from castwise._demo import corpus as corpus_module
+from castwise._demo.corpus import LIMIT, Corpus, read_text
+from castwise._demo.gpt import Size
 
 SIZE = Size(layers=1, heads=1, width=8, context=16, batch=4)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import castwise
-from castwise.cli import app
-from castwise.demo import command, corpus
+from castwise._cli import app
+from castwise._demo import command, corpus
 
 if TYPE_CHECKING:
     from tests.demo.conftest import Demo

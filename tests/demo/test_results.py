@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 from tests.demo.test_training import trained
 
-from castwise.cli import app
-from castwise.demo import command
-from castwise.demo.command import compared, runs_of
-from castwise.demo.gpt import EMULATED, SIZES
-from castwise.demo.table import print_results
-from castwise.demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result
-from castwise.monitor.run import Run
+from castwise._cli import app
+from castwise._demo import command
+from castwise._demo.command import compared, runs_of
+from castwise._demo.gpt import EMULATED, SIZES
+from castwise._demo.table import print_results
+from castwise._demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result
+from castwise.monitor import Run
 
 if TYPE_CHECKING:
     from tests.demo.conftest import Demo

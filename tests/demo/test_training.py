@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from castwise.demo import hardware
-from castwise.demo.corpus import Corpus
-from castwise.demo.gpt import EMULATED, GPT
-from castwise.demo.hardware import emulated_precisions
-from castwise.demo.memory import PeakMemory
-from castwise.demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result, Trainer, Training
+from castwise._demo import hardware
+from castwise._demo.corpus import Corpus
+from castwise._demo.gpt import EMULATED, GPT
+from castwise._demo.hardware import emulated_precisions
+from castwise._demo.memory import PeakMemory
+from castwise._demo.training import CASTWISE, MASTER_WEIGHTS, TORCH, Result, Trainer, Training
 
 CPU = torch.device("cpu")
 

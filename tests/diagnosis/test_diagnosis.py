@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import GradScaler, Policy
-from castwise.diagnosis.diagnosis import Diagnosis, diagnose
-from castwise.diagnosis.recording import Recording
+from castwise.diagnosis import Diagnosis, diagnose
+from castwise.diagnosis._recording import Recording
 
 INF, NAN = float("inf"), float("nan")
 ONES = torch.ones(2, 4)

@@ -29,7 +29,7 @@ from tests.monitor.mixture import (
 from torch import Tensor, nn
 
 import castwise
-from castwise.diagnosis.diagnosis import Diagnosis, diagnose
+from castwise.diagnosis import Diagnosis, diagnose
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LINEARS = linears(Mixture())

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import GradScaler, Monitor, Policy
-from castwise.amp.outcomes import Cause
-from castwise.diagnosis.recording import GRADIENTS_OF, MOST, Recording
+from castwise.amp import Cause
+from castwise.diagnosis._recording import GRADIENTS_OF, MOST, Recording
 
 
 class Calls(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import commands
 import typer
 
-from castwise.cli import app
+from castwise._cli import app
 
 
 def test_every_command_and_option_is_there() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import castwise
-from castwise.amp.checkpoint import COUNTS, KEYS
-from castwise.mistakes.mistake import Mistake
-from castwise.monitor.formats import LOW_PRECISION
+from castwise._mistakes.mistake import Mistake
+from castwise.amp._checkpoint import COUNTS, KEYS
+from castwise.monitor._formats import LOW_PRECISION
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
 

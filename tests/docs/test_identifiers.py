@@ -68,10 +68,10 @@ def test_torchs_names_are_complete(module: str, keywords: dict[str, str]) -> Non
         ("castwise.Policy.compute", "castwise.Policy"),
         ("torch.amp.grad_scaler.OptState.READY", "castwise.amp.grad_scaler.OptState"),
         ("castwise.Cause.OVERFLOW", "castwise.Cause"),
-        ("castwise.amp.outcomes.StepFacts.cause", "castwise.amp.outcomes.StepFacts"),
+        ("castwise.amp.StepFacts.cause", "castwise.amp.StepFacts"),
         ("castwise.schedules.Simulation.scales", "castwise.schedules.Simulation"),
-        ("castwise.monitor.formats.E4M3", "castwise.monitor.formats.E4M3"),
-        ("castwise.monitor.run", "castwise.monitor.run"),
+        ("castwise.monitor.E4M3", "castwise.monitor.E4M3"),
+        ("castwise.monitor._recorded_run", "castwise.monitor._recorded_run"),
     ],
 )
 def test_some_keywords(keyword: str, place: str, keywords: dict[str, str]) -> None:

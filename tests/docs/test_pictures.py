@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from castwise.demo.corpus import Corpus
-from castwise.demo.gpt import Size
-from castwise.monitor.run import Run
+from castwise._demo.corpus import Corpus
+from castwise._demo.gpt import Size
+from castwise.monitor import Run
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"

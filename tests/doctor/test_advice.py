@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from castwise import policies, schedules
-from castwise.doctor.advice import recommend
-from castwise.doctor.formats import Native
-from castwise.doctor.speed import Quartiles, Speed
+from castwise._doctor.machine_advice import recommend
+from castwise._doctor.native_formats import Native
+from castwise._doctor.speed import Quartiles, Speed
 
 
 def runs_at(low: float, high: float | None = None) -> Speed:

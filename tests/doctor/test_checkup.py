@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp.emulation import is_native_here
-from castwise.doctor import checkup
-from castwise.recipes.recipe import RECIPES, runs_natively
+from castwise._doctor import checkup
+from castwise._recipes.recipe import RECIPES, runs_natively
+from castwise.amp._emulation import is_native_here
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "integrations" / "doctor.md"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from castwise.amp.emulation import is_native_here
-from castwise.doctor.formats import of_cpu, of_cuda, of_device, to_try
+from castwise._doctor.native_formats import of_cpu, of_cuda, of_device, to_try
+from castwise.amp._emulation import is_native_here
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from castwise._doctor.notes import notes_on
 from castwise._torch_private import backwards_without_autocast
-from castwise.doctor.notes import notes_on
 
 
 def about(version: str) -> list[str]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from castwise.doctor import formats
-from castwise.doctor import speed as speeds
-from castwise.doctor.speed import SMALLEST, Quartiles, Speed, Verdict, measure
+from castwise._doctor import native_formats as formats
+from castwise._doctor import speed as speeds
+from castwise._doctor.speed import SMALLEST, Quartiles, Speed, Verdict, measure
 
 CPU = torch.device("cpu")
 

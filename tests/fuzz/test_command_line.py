@@ -14,14 +14,15 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import castwise
+from castwise._cli import app
+from castwise._cli import run_command as run
+from castwise._cli.policy_options import read_schedule
+from castwise._demo import command
+from castwise._demo.gpt import EMULATED
+from castwise._demo.training import Result as TrainingResult
+from castwise._demo.training import Training
+from castwise._doctor.checkup import Checkup
 from castwise._user_error import UserError
-from castwise.cli import app, run
-from castwise.cli.policies import read_schedule
-from castwise.demo import command
-from castwise.demo.gpt import EMULATED
-from castwise.demo.training import Result as TrainingResult
-from castwise.demo.training import Training
-from castwise.doctor.checkup import Checkup
 
 OPTIONS = {
     "compare": ["--model", "--policy", "--reference", "--no-gradients", "--vary", "--report", "--json"],
@@ -38,7 +39,7 @@ WORDS = [
     *("script.py", "broken.py", "monitor.jsonl", "no.jsonl", "json", "Headroom", "Dynamic(init_scale=1024.0)"),
     *("Dynamic(1e999)", "Dynamic(", "Guard(1)", "Static(-1)", "exit()", "(" * 300),
     *(
-        "castwise.demo.gpt:example",
+        "castwise._demo.gpt:example",
         "script.py:f",
         "os:getcwd",
         "torch.nn:Linear",
@@ -76,8 +77,8 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(command, "train", lambda *_: RESULT)
         patch.setattr(command, "_report", lambda _: "")
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
-        patch.setattr("castwise.doctor.checkup.examine", lambda _: checkup)
-        patch.setattr("castwise.report.report._plotly_js", lambda: "")
+        patch.setattr("castwise._doctor.checkup.examine", lambda _: checkup)
+        patch.setattr("castwise.report._html_report._plotly_js", lambda: "")
         patch.setattr(castwise, "trace", lambda *_, **__: seen)
         yield
 

@@ -16,9 +16,9 @@ from tests.monitor import recorded
 from typer.testing import CliRunner
 
 import castwise
-from castwise.cli import app
-from castwise.monitor.run import Run
-from castwise.report.report import write_report
+from castwise._cli import app
+from castwise.monitor import Run
+from castwise.report import write_report
 from castwise.schedules import Dynamic, GradientRange, read_trace, simulate, write_trace
 
 TEXTS = ("cause", "phase", "module", "op", "text", "advice")
@@ -27,7 +27,7 @@ TEXTS = ("cause", "phase", "module", "op", "text", "advice")
 @pytest.fixture(scope="module", autouse=True)
 def _pages_are_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("castwise.report.report._plotly_js", lambda: "")
+        patch.setattr("castwise.report._html_report._plotly_js", lambda: "")
         yield
 
 

@@ -91,7 +91,7 @@ def test_a_scaler_takes_all_of_a_state_or_nothing(
         assert state(scaler) == before
         return
     saved = scaler.state_dict()
-    assert castwise.amp.checks.MIN_SCALE <= scaler.get_scale() <= castwise.amp.checks.MAX_SCALE
+    assert castwise.amp._checks.MIN_SCALE <= scaler.get_scale() <= castwise.amp._checks.MAX_SCALE
     assert scaler.get_scale() == saved["scale"]
     again = kind("cpu", schedule=schedule)
     again.load_state_dict(saved)

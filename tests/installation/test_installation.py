@@ -22,15 +22,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
-from castwise import installation
+from castwise import _installation as installation
+from castwise._installation import account
+from castwise._installation.account import Account
+from castwise._installation.replacement import _NAMES
+from castwise._installation.settings import Settings
 from castwise._torch_private import load_compiler
-from castwise.amp.observers import OBSERVERS
-from castwise.installation import account
-from castwise.installation.account import Account
-from castwise.installation.replacement import _NAMES
-from castwise.installation.settings import Settings
-from castwise.monitor.run import Run
-from castwise.monitor.run_files import read_runs, run_in
+from castwise.amp._observers import OBSERVERS
+from castwise.monitor import Run
+from castwise.monitor._run_files import read_runs, run_in
 
 load_compiler()  # by which torch itself changes torch.manual_seed, as it does when the first optimizer is made
 PLACES = [(module, name) for module, names in _NAMES.items() for name in names]
@@ -336,7 +336,7 @@ def test_a_policy_is_in_force_in_all_regions_under_names_that_begin_with_the_mod
 def test_models_that_are_made_after_the_first_region_have_no_rules_and_no_kept_casts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("castwise.weights.weight_cache._MIN_TRAINED", 0)
+    monkeypatch.setattr("castwise.weights._weight_cache._MIN_TRAINED", 0)
     first, x = small_model(), torch.randn(2, 8)
     policy = castwise.Policy(compute="bfloat16", modules={"type:Linear": "float32"})
     with castwise.installed(policy=policy):
@@ -427,12 +427,12 @@ def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
 
 def test_a_weight_cache_serves_all_regions_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "castwise.weights.weight_cache._MIN_TRAINED", 0
+        "castwise.weights._weight_cache._MIN_TRAINED", 0
     )  # else small ones are left to autocast in training
     expected = trained(small_model())
     with castwise.installed(weight_cache=True):
         got = trained(small_model())
-        from castwise.installation import _INSTALLED
+        from castwise._installation import _INSTALLED
 
         cache = _INSTALLED[0][0]._settings._cache
         assert cache is not None

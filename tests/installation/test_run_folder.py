@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.forked import Python
 
-from castwise.installation import run_folder
-from castwise.installation.run_folder import RunFolder, launch_now, model_folder
-from castwise.monitor.run import Run
-from castwise.monitor.run_files import read_runs, run_in
+from castwise._installation import run_folder
+from castwise._installation.run_folder import RunFolder, launch_now, model_folder
+from castwise.monitor import Run
+from castwise.monitor._run_files import read_runs, run_in
 
 VARIABLES = re.compile(r"RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*|TORCHELASTIC_.*|SLURM_.*")
 
@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once_and_the_script_runs(wh
 def test_a_failure_of_the_preparation_leaves_the_script_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "failing.py").write_text(
-        "import castwise.installation as installation, runpy\n"
+        "import castwise._installation as installation, runpy\n"
         "def fail(*_):\n    raise RuntimeError('of castwise')\n"
         "installation.begin = fail\n"
         "runpy.run_module('castwise', run_name='__main__', alter_sys=True)\n"

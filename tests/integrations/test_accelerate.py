@@ -25,7 +25,7 @@ from torch import nn
 
 import castwise
 from castwise.integrations.accelerate import prepare, report
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 from castwise.schedules import Dynamic, Guard, Static
 
 STEPS = 6

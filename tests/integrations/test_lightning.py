@@ -37,7 +37,7 @@ from tests.integrations.lightning_training import (
 import castwise
 from castwise.integrations import pytorch_lightning as mirrored
 from castwise.integrations.lightning import FabricMixedPrecision, MixedPrecision
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 from castwise.schedules import Guard
 
 pytestmark = QUIET
@@ -267,7 +267,7 @@ def test_a_weight_cache_casts_once_per_step_and_changes_nothing(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "castwise.weights.weight_cache._MIN_TRAINED", 0
+        "castwise.weights._weight_cache._MIN_TRAINED", 0
     )  # else small weights are left to autocast in training
 
     class Reporting(pl.Callback):

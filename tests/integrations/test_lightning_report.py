@@ -28,7 +28,7 @@ from tests.integrations.lightning_training import (
 from tests.integrations.test_lightning_optimizers import Pair
 
 from castwise.integrations.lightning import ReportCallback
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 
 pytestmark = QUIET
 

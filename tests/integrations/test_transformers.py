@@ -29,10 +29,10 @@ from transformers import (
 )
 
 import castwise
+from castwise._mistakes.watch import WATCH
 from castwise.integrations.accelerate import prepare
 from castwise.integrations.transformers import ReportCallback
-from castwise.mistakes.watch import WATCH
-from castwise.monitor.run import Run
+from castwise.monitor import Run
 
 STEPS, BATCH = 4, 4
 pytestmark = [

@@ -17,7 +17,7 @@ from torch import nn
 import castwise
 from castwise.integrations import wandb as sink_module
 from castwise.integrations.wandb import WandB
-from castwise.monitor.curves import of_sample, of_step
+from castwise.monitor._curves import of_sample, of_step
 
 Record = dict[str, Any]
 STEP = "castwise/number of step"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.master_weights import codecs
-from castwise.master_weights.codecs import Chance, Codec, codec_of, random_bits, round_by_chance
+from castwise.master_weights import _codecs as codecs
+from castwise.master_weights._codecs import Chance, Codec, codec_of, random_bits, round_by_chance
 
 CPU = torch.device("cpu")
 

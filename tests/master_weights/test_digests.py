@@ -10,8 +10,8 @@ import torch
 from torch import nn, optim
 
 from castwise import MasterWeights
-from castwise.master_weights import buckets
-from castwise.master_weights.buckets import Layout, Weight
+from castwise.master_weights import _buckets as buckets
+from castwise.master_weights._buckets import Layout, Weight
 
 
 def swapped(values: torch.Tensor, first: int, second: int) -> torch.Tensor:

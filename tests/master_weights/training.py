@@ -12,7 +12,7 @@ from torch import nn
 
 import castwise
 from castwise import GradScaler, MasterWeights
-from castwise.master_weights import buckets
+from castwise.master_weights import _buckets as buckets
 
 SMALL_BUCKETS = 4096  # bytes: the weights below are in several, and one is cut
 

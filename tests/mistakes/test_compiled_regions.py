@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import castwise
-from castwise.mistakes.watch import WATCH
+from castwise._mistakes.watch import WATCH
 
 BF16 = torch.bfloat16
 

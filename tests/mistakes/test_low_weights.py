@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.mistakes.low_weights import _SAMPLED, _sample
-from castwise.mistakes.watch import WATCH
+from castwise._mistakes.low_weights import _SAMPLED, _sample
+from castwise._mistakes.watch import WATCH
 
 BF16 = torch.bfloat16
 

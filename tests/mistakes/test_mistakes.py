@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import castwise
-from castwise.mistakes.mistake import Mistake
-from castwise.mistakes.watch import WATCH, MixedPrecisionMistake
+from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.watch import WATCH, MixedPrecisionMistake
 
 MISTAKES = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
 CORRECT = sorted((Path(__file__).parent / "correct").glob("*.py"), key=lambda path: path.name)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
-from castwise.amp.observers import OBSERVERS
-from castwise.mistakes.mistake import Mistake
-from castwise.mistakes.scaled_gradients import ScaledGradient
-from castwise.mistakes.watch import WATCH, MixedPrecisionMistake
+from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.scaled_gradients import ScaledGradient
+from castwise._mistakes.watch import WATCH, MixedPrecisionMistake
+from castwise.amp._observers import OBSERVERS
 
 
 class Training:
@@ -405,7 +405,7 @@ def test_gradients_are_plain_tensors_again_before_anybody_can_keep_one(training:
 def test_a_finder_that_fails_is_warned_of_and_the_training_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("castwise.mistakes.accumulation.Accumulation.updating", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("castwise._mistakes.accumulation.Accumulation.updating", lambda *_, **__: 1 / 0)
     training.backward()
     with pytest.warns(RuntimeWarning, match="check Accumulation failed and is turned off: ZeroDivisionError"):
         training.finish()

@@ -12,12 +12,12 @@ import torch
 from tests.mistakes.test_no_false_positives import Training, training
 
 import castwise
-from castwise.mistakes import backwards, checkpoints
-from castwise.mistakes.scaled_gradients import ScaledGradient, Window
-from castwise.mistakes.unscaling import Unscaling
-from castwise.mistakes.watch import WATCH
-from castwise.monitor.record_file import FILE_NAME
-from castwise.monitor.run_files import run_in
+from castwise._mistakes import backwards, checkpoints
+from castwise._mistakes.scaled_gradients import ScaledGradient, Window
+from castwise._mistakes.unscaling import Unscaling
+from castwise._mistakes.watch import WATCH
+from castwise.monitor._record_file import FILE_NAME
+from castwise.monitor._run_files import run_in
 
 __all__ = ["training"]
 

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from castwise.monitor.record_file import FILE_NAME
-from castwise.monitor.run import Run
+from castwise.monitor import Run
+from castwise.monitor._record_file import FILE_NAME
 
 # Each step is acknowledged by a line to a pipe once the sink has returned. Samples are thinned often.
 WRITER = """
 import itertools, os, sys, warnings
 from castwise.monitor import record_file
-from castwise.monitor.sinks import JSONL
+from castwise.monitor._sinks import JSONL
 warnings.simplefilter("ignore")
 record_file.SAMPLES_BYTES = 20_000
 writer, first = int(sys.argv[2]), int(sys.argv[3])

@@ -22,9 +22,10 @@ from tests.distributed.ranks import join
 from torch import nn
 
 import castwise
-from castwise.monitor import exchange, monitor
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.sample import Sample
+from castwise.monitor import Monitor
+from castwise.monitor import _exchange as exchange
+from castwise.monitor import _monitor as monitor
+from castwise.monitor._sample import Sample
 
 STEPS = 8
 SHORT = 1.0  # seconds: long for ranks that come together, even on a busy machine

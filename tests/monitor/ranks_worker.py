@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import castwise
-from castwise.monitor.activations import Activations
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.sample import Sample
-from castwise.monitor.shards import is_partial, part_of
+from castwise.monitor import Monitor
+from castwise.monitor._activations import Activations
+from castwise.monitor._local_shards import is_partial, part_of
+from castwise.monitor._sample import Sample
 
 STEPS = 3
 FAULTS = ("none", "data of rank 1", "gradient of rank 1", "scale")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from castwise.monitor.reduction import Packed, joined, layout_of, pack, spans, unpack
-from castwise.monitor.sample import Measured
+from castwise.monitor._reduction import Packed, joined, layout_of, pack, spans, unpack
+from castwise.monitor._sample import Measured
 
 
 def combined(ranks: list[Measured]) -> Measured:

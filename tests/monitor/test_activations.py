@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from castwise.monitor.activations import Activations
-from castwise.monitor.exponents import tally
-from castwise.monitor.tally import Tally
+from castwise.monitor._activations import Activations
+from castwise.monitor._exponents import tally
+from castwise.monitor._tally import Tally
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.monitor.recorded import sample, step
 
-from castwise.monitor.curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
+from castwise.monitor._curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
 
 
 def test_a_step_has_the_numbers_that_are_known() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.distributed.ranks import run
 
-from castwise.monitor.exchange import ranks_text
+from castwise.monitor._exchange import ranks_text
 
 Result = dict[str, Any]
 WORKER = Path(__file__).with_name("exchange_worker.py")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from castwise.monitor import exponents
-from castwise.monitor.exponents import count, sum_of_squares, tally
-from castwise.monitor.tally import Tally
+from castwise.monitor import _exponents as exponents
+from castwise.monitor._exponents import count, sum_of_squares, tally
+from castwise.monitor._tally import Tally
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 

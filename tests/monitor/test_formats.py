@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from castwise.monitor.formats import BF16, E4M3, E5M2, FP16, FP32, LOW_PRECISION, Format
+from castwise.monitor import BF16, E4M3, E5M2, FP16, FP32, Format
+from castwise.monitor._formats import LOW_PRECISION
 
 DTYPES = {
     FP32: torch.float32,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from castwise.amp.outcomes import StepFacts
-from castwise.monitor.iterations import Iteration, Iterations
+from castwise.amp import StepFacts
+from castwise.monitor._iterations import Iteration, Iterations
 
 
 def optimizer() -> torch.optim.Optimizer:

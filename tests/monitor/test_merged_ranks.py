@@ -9,8 +9,8 @@ import pytest
 from tests.monitor.recorded import Record, sample, step, write
 
 import castwise
-from castwise.monitor.merged_ranks import merge_ranks
-from castwise.monitor.run import Run
+from castwise.monitor import Run
+from castwise.monitor._merged_ranks import merge_ranks
 
 SCALE = 2.0**10
 

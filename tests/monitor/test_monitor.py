@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.amp.outcomes import ScaleExhausted
-from castwise.amp.readback import Readback
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.run import Run
+from castwise.amp import ScaleExhausted
+from castwise.amp._readback import Readback
+from castwise.monitor import Monitor, Run
 
 SCALE = 2.0**10
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.monitor import Monitor
+from castwise.monitor import Monitor
+from castwise.monitor._exponents import count, tally
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from castwise.monitor import names
+from castwise.monitor import _module_names as names
 
 
 def model() -> nn.Module:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.monitor import packing, record_file
-from castwise.monitor.packing import in_full, shortened
-from castwise.monitor.run import Run
-from castwise.monitor.sinks import JSONL
+from castwise.monitor import JSONL, Run
+from castwise.monitor import _packing as packing
+from castwise.monitor import _record_file as record_file
+from castwise.monitor._packing import in_full, shortened
 
 Record = dict[str, Any]
 

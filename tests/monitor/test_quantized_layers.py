@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Monitor, Policy
-from castwise.monitor.quantized_layers import _measured
-from castwise.monitor.run import Run
-from castwise.recipes.listeners import LISTENERS
-from castwise.recipes.recipe import RECIPES
+from castwise._recipes.listeners import LISTENERS
+from castwise._recipes.recipe import RECIPES
+from castwise.monitor import Run
+from castwise.monitor._quantized_layers import _measured
 
 
 def model() -> nn.Sequential:

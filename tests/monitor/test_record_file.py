@@ -19,10 +19,9 @@ from tests.monitor import recorded
 from tests.monitor.crashing import kill_writers
 
 from castwise import _files
-from castwise.monitor import record_file
-from castwise.monitor.run import Run
-from castwise.monitor.sinks import JSONL, Sinks
-from castwise.report.summary import Summary
+from castwise.monitor import JSONL, Run, Sinks
+from castwise.monitor import _record_file as record_file
+from castwise.report._summary import Summary
 
 HEAD = {"kind": "run", "format": 2, "settings": {"every": 1}}
 

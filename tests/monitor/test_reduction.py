@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.amp.ranks_in_threads import World
 
-from castwise.monitor import exchange
-from castwise.monitor.exchange import Exchange, NoExchangeError
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.ranks import Ranks
-from castwise.monitor.reduction import Reduction
-from castwise.monitor.sample import Measured, OfGradient
-from castwise.monitor.skips import Skip
-from castwise.monitor.tally import Tally
+from castwise.monitor import _exchange as exchange
+from castwise.monitor._exchange import Exchange, NoExchangeError
+from castwise.monitor._exponents import count, tally
+from castwise.monitor._ranks import Ranks
+from castwise.monitor._reduction import Reduction
+from castwise.monitor._sample import Measured, OfGradient
+from castwise.monitor._skips import Skip
+from castwise.monitor._tally import Tally
 
 HEADER = 56
 EXPONENTS = 21

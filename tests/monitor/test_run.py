@@ -14,10 +14,9 @@ import torch
 from tests.monitor import recorded
 
 import castwise
-from castwise.monitor.packing import MOST_BYTES
-from castwise.monitor.run import Run
-from castwise.monitor.sinks import JSONL
-from castwise.report.summary import Summary
+from castwise.monitor import JSONL, Run
+from castwise.monitor._packing import MOST_BYTES
+from castwise.report._summary import Summary
 
 HEADER = {"kind": "run", "format": 1, "castwise": "0", "torch": "0", "device": "cpu", "settings": {"every": 10}}
 

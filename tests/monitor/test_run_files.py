@@ -11,8 +11,8 @@ from tests.monitor import recorded
 from tests.monitor.recorded import Record, sample, step, write
 
 import castwise
-from castwise.monitor.run import Run
-from castwise.monitor.run_files import read_runs, records_in, run_in
+from castwise.monitor import Run
+from castwise.monitor._run_files import read_runs, records_in, run_in
 
 FIRST, SECOND = "20261123-133208-1f3a", "20261123-140000-00ab"
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from castwise.amp import readback
-from castwise.monitor.exchange import NoExchangeError
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.reduction import Layout, layout_of
-from castwise.monitor.sample import Measured, OfGradient, Sample, sample_record
-from castwise.monitor.tally import Tally
+from castwise.amp import _readback as readback
+from castwise.monitor._exchange import NoExchangeError
+from castwise.monitor._exponents import count, tally
+from castwise.monitor._reduction import Layout, layout_of
+from castwise.monitor._sample import Measured, OfGradient, Sample, sample_record
+from castwise.monitor._tally import Tally
 
 
 class Histograms(TorchDispatchMode):

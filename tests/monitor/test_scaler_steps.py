@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.amp.observers import OBSERVERS
+from castwise.amp._observers import OBSERVERS
 
 
 def step(scaler: Any, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from tests.monitor import recorded
 
-from castwise.monitor import tensorboard_events
-from castwise.monitor.packing import in_full
-from castwise.monitor.sinks import JSONL, Sinks, TensorBoard
+from castwise.monitor import JSONL, Sinks, TensorBoard
+from castwise.monitor import _tensorboard_events as tensorboard_events
+from castwise.monitor._packing import in_full
 
 WRITE_FOR_EVER = """
 import itertools, sys
-from castwise.monitor.packing import in_full
-from castwise.monitor.sinks import JSONL
+from castwise.monitor._packing import in_full
+from castwise.monitor._sinks import JSONL
 sink = JSONL(sys.argv[1])
 for step in itertools.count(1):
     sink({"kind": "step", "step": step, "numbers": [step] * 2000})

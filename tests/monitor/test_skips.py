@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from castwise import Cause
-from castwise.monitor import causes
-from castwise.monitor.skips import Skip, agreed
+from castwise.monitor import _causes as causes
+from castwise.monitor._skips import Skip, agreed
 
 OVERFLOW, ELSEWHERE = Skip("overflow", ()), Skip("another rank", ())
 

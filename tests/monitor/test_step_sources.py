@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from castwise.amp.outcomes import StepFacts
-from castwise.monitor.step_sources import UnscaledSteps
+from castwise.amp import StepFacts
+from castwise.monitor._step_sources import UnscaledSteps
 
 
 def optimizer_on(device: str) -> torch.optim.Optimizer:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.amp.outcomes import DELAY
-from castwise.amp.readback import Readback
-from castwise.monitor.step_sources import ScaledSteps, StepsByHand
+from castwise.amp import DELAY
+from castwise.amp._readback import Readback
+from castwise.monitor._step_sources import ScaledSteps, StepsByHand
 
 Record = dict[str, Any]
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.formats import LOW_PRECISION, Format
-from castwise.monitor.tally import Tally
+from castwise.monitor import Format
+from castwise.monitor._exponents import count, tally
+from castwise.monitor._formats import LOW_PRECISION
+from castwise.monitor._tally import Tally
 
 magnitudes = st.lists(st.one_of(st.just(0.0), st.floats(-60, 20).map(lambda power: 2.0**power)), min_size=1)
 formats = st.sampled_from(list(LOW_PRECISION.values()))

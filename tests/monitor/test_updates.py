@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from castwise.monitor import exponents
-from castwise.monitor.updates import Updates, compare, update_record
+from castwise.monitor import _exponents as exponents
+from castwise.monitor._updates import Updates, compare, update_record
 
 
 def record(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, WeightCache
-from castwise.amp.thread_state import THREAD
-from castwise.policy import bound_policy
+from castwise.amp._thread_state import THREAD
+from castwise.policy import _bound_policy as bound_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

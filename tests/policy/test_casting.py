@@ -8,7 +8,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from castwise.policy.casting import Casts, in_native_state, native_state_of
+from castwise.policy._casting import Casts, in_native_state, native_state_of
 
 Pair = namedtuple("Pair", ["first", "second"])  # the kind that many libraries return
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from castwise import Policy
-from castwise.policy.fsdp_units import gathered
-from castwise.policy.module_rules import decide
+from castwise.policy._fsdp_units import gathered
+from castwise.policy._module_rules import decide
 
 
 class Block(nn.Module):

@@ -16,9 +16,11 @@ import castwise
 from castwise import Policy, _torch_private
 from castwise._torch_private import function_modes
 from castwise.amp import _traced_region
-from castwise.amp.thread_state import THREAD
-from castwise.policy import bound_policy, casting, op_rules
-from castwise.policy.casting import native_state_of
+from castwise.amp._thread_state import THREAD
+from castwise.policy import _bound_policy as bound_policy
+from castwise.policy import _casting as casting
+from castwise.policy import _op_rules as op_rules
+from castwise.policy._casting import native_state_of
 
 X = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
 FILES = {module.__file__ for module in (bound_policy, op_rules, casting, _traced_region)}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from castwise import Policy
-from castwise.policy.module_rules import decide, spelled
+from castwise.policy._module_rules import decide, spelled
 
 
 def computed(modules: dict[Any, str], model: nn.Module | None = None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise import Policy
-from castwise.policy.op_rules import (
+from castwise.policy._op_rules import (
     Rule,
     _with_source_cast,
     _writes_to_arguments,

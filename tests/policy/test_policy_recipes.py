@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, WeightCache
-from castwise.policy.module_rules import decide
-from castwise.recipes import recipe as recipes
-from castwise.recipes.quantized_linear import linear
-from castwise.recipes.recipe import RECIPES
+from castwise._recipes import recipe as recipes
+from castwise._recipes.quantized_linear import linear
+from castwise._recipes.recipe import RECIPES
+from castwise.policy._module_rules import decide
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.recipes.quantized_linear import linear
-from castwise.recipes.recipe import RECIPES, Recipe
-from castwise.recipes.scalings import Scaling
+from castwise._recipes.quantized_linear import linear
+from castwise._recipes.recipe import RECIPES, Recipe
+from castwise._recipes.scalings import Scaling
 
 TORCHAOS = [name for name, recipe in RECIPES.items() if recipe.capability]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.recipes.quantized_linear import linear
-from castwise.recipes.recipe import RECIPES, runs_natively
+from castwise._recipes.quantized_linear import linear
+from castwise._recipes.recipe import RECIPES, runs_natively
 
 pytestmark = pytest.mark.gpu
 

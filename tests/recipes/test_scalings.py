@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from castwise.monitor import formats
-from castwise.recipes.recipe import RECIPES
-from castwise.recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Numbers, Nvfp4, Scaling
+from castwise._recipes.recipe import RECIPES
+from castwise._recipes.scalings import E4M3, E5M2, Float8, Mxfp8, Numbers, Nvfp4, Scaling
+from castwise.monitor import _formats as formats
 
 SCALINGS = list(
     dict.fromkeys(

@@ -16,8 +16,8 @@ from torch import nn
 
 import castwise
 from castwise import policies
-from castwise.comparison.drift import Drift
-from castwise.tuning.tuned import Tuned
+from castwise.comparison import Drift
+from castwise.tuning import Tuned
 
 LAYERS = 300
 

@@ -17,13 +17,14 @@ import pytest
 from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
-from castwise.monitor.run import Run
-from castwise.report.downsampling import changes, extremes, in_buckets
-from castwise.report.figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
-from castwise.report.figures.timeline import MAX_MARKS, marks, timeline
-from castwise.report.report import labels, write_report
-from castwise.report.run_facts import RunFacts, Skips
-from castwise.report.worst_modules import worst_modules
+from castwise.monitor import Run
+from castwise.report import write_report
+from castwise.report._downsampling import changes, extremes, in_buckets
+from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
+from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
+from castwise.report._html_report import labels
+from castwise.report._run_facts import RunFacts, Skips
+from castwise.report._worst_modules import worst_modules
 
 EVIL = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>&lt;b&gt;'
 

@@ -19,8 +19,8 @@ from tests.monitor.recorded import sample, step, write
 from torch import nn
 
 import castwise
-from castwise.monitor.monitor import Monitor
-from castwise.report.report import write_report
+from castwise.monitor import Monitor
+from castwise.report import write_report
 
 EVIL = '<img src=x onerror="window.hacked=1"><b>name</b><a href="http://example.com">x</a>'
 

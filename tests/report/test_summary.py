@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.monitor import recorded
 
+from castwise._cli.report_text import print_runs
 from castwise._terminal import new_console
-from castwise.cli.report_text import print_runs
-from castwise.monitor.run import Run
-from castwise.report.summary import Level, Summary, end
+from castwise.monitor import Run
+from castwise.report._summary import Level, Summary, end
 
 
 def mistake(line: int) -> dict[str, Any]:

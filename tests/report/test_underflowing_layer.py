@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import castwise
-from castwise.demo.gpt import GPT, Size, loss
-from castwise.monitor.monitor import Monitor
+from castwise._demo.gpt import GPT, Size, loss
+from castwise.monitor import Monitor
 
 SIZE = Size(layers=2, heads=2, width=16, context=8, batch=2)
 torch.manual_seed(0)

@@ -11,13 +11,12 @@ import torch
 from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
-from castwise.amp.schedules import Schedule
-from castwise.monitor.exponents import count, tally
-from castwise.monitor.formats import FP16
-from castwise.monitor.run import Run
-from castwise.report.run_facts import Ranges, RunFacts
-from castwise.report.step_advice import STREAK_MATTERS
-from castwise.report.verdicts import Advice, Verdict, verdict
+from castwise.amp._schedules import Schedule
+from castwise.monitor import FP16, Run
+from castwise.monitor._exponents import count, tally
+from castwise.report import Advice, Verdict, verdict
+from castwise.report._run_facts import Ranges, RunFacts
+from castwise.report._step_advice import STREAK_MATTERS
 
 # A gradient whose largest number is 2^-6.3: 22.3 bits below 65504.
 GOOD = {"a": -16.0, "b": -16.0}

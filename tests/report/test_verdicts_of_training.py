@@ -12,8 +12,8 @@ from torch import nn
 
 import castwise
 from castwise import GradScaler, Monitor
-from castwise.monitor.run import Run
-from castwise.report.verdicts import Verdict, verdict
+from castwise.monitor import Run
+from castwise.report import Verdict, verdict
 
 
 def underflowing(scale: float, dtype: torch.dtype, factor: float = 1e-6, rate: float = 1e-9) -> Verdict:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from castwise.tracing import module_of_op
-from castwise.tracing.module_of_op import ModuleOfOp
+from castwise.tracing import _module_of_op as module_of_op
+from castwise.tracing._module_of_op import ModuleOfOp
 
 
 class Scaled(nn.Module):

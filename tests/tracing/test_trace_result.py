@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from castwise.tracing.trace_result import Cast, Op, Trace
+from castwise.tracing import Cast, Op, Trace
 
 OPS = (Op("aten.mm", "bfloat16", "bfloat16", 12, 3), Op("aten.relu", "float32", "float32", 1, 0))
 CASTS = (

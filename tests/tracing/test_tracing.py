@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import Policy, WeightCache, policies
-from castwise.demo.gpt import example
-from castwise.policy.bound_policy import is_bound_to
-from castwise.tracing.trace_result import Cast, Trace
+from castwise._demo.gpt import example
+from castwise.policy._bound_policy import is_bound_to
+from castwise.tracing import Cast, Trace
 
 
 def mlp() -> nn.Sequential:
@@ -54,7 +54,7 @@ def test_without_a_policy_the_region_around_holds() -> None:
 
 def test_what_a_weight_cache_removes_is_shown_on_the_gpt_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "castwise.weights.weight_cache._MIN_TRAINED", 0
+        "castwise.weights._weight_cache._MIN_TRAINED", 0
     )  # else small weights are left to autocast in training
     model, tokens = example()
     cache = WeightCache(model)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
-from castwise.tuning.costs import FLOP_WEIGHTS
-from castwise.tuning.precision_search import FORMATS
+from castwise.tuning._costs import FLOP_WEIGHTS
+from castwise.tuning._precision_search import FORMATS
 
 
 @dataclass(frozen=True)

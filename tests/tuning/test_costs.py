@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from torch import Tensor, nn
 
-from castwise.comparison.watch import Watch
-from castwise.tuning.costs import OutputBytes, OwnFlops, of_flops
+from castwise.comparison._watched_calls import Watch
+from castwise.tuning._costs import OutputBytes, OwnFlops, of_flops
 
 
 class Block(nn.Module):

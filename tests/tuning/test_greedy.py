@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from castwise.tuning.greedy import Choice, Option, exact_choice, path
+from castwise.tuning._greedy import Choice, Option, exact_choice, path
 
 Options = dict[str, list[Option]]
 

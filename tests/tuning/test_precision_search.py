@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Policy
-from castwise.comparison.watch import Watch
-from castwise.tuning import precision_search
-from castwise.tuning.costs import OutputBytes
-from castwise.tuning.tuned import Tuned
+from castwise.comparison._watched_calls import Watch
+from castwise.tuning import Tuned
+from castwise.tuning import _precision_search as precision_search
+from castwise.tuning._costs import OutputBytes
 
 
 class Model(nn.Module):

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import castwise
-from castwise.policy.module_rules import decide
-from castwise.tuning import costs, precision_search
+from castwise.policy._module_rules import decide
+from castwise.tuning import _costs as costs
+from castwise.tuning import _precision_search as precision_search
 
 
 def case() -> tuple[nn.Module, list[Any]]:
@@ -22,7 +23,7 @@ def case() -> tuple[nn.Module, list[Any]]:
     return model, [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(4)]
 
 
-def tuned(**options: Any) -> castwise.tuning.tuned.Tuned:
+def tuned(**options: Any) -> castwise.tuning.Tuned:
     model, batches = case()
     return castwise.tune(model, batches, loss=cross_entropy, **options)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import castwise
 from castwise import WeightCache
-from castwise.weights import weight_copies
+from castwise.weights import _weight_copies as weight_copies
 
 BF16 = torch.bfloat16
 STALE = (

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise import WeightCache
-from castwise.policy.op_rules import LOW_PRECISION_OPS
-from castwise.weights import weight_cache, weight_copies
+from castwise.policy._op_rules import LOW_PRECISION_OPS
+from castwise.weights import _weight_cache as weight_cache
+from castwise.weights import _weight_copies as weight_copies
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import castwise
 from castwise import Policy, WeightCache
-from castwise.weights import weight_cache
+from castwise.weights import _weight_cache as weight_cache
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

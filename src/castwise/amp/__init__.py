@@ -1,5 +1,6 @@
 """Autocasting and gradient scaling: the counterpart of `torch.amp`."""
 
+from castwise.amp._outcomes import DELAY, Cause, ScaleExhausted, StepFacts
 from castwise.amp.autocast_mode import (
     _enter_autocast,  # noqa: F401  # torch has it here
     _exit_autocast,  # noqa: F401  # torch has it here
@@ -10,4 +11,18 @@ from castwise.amp.autocast_mode import (
 )
 from castwise.amp.grad_scaler import GradScaler
 
-__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available"]
+__all__ = [
+    "DELAY",
+    "Cause",
+    "GradScaler",
+    "ScaleExhausted",
+    "StepFacts",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "is_autocast_available",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from castwise import _torch_private
-from castwise.amp.observers import OBSERVERS
+from castwise.amp._observers import OBSERVERS
 
 
 @_torch_private.only_inlined

@@ -42,16 +42,18 @@ from castwise._torch_private import (
     run_while_tracing,
     scripted_as,
 )
-from castwise.amp import _traced_region, emulation, torch_words
-from castwise.amp.custom_function import SeparateContexts, record_autocast
-from castwise.amp.custom_function import _cast as _cast  # torch has it here
-from castwise.amp.devices import can_autocast_to, has_autocast, is_autocast_available
-from castwise.amp.observers import OBSERVERS
-from castwise.amp.thread_state import THREAD
+from castwise.amp import _emulation as emulation
+from castwise.amp import _torch_words as torch_words
+from castwise.amp import _traced_region
+from castwise.amp._custom_function import SeparateContexts, record_autocast
+from castwise.amp._custom_function import _cast as _cast  # torch has it here
+from castwise.amp._devices import can_autocast_to, has_autocast, is_autocast_available
+from castwise.amp._observers import OBSERVERS
+from castwise.amp._thread_state import THREAD
 
 if TYPE_CHECKING:
-    from castwise.policy.bound_policy import BoundPolicy
-    from castwise.weights.weight_cache import WeightCache
+    from castwise.policy._bound_policy import BoundPolicy
+    from castwise.weights._weight_cache import WeightCache
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 

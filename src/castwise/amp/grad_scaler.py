@@ -30,14 +30,17 @@ from torch.utils.hooks import RemovableHandle
 
 from castwise._torch_private import never_traced
 from castwise._warnings import warn
-from castwise.amp import checkpoint, closures, measure, torch_words
-from castwise.amp.after_step import AfterSteps, LastStep, advance_of
-from castwise.amp.agreement import Agreement, Ranks
-from castwise.amp.checks import check_scale
-from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
-from castwise.amp.devices import amp_definitely_not_available, device_type, is_capturing
-from castwise.amp.gradients import Gradients, Group, collect, params_and_grads, params_of
-from castwise.amp.iteration import (
+from castwise.amp import _checkpoint as checkpoint
+from castwise.amp import _closures as closures
+from castwise.amp import _measure as measure
+from castwise.amp import _torch_words as torch_words
+from castwise.amp._after_step import AfterSteps, LastStep, advance_of
+from castwise.amp._agreement import Agreement, Ranks
+from castwise.amp._checks import check_scale
+from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
+from castwise.amp._devices import amp_definitely_not_available, device_type, is_capturing
+from castwise.amp._gradients import Gradients, Group, collect, params_and_grads, params_of
+from castwise.amp._iteration import (
     Clipped,
     Iteration,
     KnownOptimizers,
@@ -49,9 +52,9 @@ from castwise.amp.iteration import (
     Stepped,
     Unscaled,
 )
-from castwise.amp.observers import OBSERVERS, registered, step_of
-from castwise.amp.outcomes import Outcomes, StepFacts
-from castwise.amp.schedules import Dynamic, IterationFacts, Schedule, on_device
+from castwise.amp._observers import OBSERVERS, registered, step_of
+from castwise.amp._outcomes import Outcomes, StepFacts
+from castwise.amp._schedules import Dynamic, IterationFacts, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
 

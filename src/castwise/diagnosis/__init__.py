@@ -1,5 +1,23 @@
 """Find where a non-finite value comes from: `castwise.diagnose`, and replays of recorded steps."""
 
-from castwise._lazy_modules import submodules_of
+from typing import TYPE_CHECKING
 
-__getattr__ = submodules_of(__name__)
+from castwise._faces import face
+
+if TYPE_CHECKING:
+    from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "Diagnosis": "_diagnosis",
+            "NonFinite": "_diagnosis",
+            "diagnose": "_diagnosis",
+        },
+    )
+
+__all__ = [
+    "Diagnosis",
+    "NonFinite",
+    "diagnose",
+]

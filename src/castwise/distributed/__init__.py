@@ -1,5 +1,12 @@
 """Mixed precision over several processes, at the same relative paths as in torch."""
 
-from castwise._lazy_modules import submodules_of
+from typing import TYPE_CHECKING
 
-__getattr__ = submodules_of(__name__)
+from castwise._faces import face
+
+if TYPE_CHECKING:
+    from castwise.distributed import fsdp
+else:
+    __getattr__, __dir__ = face(__name__, {}, ["fsdp"])
+
+__all__ = ["fsdp"]

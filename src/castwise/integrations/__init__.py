@@ -1,5 +1,9 @@
 """Integrations with other frameworks, one module each, imported only when used."""
 
-from castwise._lazy_modules import submodules_of
+from castwise._faces import face
 
-__getattr__ = submodules_of(__name__)
+__all__: list[str] = []  # to import them all would need all frameworks
+
+__getattr__, __dir__ = face(
+    __name__, {}, ["accelerate", "lightning", "mlflow", "pytorch_lightning", "transformers", "wandb"]
+)

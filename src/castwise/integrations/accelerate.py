@@ -22,13 +22,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from castwise._warnings import warn
+from castwise.amp._gradients import params_of
+from castwise.amp._schedules import Schedule
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
-from castwise.amp.gradients import params_of
-from castwise.amp.schedules import Schedule
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.sinks import JSONL
-from castwise.report.summary import end_and_summarize
+from castwise.monitor._monitor import Monitor
+from castwise.monitor._sinks import JSONL
+from castwise.report._summary import end_and_summarize
 
 try:
     import accelerate.accelerator as of_accelerate  # type: ignore[import-untyped]  # has no types

@@ -7,7 +7,7 @@ names, use `castwise.integrations.pytorch_lightning` instead. Requires the extra
 from __future__ import annotations
 
 from castwise.integrations._lightning.fabric import FabricPrecision
-from castwise.integrations._lightning.report import Report
+from castwise.integrations._lightning.report_callback import Report
 from castwise.integrations._lightning.trainer import TrainerPrecision
 
 try:

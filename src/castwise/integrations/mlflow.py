@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from castwise.monitor.curves import norm_of_sample, of_step
+from castwise.monitor._curves import norm_of_sample, of_step
 
 # Numbers are sent at this interval, or earlier if a request is full.
 _SECONDS_BETWEEN_REQUESTS = 10.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from castwise.integrations._lightning.fabric import FabricPrecision
-from castwise.integrations._lightning.report import Report
+from castwise.integrations._lightning.report_callback import Report
 from castwise.integrations._lightning.trainer import TrainerPrecision
 
 try:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations.accelerate import unwrapped
-from castwise.monitor.monitor import Monitor
-from castwise.monitor.sinks import JSONL
-from castwise.report.summary import end_and_summarize
+from castwise.monitor._monitor import Monitor
+from castwise.monitor._sinks import JSONL
+from castwise.report._summary import end_and_summarize
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from castwise.monitor.curves import Histogram, exponents, norm_of_sample, of_sample, of_step
+from castwise.monitor._curves import Histogram, exponents, norm_of_sample, of_sample, of_step
 
 if TYPE_CHECKING:
     import wandb

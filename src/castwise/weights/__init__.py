@@ -1,5 +1,21 @@
 """Casts of weights that outlive a region."""
 
-from castwise._lazy_modules import submodules_of
+from typing import TYPE_CHECKING
 
-__getattr__ = submodules_of(__name__)
+from castwise._faces import face
+
+if TYPE_CHECKING:
+    from castwise.weights._weight_cache import WeightCache, WeightCacheReport
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "WeightCache": "_weight_cache",
+            "WeightCacheReport": "_weight_cache",
+        },
+    )
+
+__all__ = [
+    "WeightCache",
+    "WeightCacheReport",
+]

@@ -94,7 +94,7 @@ def test_casts_in_cudas_region_are_of_cudas_tensors() -> None:
 @pytest.mark.usefixtures("in_cudas_region")
 @pytest.mark.parametrize("cast_inputs", [None, torch.float32])
 def test_a_backward_has_the_state_of_its_forward(cast_inputs: torch.dtype | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("castwise.amp.devices.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("castwise.amp._devices.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     seen = []
 
@@ -119,7 +119,7 @@ def test_a_backward_has_the_state_of_its_forward(cast_inputs: torch.dtype | None
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_region_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.amp.devices.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("castwise.amp._devices.amp_definitely_not_available", lambda: False)
     with amp.autocast():
         assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (True, torch.float16)
         assert torch.is_autocast_cache_enabled()
@@ -162,7 +162,7 @@ def test_the_rest_is_the_same_object() -> None:
 @pytest.mark.parametrize("has_xla", [False, True])
 def test_xla_can_stand_in_for_cuda(has_cuda: bool, has_xla: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    monkeypatch.setattr("castwise.amp.devices._has_torch_xla", lambda: has_xla)
+    monkeypatch.setattr("castwise.amp._devices._has_torch_xla", lambda: has_xla)
     assert amp.amp_definitely_not_available() == (not has_cuda and not has_xla)
 
 

@@ -15,7 +15,7 @@ from tests.distributed.ranks import run
 from torch.distributed import checkpoint
 
 import castwise
-from castwise.amp.agreement import Agreement
+from castwise.amp._agreement import Agreement
 
 WORKER = Path(__file__).parent / "worker.py"
 SPLITS = [

@@ -1,5 +1,12 @@
 """Gradient scaling for models that are sharded over ranks."""
 
-from castwise._lazy_modules import submodules_of
+from typing import TYPE_CHECKING
 
-__getattr__ = submodules_of(__name__)
+from castwise._faces import face
+
+if TYPE_CHECKING:
+    from castwise.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+else:
+    __getattr__, __dir__ = face(__name__, {"ShardedGradScaler": "sharded_grad_scaler"}, ["sharded_grad_scaler"])
+
+__all__ = ["ShardedGradScaler"]

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup as ProcessGroup  # torch has it here
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
 from castwise._torch_private import privateuse1_backend_name
-from castwise.amp import torch_words
-from castwise.amp.agreement import Agreement, Ranks
-from castwise.amp.devices import MultiDeviceReplicator as _MultiDeviceReplicator
+from castwise.amp import _torch_words as torch_words
+from castwise.amp._agreement import Agreement, Ranks
+from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator
+from castwise.amp._schedules import Schedule
 from castwise.amp.grad_scaler import (
     BACKOFF_FACTOR,
     GROWTH_FACTOR,
@@ -26,7 +27,6 @@ from castwise.amp.grad_scaler import (
     OptState,
     _refresh_per_optimizer_state,
 )
-from castwise.amp.schedules import Schedule
 
 __all__ = ["GradScaler", "OptState", "ShardedGradScaler", "_refresh_per_optimizer_state"]
 

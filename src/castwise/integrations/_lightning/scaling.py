@@ -17,7 +17,7 @@ from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened
 from castwise.amp.grad_scaler import GradScaler
-from castwise.monitor.shards import is_split
+from castwise.monitor._local_shards import is_split
 
 Precision: TypeAlias = Literal["16-mixed", "bf16-mixed"]
 

@@ -14,9 +14,9 @@ from castwise._torch_private import is_fsdp_flattened
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
-from castwise.policy.bound_policy import BoundPolicy
-from castwise.policy.policy import Policy
-from castwise.weights.weight_cache import WeightCache
+from castwise.policy._bound_policy import BoundPolicy
+from castwise.policy._policy import Policy
+from castwise.weights._weight_cache import WeightCache
 
 
 class TrainerPrecision(Scaling):

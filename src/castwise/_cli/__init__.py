@@ -1,0 +1,134 @@
+"""The command line, with one file per command.
+
+Help and completion must not wait for torch, so command files import torch, directly or indirectly, only when the
+command runs. `import castwise` does not import this package, so typer and rich may be imported at the top. typer's
+tracebacks are off: a user's mistake prints one line and exits with code 2 (`castwise._user_error`), an error in the
+user's model shows a traceback without castwise's frames above it, and any other error shows Python's full traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer import rich_utils
+from typer.core import TyperCommand, TyperGroup
+
+import castwise
+from castwise._cli.compare_tune_commands import compare, tune
+from castwise._cli.demo_command import demo
+from castwise._cli.doctor_command import doctor
+from castwise._cli.report_command import report
+from castwise._cli.run_command import run
+from castwise._cli.trace_command import trace
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
+
+
+@contextmanager
+def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
+    try:
+        yield
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            raise
+        called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
+        command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
+        message = " ".join(error.format_message().split()).rstrip(".")
+        typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+# typer would also force colours into a pipe if GITHUB_ACTIONS is set.
+if rich_utils.FORCE_TERMINAL and not (os.environ.get("FORCE_COLOR") or os.environ.get("PY_COLORS")):
+    rich_utils.FORCE_TERMINAL = None
+
+
+def _without_values(params: list[Any]) -> list[Any]:
+    """Return parameters whose flags have no value in the help, where new versions of typer show `<bool>`."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    """The group of commands; reports usage errors in one line, like other user errors."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _usage_errors_in_one_line():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _usage_errors_in_one_line(ctx):
+            return super().invoke(ctx)
+
+
+_EXIT_CODES = """\
+Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on` matches):
+
+* 0: success
+* 1: negative result (weights differ, no policy found), or error in the model
+* 2: invalid command line or input; the message says what to do
+* 130: Ctrl-C
+"""
+
+app = typer.Typer(
+    cls=_Commands,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    epilog=_EXIT_CODES,
+)
+app.command(
+    cls=_Command, epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`"
+)(compare)
+app.command(cls=_Command, epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo)
+app.command(cls=_Command, epilog="Example: `castwise doctor --json > machine.json`")(doctor)
+app.command(cls=_Command, epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report)
+app.command(
+    cls=_Command,
+    # `run` itself rejects unknown options, so that its message can say where they belong.
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
+)(run)
+app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(
+    trace
+)
+app.command(
+    cls=_Command, epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`"
+)(tune)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"castwise {castwise.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps."""
+    if context.invoked_subcommand == "run":  # the streams are the script's
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # some paths and names cannot be encoded
+            stream.reconfigure(errors="backslashreplace")

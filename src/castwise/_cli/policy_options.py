@@ -1,0 +1,95 @@
+"""Parsing of policies and schedules given on the command line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from castwise import Policy, policies, schedules
+from castwise._suggestions import listed, nearest
+from castwise._user_error import UserError
+from castwise.amp._schedules import Schedule
+
+_LARGEST_EXPONENT = 1024  # that of fp64; it also limits a power of Python integers to 10,240 bits
+
+
+def read_policy(spelled: str) -> Policy:
+    """Return a policy by name or from a file.
+
+    Raises:
+        UserError: There is no such policy, or the file is not a valid policy.
+    """
+    if spelled in policies.__all__:
+        ready: Policy = getattr(policies, spelled)
+        return ready
+    path = Path(spelled)
+    if path.suffix not in {".toml", ".json"}:
+        raise UserError(
+            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
+            f"{nearest(spelled, policies.__all__)}; Policy(...).to_file('policy.toml') writes such a file"
+        )
+    try:
+        return Policy.from_file(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; check the path, or use one of {listed(policies.__all__)}"
+        ) from None
+    except ValueError as error:
+        raise UserError(naming(path, error)) from None
+
+
+def naming(path: object, error: ValueError) -> str:
+    """Return an error's message, prefixed with its file if the message does not name it."""
+    text = str(error)
+    return text if str(path) in text else f"{path}: {text}"
+
+
+def read_schedule(spelled: str) -> Schedule:
+    """Parse a schedule written as in Python: `Headroom` or `Dynamic(init_scale=1024.0, hysteresis=2)`.
+
+    Raises:
+        UserError: The text is not a valid schedule.
+    """
+    names = [name for name in schedules.__all__ if _is_schedule(getattr(schedules, name))]
+    try:
+        node = ast.parse(spelled, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        if name not in names:
+            raise UserError(f"--schedule must be one of {listed(names)}, got {spelled!r}{nearest(spelled, names)}")
+        given = [_value(argument) for argument in call.args]
+        named = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg}
+        made: Schedule = getattr(schedules, name)(*given, **named)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise UserError(f"--schedule {spelled!r}: {error}") from None
+    except (RecursionError, MemoryError):  # Python's parser gave up
+        raise UserError(f"--schedule is nested too deeply: {spelled[:40]!r}...") from None
+    return made
+
+
+def _value(node: ast.expr) -> Any:
+    """Evaluate a literal, or a power of numbers such as 2.0**16, without running code.
+
+    Raises:
+        ValueError: It is neither, or a power that is not finite or exceeds `_LARGEST_EXPONENT`.
+    """
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+        return ast.literal_eval(node)
+    base, exponent = _value(node.left), _value(node.right)
+    for number in (base, exponent):
+        if type(number) not in (int, float):
+            raise ValueError(f"base and exponent of a power must be numbers, got {ast.unparse(node)}")
+    if abs(base) > _LARGEST_EXPONENT or abs(exponent) > _LARGEST_EXPONENT:
+        raise ValueError(f"base and exponent of a power must be <= {_LARGEST_EXPONENT}, got {ast.unparse(node)}")
+    try:
+        power = base**exponent
+    except ArithmeticError:
+        power = None
+    if type(power) not in (int, float):
+        raise ValueError(f"a power must be a finite real number, got {ast.unparse(node)}")
+    return power
+
+
+def _is_schedule(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Schedule) and value is not Schedule

@@ -1,0 +1,94 @@
+"""Output of `castwise report --text`."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from castwise._number_text import headroom, percent, power_of_two, several
+from castwise.monitor._recorded_run import Run
+from castwise.report._advice import Severity
+from castwise.report._html_report import labels
+from castwise.report._run_facts import Ranges, RunFacts, shown
+from castwise.report._verdicts import judge
+from castwise.report._worst_modules import worst_modules
+
+WORST_SHOWN = 6
+STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
+
+
+def print_runs(runs: list[Run], console: Console) -> None:
+    """Print a summary of each run."""
+    for label, run in zip(labels([run.path for run in runs]), runs, strict=True):
+        facts = RunFacts(run)
+        console.rule(Text(label))
+        console.print(_summary(facts))
+        if facts.skips:
+            console.print(_skips(facts))
+        if worst_modules(facts):
+            console.print(_worst(facts))
+        for mistake in run.mistakes:
+            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
+            console.print(Text("mistake: ", style="bold red").append(f"{where}{mistake['text']}", style="default"))
+            corrected = mistake["corrected"].replace("\n", "\n           ")
+            console.print(Text(f"  correct: {corrected}", style="dim"))
+        for advice in judge(facts):
+            line = Text(f"{advice.severity}: ", style=STYLES[advice.severity])
+            console.print(line.append(advice.text, style="default"))
+            numbers = "; ".join(f"{label}: {value}" for label, value in advice.shown_evidence())
+            console.print(Text(f"  {numbers}", style="dim"))
+            for found in advice.diagnosed:
+                for detail in found.details.splitlines():
+                    console.print(Text(f"  {found.at}: {detail}", style="dim"))
+
+
+def _summary(facts: RunFacts) -> str:
+    parts = [several(len(facts.run.steps), "step"), f"{facts.skipped:,} skipped"]
+    if facts.scales:
+        scales = [scale for _, scale in facts.scales]
+        span = f"from {power_of_two(min(scales))} to {power_of_two(max(scales))}"
+        parts.append(f"scale {power_of_two(scales[-1])}, {span}")
+    parts.append(several(len(facts.run.samples), "sample"))
+    if facts.run.lost:
+        parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
+    parts += [
+        f"from step {each['step']:,} on, ranks are not recorded together: {each['why']}" for each in facts.run.alone
+    ]
+    return "; ".join(parts)
+
+
+def _skips(facts: RunFacts) -> Table:
+    table = _table("Skipped for", "steps", "first", "last", "not finite", right={1, 2, 3})
+    for skips in facts.skips:
+        names = ", ".join(name for name, _ in skips.parameters[:3])
+        ends = (f"{step:,}" for step in (skips.steps[0], skips.steps[-1]))
+        table.add_row(Text(skips.cause + skips.where), f"{len(skips.steps):,}", *ends, Text(names))
+    return table
+
+
+def _worst(facts: RunFacts) -> Table:
+    table = _table("Worst modules, in fp16", "headroom", "underflow", "outputs' headroom", right={1, 2, 3})
+    for module in worst_modules(facts)[:WORST_SHOWN]:
+        gradients, outputs = module.gradients, module.outputs
+        table.add_row(
+            Text(shown(module.name)).append(" (diagnosed)" if module.is_diagnosed else "", style="bold red"),
+            _least_headroom(gradients),
+            percent(gradients.mean_flush) if gradients and gradients.samples else "",
+            _least_headroom(outputs),
+        )
+    return table
+
+
+def _least_headroom(ranges: Ranges | None) -> str:
+    if ranges is None:
+        return ""
+    return headroom(ranges.headroom_bits) if ranges.samples else "none finite"
+
+
+def _table(*columns: str, right: set[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place in right else "left", overflow="fold")
+    return table

@@ -1,0 +1,124 @@
+"""`castwise run`: run an unchanged training script with castwise instead of torch.amp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
+from castwise._suggestions import listed, nearest
+from castwise._user_error import UserError
+
+OUT = Path(RUNS)
+
+
+# Largest number of diagnosed steps per model and cause, by `--on-skip`.
+DIAGNOSES = {"first": 3, "diagnose": math.inf, "nothing": 0}
+
+chosen: list[Callable[[], None]] = []
+"""Calls for `castwise.__main__` to make after the command line is parsed, outside typer, which would catch the script's
+exceptions and end the process in its own way."""
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module with -m.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the script.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as in python -m.")] = False,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Folder of runs; each gets a new subfolder for records and report."
+        ),
+    ] = OUT,
+    every: Annotated[int, typer.Option(metavar="N", help="Steps between samples of the numbers.")] = 100,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"Policy for all autocast regions: a file, or {', '.join(POLICIES)}. [default: the script's dtypes]",
+            autocompletion=complete_policy,
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEDULE",
+            help='Schedule for all scalers, such as Headroom or "Dynamic(hysteresis=2)". [default: the script\'s]',
+            autocompletion=completing(*SCHEDULES),
+        ),
+    ] = None,
+    weight_cache: Annotated[
+        bool, typer.Option("--weight-cache", help="Keep casts of weights until a weight changes.")
+    ] = False,
+    on_skip: Annotated[
+        str,
+        typer.Option(
+            metavar=f"[{'|'.join(DIAGNOSES)}]",
+            help="Diagnose the first three skipped steps of each cause (first), all (diagnose), or none (nothing).",
+            autocompletion=completing(*DIAGNOSES),
+        ),
+    ] = "first",
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar=f"[{'|'.join(LEVELS)}]",
+            help="Exit with 1 on a mistake, or on a finding of at least this severity; repeatable. [default: never]",
+            autocompletion=completing(*LEVELS),
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the final summary as one line of JSON.")] = False,
+) -> None:
+    """Run a training script with castwise instead of torch.amp, and write a report when it ends.
+
+    Put options of castwise before SCRIPT and options of the script after it. Output, traceback and exit code are the
+    script's; castwise prints to standard error.
+    """
+    from castwise._cli.policy_options import read_policy, read_schedule
+    from castwise._cli.script import Ending, Script
+
+    try:
+        _check_script(script, context)
+        if every < 1:
+            raise UserError(f"--every must be at least 1, got {every}")
+        _check_name("--on-skip", on_skip, DIAGNOSES)
+        for level in fail_on or ():
+            _check_name("--fail-on", level, LEVELS)
+        wanted = None if policy is None else read_policy(policy)
+        moved_by = None if schedule is None else read_schedule(schedule)
+        source = context.get_parameter_source("out")
+        if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
+            _check_folder(out)
+        program = Script(script, arguments or [], is_module=module)
+    except UserError as error:
+        typer.echo(f"castwise run: {error}", err=True)
+        raise typer.Exit(2) from None
+    ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
+    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out must be a folder, but {out} is a file")
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--out {out}: {error.strerror}") from None
+
+
+def _check_name(option: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
+
+
+def _check_script(script: str, context: typer.Context) -> None:
+    if script.startswith("-"):
+        given = script.partition("=")[0]
+        own = [option.lstrip("-") for param in context.command.params for option in param.opts]
+        raise UserError(
+            f"there is no option {given}{nearest(given.lstrip('-'), own)}; put options of the script after it, as in "
+            "`castwise run train.py --lr 3`"
+        )

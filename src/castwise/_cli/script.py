@@ -1,0 +1,240 @@
+"""Run a script as Python itself would, and report when it ends."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import sys
+import types
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import castwise
+import castwise._installation
+from castwise._cli.model_errors import is_ours
+from castwise._cli.termination import Termination
+from castwise._installation.account import Account
+from castwise._installation.settings import Settings
+from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.watch import WATCH
+from castwise._user_error import UserError
+from castwise.amp._schedules import Schedule
+from castwise.monitor._ranks import rank_now
+from castwise.policy._policy import Policy
+from castwise.report._summary import Level, Summary
+
+
+class Ending(NamedTuple):
+    """What to do when a script ends.
+
+    Args:
+        fail_on: Exit with code 1 on one of these levels, unless the script itself failed.
+        as_json: Print one line of JSON instead of text.
+    """
+
+    fail_on: tuple[Level, ...] = ()
+    as_json: bool = False
+
+
+class Script:
+    """A script and its arguments.
+
+    Args:
+        name: A file, or the name of a module.
+        arguments: The script's arguments.
+        is_module: Whether `name` is a module.
+
+    Raises:
+        UserError: There is no such file or module, or the file is not a Python script.
+    """
+
+    def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
+        self.name, self.arguments, self.is_module = name, arguments, is_module
+        self._is_interrupted = self._has_failed = False
+        if is_module:
+            sys.path[0] = os.getcwd()
+            _check_module(name)
+            return
+        path = Path(name)
+        try:
+            if path.is_dir() and (path / "__main__.py").is_file():
+                path = path / "__main__.py"
+            self._path = path.absolute()  # as tracebacks show it without castwise
+            self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot read {path}: {error.strerror}; give the path of a script, or -m and the name of a module"
+            ) from None
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{path} is not a Python script: {error}") from None
+
+    def run(
+        self,
+        out: Path,
+        every: int,
+        policy: Policy | None,
+        schedule: Schedule | None,
+        weight_cache: bool,
+        diagnoses: float,
+        ending: Ending,
+    ) -> None:
+        """Run the script and re-raise its exceptions; the report is written when the process exits."""
+        account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
+        account.report_failure = _print_failure
+        try:
+            castwise._installation.begin(account, settings)
+        except Exception as error:
+            account.failure = f"castwise could not be installed: {type(error).__name__}: {error}"
+            _print_failure(account.failure)
+        self._termination = Termination(lambda: self._report_now(out, ending, account, settings))
+        WATCH.warns = False  # scripts may filter warnings
+        WATCH.subscribe(self._print_mistake)
+        atexit.register(
+            self._finish, out, os.getpid(), ending, account, settings
+        )  # registered before the script's own handlers, so it runs after them
+        self._termination.watch()
+        sys.argv = [self.name, *self.arguments]
+        sys.excepthook = sys.__excepthook__  # typer replaced it
+        try:
+            self._execute()
+        except SystemExit as exit_:
+            self._has_failed = exit_.code not in (None, 0)
+            raise
+        except BaseException:
+            self._has_failed = True
+            _hide_own_frames()
+            raise
+
+    def _print_mistake(self, mistake: Mistake) -> None:
+        if rank_now() == 0:  # all ranks run the same script
+            print(f"castwise: {mistake}", file=sys.stderr)
+
+    def _execute(self) -> None:
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        sys.path[0] = str(self._path.parent)
+        main = types.ModuleType("__main__")
+        loader = SourceFileLoader("__main__", str(self._path))
+        main.__dict__.update(
+            __file__=str(self._path), __builtins__=__builtins__, __cached__=None, __loader__=loader, __annotations__={}
+        )
+        sys.modules["__main__"] = main
+        try:
+            exec(self._code, main.__dict__)
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+            raise
+
+    def _finish(self, out: Path, pid: int, ending: Ending, account: Account, settings: Settings) -> None:
+        """Write the report and print the summary."""
+        if os.getpid() != pid:
+            return  # this is a forked worker
+        with self._termination.ending():
+            self._end(out, ending, account, settings)
+        if self._is_interrupted and sys.platform != "win32":
+            # Python does this after Ctrl-C in a script, but not in a module, and castwise may run as a module.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(pid, signal.SIGINT)
+
+    def _report_now(self, out: Path, ending: Ending, account: Account, settings: Settings) -> None:
+        """Write the report of a run that is being ended by a signal, without what has not been recorded yet."""
+        self._has_failed = True  # the signal decides the exit code
+        summary = account.report()
+        if rank_now() == 0:
+            self._print(out, ending, account, settings, summary, None if account.has_recorded else account.seen)
+
+    def _end(self, out: Path, ending: Ending, account: Account, settings: Settings) -> None:
+        was_recording, seen = castwise._installation.is_recording(), castwise._installation.describe_seen()
+        summary = castwise._installation.end()
+        WATCH.stop()
+        if rank_now() == 0:
+            self._print(out, ending, account, settings, summary, None if was_recording else seen)
+
+    def _print(
+        self,
+        out: Path,
+        ending: Ending,
+        account: Account,
+        settings: Settings,
+        summary: Summary | None,
+        seen: str | None = None,
+    ) -> None:
+        lines = [f"recorded in {account.run or out}"] if summary is None or summary.report is None else []
+        if seen is not None:
+            lines = [] if account.failure else [_without_records(account.run, seen)]
+        mistakes = [each.record() for each in WATCH.found]  # including those found only now
+        notes = [*account.notes, *settings.notes]
+        self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
+
+    def _print_summary(self, lines: list[str], summary: Summary, ending: Ending) -> None:
+        if ending.as_json:
+            print(json.dumps(summary.record()), file=sys.stderr)
+        else:
+            for line in [*lines, *summary.lines()]:
+                print(f"castwise: {line}", file=sys.stderr)
+        if summary.fails(ending.fail_on) and not self._has_failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exit handler cannot change the exit code in another way
+
+
+def _print_failure(text: str) -> None:
+    rank = rank_now()
+    print(f"castwise: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
+
+
+def _without_records(run: Path | None, seen: str) -> str:
+    text = "no optimizer of a module has stepped"
+    text += f" in this process, which saw {seen}" if seen else ", so nothing was recorded"
+    if run is not None:
+        text += f"; forked workers left records: run castwise report {run}"
+    return text
+
+
+def _check_module(name: str) -> None:
+    """Raise UserError if there is no such package; looking inside it would already run it."""
+    package = name.partition(".")[0]
+    try:
+        found = find_spec(package)
+    except (ImportError, ValueError, OSError):
+        found = None
+    if found is None:
+        raise UserError(
+            f"there is no module {package!r}: check its name; it must be installed or in the current folder"
+        )
+
+
+def _hide_own_frames() -> None:
+    """Start tracebacks at the script, as without castwise, including those that the script prints."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        error.__traceback__ = own = _without_ours(traceback)
+        shown(kind, error, own)
+
+    sys.excepthook = show
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    own = traceback
+    while own is not None:
+        if not (is_ours(own) or _starts_us(own)):
+            return own
+        own = own.tb_next
+    return traceback
+
+
+def _starts_us(traceback: TracebackType) -> bool:
+    """Return True for a frame of the program `castwise` or of `python -m castwise`."""
+    file = os.path.basename(traceback.tb_frame.f_code.co_filename)
+    return file in {"runpy.py", "castwise", "castwise.exe"}

@@ -1,0 +1,336 @@
+"""Record code that does not use castwise: a monitor for each model, mistakes, and the report at the end."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from castwise._guard import Guard, guarded
+from castwise._installation.models import Models, model_with
+from castwise._installation.run_folder import RunFolder, model_folder
+from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.watch import WATCH
+from castwise._torch_private import is_dynamo_active
+from castwise._warnings import warn_or_print
+from castwise.amp._gradients import params_of
+from castwise.amp._observers import OBSERVERS, Observer
+from castwise.amp._outcomes import Cause, StepFacts
+from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._recording import MicroBatches, Recording
+from castwise.monitor._local_shards import is_split_over_ranks
+from castwise.monitor._monitor import Monitor, check_every
+from castwise.monitor._ranks import Ranks, rank_now
+from castwise.monitor._record_file import FILE_NAME
+from castwise.monitor._sinks import JSONL
+
+if TYPE_CHECKING:
+    from castwise.report._summary import Summary
+
+REPORT = "report.html"
+# Memory limit for the recorded batches of a step.
+MOST_BYTES = 64 << 20
+_PROCESSES = "child process", "child processes"
+
+
+class Account(Observer):
+    """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
+
+    Each run has a folder of its own (`castwise._installation.run_folder`). With several processes, each writes its own
+    folders in it, and none waits for another, because they may not train the same model. Folders of forked workers that
+    are not ranks have the process id in their name.
+
+    Args:
+        out: The folder of runs; None records nothing, and only reports mistakes.
+        every: Steps between two samples of the monitors.
+        diagnoses: Largest number of diagnosed skipped steps per model and cause.
+
+    Raises:
+        ValueError: `every` is not an integer >= 1.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
+        check_every(every)
+        self._diagnoses = diagnoses
+        self._recordings: dict[nn.Module, Recording] = {}  # for the first step
+        self._has_seen_a_region = False
+        self.out, self._every = None if out is None else _absolute(Path(out)), every
+        self._folder = None if self.out is None else RunFolder(self.out)
+        self.failure = ""
+        """Why nothing is recorded; empty if there was no error."""
+        self.report_failure: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
+        self._monitors: list[weakref.ref[Monitor]] = []
+        self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._guard = Guard()
+        self._hook: Any = None
+        self._names: list[str] = []
+        self._rank: int | None = None
+        self._pid = os.getpid()
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._has_scaler = self._has_nonfinite = False
+
+    def begin(self) -> None:
+        """Start looking for mistakes and models. Models are recorded if there is a folder."""
+        OBSERVERS.append(self)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        with self._guard:  # models are recorded anyway
+            WATCH.subscribe(self._on_mistake, of_gradients=True)
+
+    def stop(self) -> None:
+        """Stop looking for models; those that were found are still recorded."""
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def end(self) -> Summary | None:
+        """Record pending results, write the report and return its summary; None if there is none."""
+        self.stop()
+        for monitor in filter(None, [reference() for reference in self._monitors]):
+            with self._guard:
+                monitor.detach()
+        with self._guard:
+            WATCH.unsubscribe(self._on_mistake)
+        return self.report()
+
+    def report(self) -> Summary | None:
+        """Write the report of what is recorded so far, without waiting. Return its summary; None if there is none."""
+        if not self.has_recorded or self._rank or self._folder is None:
+            return None
+        from castwise.report._summary import end
+
+        run = self._folder.run
+        if run is None:  # it was deleted
+            return None
+        summary = end([run], run / REPORT)
+        self._has_nonfinite = summary is not None and summary.has_nonfinite
+        return summary
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of this run; None if nothing was recorded."""
+        return None if self._folder is None else self._folder.run
+
+    @property
+    def notes(self) -> list[str]:
+        """A message after `end`, if numbers were inf or NaN and nothing was diagnosed because there was no scaler."""
+        if not self._diagnoses or not self._has_nonfinite or self._has_scaler:
+            return []
+        return [
+            "numbers were inf or NaN, but no step was diagnosed, because that needs an enabled GradScaler. To find the "
+            "origin, call castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs) on such a batch, "
+            "inside the autocast region"
+        ]
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a model was recorded."""
+        return bool(self._names)
+
+    @property
+    def seen(self) -> str:
+        """Counts of observed events in words; empty if there were none."""
+        counts = {**self._seen, _PROCESSES: _processes_started()}
+        return ", ".join(f"{count} {one if count == 1 else more}" for (one, more), count in counts.items() if count)
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    @guarded
+    def entered(self, region: Any) -> None:
+        """Count regions. In the first one of a training step, start recording batches for a diagnosis."""
+        if not self._has_seen_a_region and torch.is_grad_enabled() and not is_dynamo_active():
+            self._has_seen_a_region = True
+            self._record_batches()
+        if region._enabled:
+            dtype = str(region.fast_dtype).removeprefix("torch.")
+            self._seen[f"autocast region in {dtype}", f"autocast regions in {dtype}"] += 1
+
+    @guarded
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Count losses."""
+        self._seen["scaled loss", "scaled losses"] += 1
+
+    @guarded
+    def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Attach a monitor to an optimizer that is unscaled before its step, while gradients are still scaled."""
+        self._register(optimizer, scaler)
+
+    @guarded
+    def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Attach a monitor before a step of the scaler, which does not call the optimizer if it skips."""
+        self._has_scaler |= scaler.is_enabled()
+        self._register(optimizer, scaler if scaler.is_enabled() else None)
+
+    @guarded
+    def updating(self, scaler: Any, *, is_set: bool) -> None:
+        """Drop the recordings of models that did not step in the first iteration."""
+        for recording in self._recordings.values():
+            recording.detach()
+        self._recordings.clear()
+
+    @guarded
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._register(optimizer, None)
+
+    def _record_batches(self) -> None:
+        """Start recording the batches of all models with an optimizer, because the first step may be skipped."""
+        optimizers = _optimizers_of(None) if self._diagnoses and self.out is not None else []
+        for model in {model_with(params_of(optimizer)) for optimizer in optimizers}:
+            if model is not None and not isinstance(model, Models):
+                self._recordings[model] = recording = Recording(model, most_bytes=MOST_BYTES)
+                recording.attach()
+
+    def _is_worker(self) -> bool:
+        """Return True in a process that is not a rank and was forked from the one where castwise was installed."""
+        is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return os.getpid() != self._pid and not is_rank
+
+    def _on_mistake(self, mistake: Mistake) -> None:
+        """Do nothing. The watch issues the warnings, but runs only while it has a subscriber."""
+
+    def _register(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        if optimizer not in self._registered:
+            self._registered.add(optimizer)
+            self._monitor(optimizer, scaler)
+
+    def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        model = model_with(params_of(optimizer))
+        if model is None:
+            self._seen["optimizer without a module", "optimizers without a module"] += 1
+            warn_or_print(
+                "an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning
+            )
+            return
+        optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
+        self._registered.update(optimizers)
+        if self.out is None:
+            WATCH.model_found(model)
+            return
+        sink = self._make_sink(model)
+        if sink is None:
+            WATCH.model_found(model)
+            return
+        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
+        recording = self._recordings.pop(model, None)
+        if self._diagnoses and scaler is not None:
+            monitor.diagnose(recording, self._diagnoses)
+        elif recording is not None:
+            recording.detach()
+        monitor.attach()
+        # A weak reference: the optimizer's hooks keep the monitor alive. A script may train several models in turn.
+        self._monitors.append(weakref.ref(monitor))
+        weakref.finalize(monitor, _end_record, sink).atexit = False
+
+    def _make_sink(self, model: nn.Module) -> JSONL | None:
+        """Create the folder of a model's record; None if that fails, and from then on nothing is recorded."""
+        assert self._folder is not None
+        try:
+            return self._sink(model, self._folder.make())
+        except OSError as error:
+            self.failure = f"nothing is recorded, because {self.out} cannot be written: {error}"
+            self.out = None
+            if not self.has_recorded:
+                self._folder = None
+            self.report_failure(self.failure)
+            for recording in self._recordings.values():
+                recording.detach()
+            self._recordings.clear()
+            return None
+
+    def _sink(self, model: nn.Module, records: Path) -> JSONL:
+        if self._rank is None:
+            self._rank = rank_now()
+        inner = getattr(model, "_orig_mod", getattr(model, "module", model))
+        parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
+        name = "+".join(parts) or type(inner if isinstance(inner, nn.Module) else model).__name__
+        name = model_folder(name, self._names)
+        of_rank = f"-rank{self._rank}" if self._rank else ""
+        of_process = f"-process{os.getpid()}" if self._is_worker() else ""
+        file = records / f"{name}{of_rank}{of_process}" / FILE_NAME
+        file.parent.mkdir(exist_ok=True)
+        self._names.append(name)
+        return JSONL(file)
+
+
+class _LocalMonitor(Monitor):
+    """A monitor that does not communicate with other processes, which may do something else."""
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks.alone()
+
+    def diagnose(self, recording: Recording | None, most: float) -> None:
+        """Start diagnosing skipped steps.
+
+        Args:
+            recording: A recording of the model that has already started, if there is one.
+            most: Largest number of diagnoses per cause, so that overflows during the search for the scale leave some
+                for a later NaN.
+        """
+        if is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
+            return
+        assert self._scaler is not None
+        scaler: Any = self._scaler
+        self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
+        self._recording.follow(lambda: int(scaler.iteration))
+        self._most_diagnoses, self._skips = most, Counter[Cause | None]()
+
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+        if facts.skipped and self._recording is not None:
+            self._skips[facts.cause] += 1
+            if self._skips[facts.cause] > self._most_diagnoses:
+                return None
+        return Monitor._diagnosed(self, facts, batches)
+
+
+def _absolute(path: Path) -> Path:
+    """Return an absolute path, because scripts may change folders; a relative one where the current folder is gone."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path
+
+
+def _processes_started() -> int:
+    """Return the number of processes that this one started with multiprocessing."""
+    if "multiprocessing.process" not in sys.modules:
+        return 0
+    next_name = multiprocessing.Process().name  # "Process-3", or "Process-1:3" in a child process
+    return int(next_name.replace(":", "-").rpartition("-")[2]) - 1
+
+
+def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
+    """Return the existing optimizers of a model's parameters, or of any model, without wrapped ones.
+
+    Of `MasterWeights` and its inner optimizer, return `MasterWeights`, whose `step` the script calls.
+    """
+    wanted = None if model is None else set(map(id, model.parameters()))
+    found, inner = [], set()
+    for value in gc.get_objects():
+        if not issubclass(type(value), torch.optim.Optimizer):
+            continue
+        if hasattr(type(value), "_steps_in_fp32") and getattr(value, "inner", None) is not None:
+            inner.add(id(value.inner))
+        elif "param_groups" not in vars(value):
+            continue
+        if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):
+            found.append(value)
+    return [optimizer for optimizer in found if id(optimizer) not in inner]
+
+
+def _end_record(sink: JSONL) -> None:
+    """End the record of a model that was garbage-collected."""
+    with suppress(OSError):
+        sink({"kind": "end"})
+        sink.close()

@@ -1,0 +1,173 @@
+"""Replace torch's mixed-precision names with castwise's, and restore them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import sys
+import warnings
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+import torch
+
+from castwise._installation.settings import Settings
+from castwise._mistakes.mistake import Place, caller
+from castwise._mistakes.watch import WATCH
+from castwise._torch_private import load_compiler
+from castwise.amp.autocast_mode import autocast
+from castwise.amp.grad_scaler import GradScaler
+
+# Names in torch's modules; castwise has the same names in the same submodules.
+_NAMES = {
+    "": ("autocast", "GradScaler"),
+    "amp": ("autocast", "custom_fwd", "custom_bwd", "is_autocast_available", "GradScaler"),
+    "amp.autocast_mode": ("autocast", "custom_fwd", "custom_bwd", "is_autocast_available"),
+    "amp.grad_scaler": ("GradScaler", "OptState"),
+    "cuda.amp": ("autocast", "custom_fwd", "custom_bwd", "GradScaler"),
+    "cuda.amp.autocast_mode": ("autocast", "custom_fwd", "custom_bwd"),
+    "cuda.amp.grad_scaler": ("GradScaler", "OptState"),
+    "cpu.amp": ("autocast", "GradScaler"),
+    "cpu.amp.autocast_mode": ("autocast",),
+    "cpu.amp.grad_scaler": ("GradScaler",),
+    "distributed.fsdp.sharded_grad_scaler": ("ShardedGradScaler", "OptState"),
+}
+_NAMED = 8
+
+
+class Replacement:
+    """One replacement, which can be undone.
+
+    Args:
+        settings: Settings for the new classes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        load_compiler()
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._new: dict[int, Any] = {}
+        self._old: list[Any] = []  # kept alive so that ids stay unique
+        for module, names in _NAMES.items():
+            if module.startswith("distributed") and not torch.distributed.is_available():
+                continue
+            torchs = importlib.import_module(".".join(filter(None, ["torch", module])))
+            castwises = importlib.import_module(".".join(filter(None, ["castwise", module])))
+            for name in names:
+                old = getattr(torchs, name)
+                if id(old) not in self._new:
+                    self._old.append(old)
+                    self._new[id(old)] = settings.applied_to(getattr(castwises, name))
+                self._places.append((vars(torchs), name, old, self._new[id(old)]))
+        self._old.append(torch.save)
+        self._new[id(torch.save)] = _observed_save(torch.save)
+        for module_of_save in (torch, torch.serialization):
+            self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
+        self._settings = settings
+        self._step = torch.optim.lr_scheduler.LRScheduler.step
+        self._load_state_dict = torch.optim.Optimizer.load_state_dict
+
+    def put_in_place(self) -> None:
+        """Replace the names in torch, and in all modules that imported them."""
+        for name, module in list(sys.modules.items()):
+            if _is_of(name, "torch") or _is_of(name, "castwise") or not hasattr(module, "__dict__"):
+                continue
+            namespace = vars(module)
+            for key, value in list(namespace.items()):
+                if id(value) in self._new:
+                    self._places.append((namespace, key, value, self._new[id(value)]))
+        for namespace, key, _, new in self._places:
+            namespace[key] = new
+        torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]  # on purpose
+        torch.optim.Optimizer.load_state_dict = _observed_load(self._load_state_dict)  # type: ignore[method-assign]  # on purpose
+
+    def undo(self) -> None:
+        """Restore the old values, except where a name was changed since."""
+        torch.optim.lr_scheduler.LRScheduler.step = self._step  # type: ignore[method-assign]  # on purpose
+        torch.optim.Optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # on purpose
+        for namespace, key, old, new in reversed(self._places):
+            if namespace.get(key) is new:
+                namespace[key] = old
+        self._settings.forget()
+
+    def warn_about_unreplaced(self) -> None:
+        """Warn about existing subclasses and objects of torch's classes."""
+        classes = tuple(old for old in self._old if isinstance(old, type) and not issubclass(old, Enum))
+        made = set(map(type, gc.get_objects()))
+        subclasses = {f"the class {_full_name(cls)}" for cls in _subclasses(classes) if cls not in classes}
+        objects = {f"an object of {_full_name(cls)}" for cls in made if _is_torchs(cls, classes)}
+        left = sorted(subclasses) + sorted(objects)
+        if left:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            place = caller() or Place("<unknown>", 0)
+            text = (
+                f"not replaced by castwise, because they already existed: {', '.join(left[:_NAMED])}{more}. "
+                "Install castwise before importing the modules that create them"
+            )
+            with suppress(UserWarning):  # where warnings are errors
+                warnings.warn_explicit(text, UserWarning, place.file, place.line)
+
+
+class _Observed:
+    """`LRScheduler.step` that notifies the watch when it is looked up.
+
+    The lookup returns torch's own method, so the call adds no frame and warnings point to the same line as without
+    castwise.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    def __get__(self, scheduler: Any, owner: type) -> Any:
+        if scheduler is None:
+            return self._step
+        if isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
+            WATCH.advanced(scheduler.optimizer)
+        return self._step.__get__(scheduler, owner)
+
+
+def _observed_save(save: Any) -> Any:
+    """Return a `torch.save` that notifies the watch."""
+
+    @functools.wraps(save)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        WATCH.file_saved()
+        return save(*args, **kwargs)
+
+    return observed
+
+
+def _observed_load(load_state_dict: Any) -> Any:
+    """Return an `Optimizer.load_state_dict` that notifies the watch."""
+
+    @functools.wraps(load_state_dict)
+    def observed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        load_state_dict(optimizer, state_dict)
+        WATCH.state_loaded(optimizer, state_dict)
+
+    return observed
+
+
+def _is_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_torchs(cls: type, classes: tuple[type, ...]) -> bool:
+    return issubclass(cls, classes) and not issubclass(cls, (autocast, GradScaler))
+
+
+def _subclasses(classes: tuple[type, ...]) -> set[type]:
+    found: set[type] = set()
+    waiting: list[type] = list(classes)
+    while waiting:
+        derived: list[type] = type.__subclasses__(waiting.pop())
+        for cls in derived:
+            if cls not in found and not _is_of(cls.__module__, "castwise"):
+                found.add(cls)
+                waiting.append(cls)
+    return {cls for cls in found if not _is_of(cls.__module__, "torch") and _is_torchs(cls, classes)}

@@ -1,0 +1,58 @@
+"""Losses computed in low precision after the autocast region ended."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from castwise._mistakes.finder import Finder
+from castwise._mistakes.mistake import caller
+from castwise._torch_private import graph_nodes_made, number_of_node
+
+# Ops that may follow on a loss computed in the region and lose almost no precision.
+_HARMLESS = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Reshape", "Alias")
+
+
+class Losses(Finder):
+    """Finds such losses by the sequence numbers of graph nodes: nodes made after the region have higher ones."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__(watch)
+        self._of_thread = threading.local()
+
+    def left(self, region: Any) -> None:
+        """Record the number of graph nodes made so far."""
+        if region._enabled:
+            self._of_thread.nodes = graph_nodes_made()
+
+    def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
+        """Check the ops that computed the loss."""
+        nodes = getattr(self._of_thread, "nodes", None)
+        if loss.dtype not in (torch.float16, torch.bfloat16) or nodes is None or not self.watch.is_looking:
+            return
+        if torch.is_autocast_enabled(loss.device.type) or not _is_computed_after(loss.grad_fn, nodes):
+            return
+        self.watch.report(
+            "loss-outside-autocast",
+            f"this loss is computed in {str(loss.dtype).removeprefix('torch.')} outside the autocast region, which "
+            "would compute it in fp32: it loses digits and may overflow",
+            "with torch.autocast(...):\n    output = model(input)\n    loss = loss_fn(output, target)",
+            caller(),
+        )
+
+
+def _is_computed_after(node: Any, nodes: int) -> bool:
+    """Return True if a node or one of its inputs was made after the first `nodes` nodes, except by harmless ops."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or number_of_node(node) < nodes:
+            continue
+        seen.add(node)
+        name = node.name()
+        if not name.startswith(_HARMLESS) and "AccumulateGrad" not in name:
+            return True
+        waiting += [before for before, _ in node.next_functions]
+    return False

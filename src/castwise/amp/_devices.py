@@ -1,0 +1,119 @@
+"""Which devices support mixed precision, and copies of a tensor on several devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.amp import is_autocast_available as is_available_in_torch
+
+from castwise import _torch_private
+from castwise._torch_private import run_while_tracing
+from castwise._warnings import warn
+from castwise.amp import _torch_words as torch_words
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class MultiDeviceReplicator:
+    """Copies of a tensor on several devices, each created on first use."""
+
+    def __init__(self, master_tensor: torch.Tensor) -> None:
+        self.master = master_tensor
+        self.copies: dict[torch.device, torch.Tensor] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        """Return the copy on `device`, never the master tensor itself, so callers may write to it."""
+        if device not in self.copies:
+            self.copies[device] = self.master.to(device, non_blocking=True, copy=True)
+        return self.copies[device]
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Return True if torch can autocast on a type of device.
+
+    Args:
+        device_type: A device type as in `torch.device(...).type`, for example `"cuda"` or `"cpu"`.
+
+    Raises:
+        RuntimeError: torch does not know the device type.
+    """
+    return is_available_in_torch(device_type)
+
+
+def amp_definitely_not_available() -> bool:
+    """Return True if there is neither CUDA nor XLA, so that mixed precision for `"cuda"` has to be disabled."""
+    return not (torch.cuda.is_available() or _has_torch_xla())
+
+
+@functools.cache
+def _has_torch_xla() -> bool:
+    # A failed search walks sys.path (~0.1 ms), and regions are created often, so the result is cached.
+    return find_spec("torch_xla") is not None
+
+
+@run_while_tracing  # before torch 2.13, Dynamo cannot trace the function of torch that this calls
+def has_autocast(device_type: str) -> bool:
+    """Return True if torch can autocast on a type of device; False if the string does not name one."""
+    try:
+        return is_available_in_torch(device_type)
+    except RuntimeError:  # torch cannot parse it as a device
+        return False
+
+
+def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
+    """Return True if a region can cast to a dtype; warn if it cannot, as torch does, and raise where torch would."""
+    if device_type == "cuda":
+        if amp_definitely_not_available():
+            warn(torch_words.warning_of_region("The CPU has autocast('cpu')", device_type, dtype), UserWarning)
+            return False
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            ours = RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
+            raise torch_words.error(ours, lambda: torch_words.region(device_type, dtype))
+        return True
+    custom = device_type == _torch_private.privateuse1_backend_name()
+    supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
+    if dtype not in supported:
+        names = ", ".join(map(str, supported))
+        hint = f"autocast on {device_type!r} supports {names}, got {dtype}"
+        warn(torch_words.warning_of_region(hint, device_type, dtype), UserWarning)
+        return False
+    return True
+
+
+def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:
+    backend = getattr(torch, device_type, None)
+    supported = getattr(backend, "get_amp_supported_dtype", None)
+    if supported is None:
+        ours = RuntimeError(
+            f"backend {device_type!r} does not list the dtypes that it can autocast to: register a module for it with "
+            "torch._register_device_module that has a function get_amp_supported_dtype() -> list[torch.dtype]"
+        )
+        raise torch_words.error(ours, lambda: torch_words.region(device_type))
+    dtypes: Iterable[torch.dtype] = supported()
+    return dtypes
+
+
+def device_type(device: Any) -> Any:
+    """Return the type of a `torch.device` or of a device given by name; raise a ValueError if torch does not know it.
+
+    Other objects are returned unchanged, because torch's scaler accepts them. They equal no device type.
+    """
+    if not isinstance(device, (str, torch.device)):
+        return device
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(
+            f"device must be a device type that torch knows, such as 'cuda' or 'cpu', got {device!r}"
+        ) from error
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's stream is being captured in a CUDA graph, so that the host cannot read values."""
+    if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return False
+    return torch.cuda.is_current_stream_capturing()

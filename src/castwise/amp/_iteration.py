@@ -1,0 +1,327 @@
+"""A `GradScaler`'s state between two calls of `update()`, and its permanent record of each optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.compiler import is_dynamo_compiling
+
+from castwise.amp import _torch_words as torch_words
+from castwise.amp._after_step import LastStep
+from castwise.amp._gradients import params_and_grads, params_of, versions_of
+from castwise.amp._shared_params import SharedParams
+
+
+class OptimizerInfo:
+    """Facts about an optimizer that are determined once.
+
+    Args:
+        optimizer: The optimizer; no reference to it is kept.
+        number: How many optimizers came before it. Ranks identify an optimizer by this number.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self.number = number
+        self.last_step: LastStep | None = None
+        # Before there was `grad_scale`, optimizers took the scaler itself as an argument of `step`.
+        self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        # `MasterWeights` converts 16-bit gradients to fp32 before it unscales them, and can multiply instead of divide.
+        self.steps_in_fp32 = bool(getattr(optimizer, "_steps_in_fp32", False))
+
+
+class KnownOptimizers:
+    """The optimizers that a scaler has seen."""
+
+    def __init__(self) -> None:
+        self._infos: WeakKeyDictionary[torch.optim.Optimizer, OptimizerInfo] = WeakKeyDictionary()
+        self._count = 0
+        self.shared = SharedParams()
+
+    def info(self, optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+        """Return the facts about an optimizer; determine them if it is new."""
+        info = self._infos.get(optimizer)
+        if info is None:
+            self.shared.add(params_of(optimizer), map(params_of, self._infos))
+            info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count)
+            self._count += 1
+        return info
+
+    def forget_last_steps(self) -> None:
+        """Forget the last step of every optimizer."""
+        for info in self._infos.values():
+            info.last_step = None
+
+
+class Snapshot:
+    """Gradients at one moment, with their versions. They are kept alive, so that no other tensor can get their ids."""
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self._grads, self._versions = grads, versions_of(grads)
+
+    def matches(self, grads: list[torch.Tensor]) -> bool:
+        """Return True if the gradients are the same, neither replaced nor written to since."""
+        if len(grads) != len(self._grads) or any(a is not b for a, b in zip(grads, self._grads, strict=True)):
+            return False
+        return versions_of(grads) == self._versions
+
+    def changed(self, grads: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Return the positions of gradients that were written to since, and of those that are new."""
+        then = {id(grad): version for grad, version in zip(self._grads, self._versions, strict=True)}
+        now = list(enumerate(zip(grads, versions_of(grads), strict=True)))
+        written = [index for index, (grad, version) in now if then.get(id(grad), version) != version]
+        return written, [index for index, (grad, _) in now if id(grad) not in then]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """The gradients are as the backward left them: scaled."""
+
+    stage: ClassVar[OptState] = OptState.READY
+    awaits_unscaling: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipped:
+    """The gradients are still scaled: a fused step will unscale and clip them while it reads them."""
+
+    stage: ClassVar[OptState] = OptState.READY  # torch has no such state, and its tools may still unscale
+    awaits_unscaling: ClassVar[bool] = True
+    divisor: torch.Tensor
+    """Unscales and clips: fp32, shape ()."""
+    factor: torch.Tensor | None
+    """The same for an optimizer that multiplies instead (`MasterWeights`): fp32, shape ()."""
+    grads: Snapshot
+    """The gradients that were measured."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unscaled:
+    """The gradients are unscaled."""
+
+    stage: ClassVar[OptState] = OptState.UNSCALED
+    awaits_unscaling: ClassVar[bool] = False
+    may_unscale: bool = False
+    """Whether `unscale_` may still be called, because clipping has unscaled and not the user."""
+    is_clipped: bool = False
+    """Whether they are clipped by their norm, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stepped:
+    """The optimizer was stepped; it may have left the step out because of an inf or NaN."""
+
+    stage: ClassVar[OptState] = OptState.STEPPED
+    awaits_unscaling: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skipped:
+    """`GradScaler.skip` was called, which does not count as a step."""
+
+    stage: ClassVar[OptState] = OptState.STEPPED
+    awaits_unscaling: ClassVar[bool] = False
+
+
+State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped
+
+
+def state_of(stage: object) -> State:
+    """Return the state that matches a stage of torch's scaler; raise a ValueError if it is none."""
+    for state in (Ready, Unscaled, Stepped):
+        if state.stage is stage:
+            return state()
+    raise ValueError(f"stage must be one of {', '.join(map(str, OptState))}, got {stage!r}")
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerRecord:
+    """An optimizer in one iteration; `record["stage"]` and `record["found_inf_per_device"]` work as in torch."""
+
+    optimizer: torch.optim.Optimizer
+    info: OptimizerInfo
+    takes_scaler: bool = False
+    """Whether the optimizer wants the scaler as an argument of its step (deprecated)."""
+    takes_grad_scale: bool = False
+    """Whether the optimizer unscales and skips in its own step, as a fused one does."""
+    state: State = Ready()
+    """What was done with the gradients so far."""
+    found_inf_per_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
+    is_reduced: bool = True
+    """Whether `found_inf_per_device` is already reduced over all ranks."""
+    before_later_loss: Snapshot | None = None
+    """If a loss was scaled after clipping: the gradients at that moment, to which its backward must not add."""
+    is_finite: bool | None = None
+    """Whether the step was taken; None if the host does not know."""
+    was_shown: bool = False
+    """Whether the gradients hooks were called."""
+    norm: torch.Tensor | None = None
+    """The norm that clipping found."""
+    largest: torch.Tensor | None = None
+    """The largest magnitude of the unscaled gradients, if the schedule needs it: fp32, shape ()."""
+    norms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
+    """Parameters and a norm (or 0 or NaN) for each: shows the host later which gradients were not finite."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "stage":
+            return self.state.stage
+        if name == "found_inf_per_device":
+            return self.found_inf_per_device
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "found_inf_per_device":
+            self.found_inf_per_device = value
+        elif self[name] is not value:  # raises for other names
+            self.state = state_of(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("stage", "found_inf_per_device"))
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of torch's entries."""
+        return tuple(self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return one of torch's entries, or a default."""
+        return self[name] if name in self.keys() else default
+
+    def has_begun(self) -> bool:
+        """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
+        return self.state.stage is not OptState.READY or bool(self.found_inf_per_device)
+
+    def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
+        """Record for each parameter whether its gradient is finite."""
+        self.norms = [(params, list(torch.where(are_finite, 0.0, math.nan).unbind())) for params, are_finite in flags]
+
+    def refuse(self, call: str) -> NoReturn:
+        """Raise a RuntimeError for a call that comes after the optimizer was stepped or skipped."""
+        if isinstance(self.state, Skipped):
+            raise RuntimeError(
+                f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
+            )
+        torchs = torch_words.scaler(stage=OptState.STEPPED)
+        nothing: Any = None  # torch looks at the stage first
+        if call == "step":
+            ours = RuntimeError("Call scaler.update() once per iteration, after the last step()")
+            raise torch_words.error(ours, lambda: torchs.step(nothing))
+        hint = "all it before step(), or call scaler.update() first to begin a new iteration"
+        if call == "unscale_":
+            raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torchs.unscale_(nothing))
+        raise RuntimeError(f"{call}() is being called after step() of the same optimizer: c{hint}")
+
+
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """The state since the last `update()`, which replaces it as a whole."""
+
+    records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """The losses that were given to `scale`, detached; fp32, shape ()."""
+    unseen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """States that tools have written for optimizers without a record, by `id(optimizer)`."""
+    compiled_loss: torch.Tensor | None = None
+    """The sum of the losses from compiled code: Dynamo would recompile for each length of a list."""
+
+    def has_begun(self) -> bool:
+        """Return True if an optimizer was unscaled, clipped, stepped or skipped."""
+        written = any(state != _ready() for state in self.unseen.values())  # to read one is no beginning
+        return written or any(record.has_begun() for record in self.records.values())
+
+    def has_only_skips(self) -> bool:
+        """Return True if optimizers were used, but only in `GradScaler.skip`."""
+        begun = [record for record in self.records.values() if record.has_begun()]
+        return bool(begun) and all(isinstance(record.state, Skipped) for record in begun)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Record a loss, to find the cause of a skipped step. Traced by Dynamo."""
+        if not loss.is_floating_point() or type(loss) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        loss = loss.detach()
+        if loss.dim() or loss.dtype is not torch.float32:
+            loss = loss.sum(dtype=torch.float32)
+        if not is_dynamo_compiling():
+            self.losses.append(loss)
+        elif self.compiled_loss is None:
+            self.compiled_loss = loss
+        else:
+            self.compiled_loss = self.compiled_loss + loss.to(self.compiled_loss.device, non_blocking=True)
+
+    def seen_losses(self) -> list[torch.Tensor]:
+        """Return the losses, with the sum of those from compiled code."""
+        return self.losses if self.compiled_loss is None else [*self.losses, self.compiled_loss]
+
+    def loss(self, device: torch.device) -> torch.Tensor | None:
+        """Return the sum of the losses on a device, shape (); None if there are none."""
+        losses = [loss.to(device, non_blocking=True) for loss in self.seen_losses()]
+        if len(losses) <= 1:
+            return losses[0] if losses else None
+        return torch.stack(losses).sum()
+
+    def loss_is_nonfinite(self, like: torch.Tensor) -> torch.Tensor:
+        """Return 1 if the sum of the losses is not finite, else 0: fp32, shape (), on `like`'s device."""
+        loss = self.loss(like.device)
+        if loss is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return loss.isfinite().logical_not().float()
+
+    def expect_later_backward(self) -> None:
+        """Take a snapshot of the clipped gradients, now that the backward of another scaled loss may add to them."""
+        for record in self.records.values():
+            state = record.state
+            if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
+                record.before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])
+
+
+class OptimizerStates(defaultdict[int, Any]):
+    """The states of an iteration's optimizers as in torch's class, by `id(optimizer)`. Items can be read and written.
+
+    If an optimizer has no record yet, its state is kept until there is one, because an id does not lead to it.
+    """
+
+    iteration: Iteration | None = None
+
+    @staticmethod
+    def of(iteration: Iteration) -> OptimizerStates:
+        """Return the states of an iteration."""
+        begun = {id(record.optimizer): record for record in iteration.records.values() if record.has_begun()}
+        states = OptimizerStates(_ready, begun | iteration.unseen)
+        states.iteration = iteration
+        return states
+
+    def __missing__(self, key: int) -> Any:
+        if self.iteration is None:
+            return defaultdict.__missing__(self, key)
+        records = (record for record in self.iteration.records.values() if id(record.optimizer) == key)
+        state = next(records, None) or self.iteration.unseen.setdefault(key, _ready())
+        dict.__setitem__(self, key, state)
+        return state
+
+    def __setitem__(self, key: int, state: Any) -> None:
+        if self.iteration is None:
+            dict.__setitem__(self, key, state)
+        else:
+            state_of(state.get("stage", OptState.READY))  # raises before anything is written
+            for name in state:
+                self[key][name] = state[name]
+
+
+class _UnseenState(dict[str, Any]):
+    """A state as in torch's class, whose stage can only be set to one of torch's."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "stage":
+            state_of(value)
+        dict.__setitem__(self, name, value)
+
+
+def _ready() -> dict[str, Any]:
+    return _UnseenState(stage=OptState.READY, found_inf_per_device={})

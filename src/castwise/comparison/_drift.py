@@ -1,0 +1,299 @@
+"""The result of `compare`: figures by policy and module, as tables and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castwise._number_text import percent, several
+from castwise._text_table import aligned
+from castwise.comparison._errors import Errors
+from castwise.comparison._log_probs import LogProbDrift
+
+if TYPE_CHECKING:
+    from castwise.policy._policy import Policy
+
+SHOWN_MODULES = 15
+MODULE_NUMBERS = {3, 4, 5, 6, 7}
+
+
+@dataclass(frozen=True)
+class ModuleDrift:
+    """The effect of a policy on one module.
+
+    Args:
+        name: Qualified name without wrappers; "" for the model itself.
+        type: Type of the module.
+        place: Position in the order of registration, from 0.
+        calls: Number of calls over all batches.
+        computes_in: The dtype or the recipe that the policy gives the module.
+        effect: Root mean square, over the elements of the outputs, of the loss's gradient times the error that the
+            module introduces; inf if one of these errors is not finite, None if unknown, for example if the module
+            cannot be run in isolation or runs without gradients.
+        loss_shift: The same with the sum of squares instead of their mean: the standard deviation of the change in the
+            loss, if the errors are independent.
+        introduced: Errors that the module's own ops make on the reference's inputs, without those of submodules.
+        carried: The rest of the total error, which comes from errors in the inputs.
+        total: Errors of the outputs in the policy's run.
+        gradients: Errors of the gradients of its own parameters; None if it has none or `gradients` is False.
+        introduced_gradients: Errors in these that the module's own ops make, forward and backward, on the reference's
+            inputs and output gradients; None if unknown: for sharded weights, weights that a hook computes, and noise.
+        carried_gradients: The rest of `gradients`.
+        problem: Why something is missing; "" if nothing is.
+    """
+
+    name: str
+    type: str
+    place: int
+    calls: int
+    computes_in: str
+    effect: float | None
+    loss_shift: float | None
+    introduced: Errors | None
+    carried: Errors | None
+    total: Errors | None
+    gradients: Errors | None
+    introduced_gradients: Errors | None = None
+    carried_gradients: Errors | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The effect of a policy on the loss and the gradient of all parameters.
+
+    Args:
+        loss: Mean over the batches.
+        reference_loss: The same in the reference.
+        relative_loss_error: Mean over the batches of `|loss - reference loss| / |reference loss|`.
+        gradient_cosine: Cosine of the angle to the reference's gradient; None without gradients.
+        gradient_norm_ratio: Norm of the gradient relative to the reference's; None without gradients.
+        gradient_errors: Errors of the gradient; None without gradients.
+        loss_scale: The scale of the loss in the backward; 1 unless the policy computes in fp16.
+        log_probs: Drift of the log-probabilities of the target tokens; None if the outputs are not logits.
+    """
+
+    loss: float
+    reference_loss: float
+    relative_loss_error: float
+    gradient_cosine: float | None
+    gradient_norm_ratio: float | None
+    gradient_errors: Errors | None
+    loss_scale: float
+    log_probs: LogProbDrift | None
+
+
+@dataclass(frozen=True)
+class PolicyDrift:
+    """The effect of one policy on a model.
+
+    Args:
+        name: The name given to `compare`.
+        policy: The policy; None for the reference with other batches.
+        summary: Figures of the whole model.
+        modules: The modules that were called, by effect, largest first.
+        problem: Why the model cannot be run under the policy; "" if it can.
+    """
+
+    name: str
+    policy: Policy | None
+    summary: Summary
+    modules: tuple[ModuleDrift, ...]
+    problem: str = ""
+
+    def __getitem__(self, name: str) -> ModuleDrift:
+        """Return the module with a name; raise a KeyError if there is none."""
+        for module in self.modules:
+            if module.name == name:
+                return module
+        raise KeyError(name)
+
+    @property
+    def failure(self) -> str:
+        """Why the policy has no finite figures; "" if it has."""
+        if self.problem:
+            return self.problem
+        gradients = self.summary.gradient_errors
+        if not math.isfinite(self.summary.loss):
+            return f"its loss is {self.summary.loss}: {self._origin()}"
+        if gradients is not None and gradients.nonfinite:
+            return (
+                f"{percent(gradients.nonfinite)} of its gradients are not finite, though the loss scale is only "
+                f"{self.summary.loss_scale:g}"
+            )
+        return ""
+
+    def _origin(self) -> str:
+        """Return the first module with non-finite values, in the model's order, as text."""
+        in_order = sorted(self.modules, key=lambda module: module.place)
+        for module in in_order:
+            if module.introduced is not None and module.introduced.nonfinite:
+                return f"{module.name or '(root)'} ({module.type}) produces non-finite values from finite inputs"
+        for module in in_order:
+            if module.total is not None and module.total.nonfinite:
+                return f"the first non-finite values are in the output of {module.name or '(root)'}"
+        return "all modules return finite values, so it comes from the loss function"
+
+    def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
+        """Return the rows of the table of modules as text, header first.
+
+        Args:
+            noise: The reference with other batches; adds a column with its errors.
+        """
+        of_noise = {} if noise is None else {module.name: module.total for module in noise.modules}
+        header = ("module", "type", "computes in", "effect", "introduced", "carried", "gradients", "noise")
+        rows = [
+            (
+                *(each.name or "(root)", each.type, each.computes_in, _number(each.effect)),
+                *map(_relative, (each.introduced, each.carried, each.gradients, of_noise.get(each.name))),
+            )
+            for each in self.modules
+        ]
+        shown = [place for place in range(len(header)) if place < 6 or any(row[place] for row in rows)]
+        return [tuple(row[place] for place in shown) for row in (header, *rows)]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The effect of precisions on a model, module by module; prints as tables.
+
+    Args:
+        policies: Results by the names given to `compare`.
+        reference: "float32", "float64", or "policy".
+        batches: Number of batches compared.
+        noise: The reference against itself with other batches, if `vary` was given.
+        not_called: Modules that no batch called.
+        notes: Other remarks on the figures.
+    """
+
+    policies: Mapping[str, PolicyDrift]
+    reference: str
+    batches: int
+    noise: PolicyDrift | None = None
+    not_called: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> PolicyDrift:
+        """Return the result of one policy."""
+        return self.policies[name]
+
+    def __iter__(self) -> Iterator[PolicyDrift]:
+        return iter(self.policies.values())
+
+    def __str__(self) -> str:
+        parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
+        for each in self:
+            if each.problem:  # listed in the notes
+                continue
+            rows = each.rows(self.noise)
+            more = len(rows) - 1 - SHOWN_MODULES
+            table = aligned(rows[: SHOWN_MODULES + 1], {place for place in MODULE_NUMBERS if place < len(rows[0])})
+            rest = f"\nand {several(more, 'more module')}: drift[{each.name!r}].modules" if more > 0 else ""
+            parts.append(f"{each.name}: modules by effect on the loss\n{table}{rest}")
+        if self.not_called:
+            parts.append(f"never called: {', '.join(self.not_called)}")
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n\n".join(parts)
+
+    def headline(self) -> str:
+        """Return one line with the reference, its loss, and the number of batches."""
+        reference = "a policy" if self.reference == "policy" else self.reference
+        each = next(iter(self), self.noise)
+        loss = "" if each is None else f", whose loss is {each.summary.reference_loss:.6g}"
+        return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
+
+    def summary_rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
+        header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
+        log_probs = ("mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
+        each = [*self, *([self.noise] if self.noise is not None else [])]
+        has_tokens = any(policy.summary.log_probs is not None for policy in each)
+        rows = [(*header, *(log_probs if has_tokens else ()))]
+        for policy in each:
+            found = policy.summary
+            if policy.problem:
+                rows.append((policy.name, "cannot be run", *([""] * (len(rows[0]) - 2))))
+                continue
+            row = [policy.name, f"{found.loss:.6g}", _number(found.relative_loss_error)]
+            cosine, ratio = found.gradient_cosine, found.gradient_norm_ratio
+            row += ["" if cosine is None else f"{cosine:.6f}", "" if ratio is None else f"{ratio:.4f}"]
+            tokens = found.log_probs
+            if has_tokens and tokens is not None:
+                row += map(_number, (tokens.mean_difference, tokens.largest_difference, tokens.kl_k1, tokens.kl_k3))
+                row += [percent(tokens.outside_band)]
+            rows.append((*row, *([""] * (len(rows[0]) - len(row)))))
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-serializable lists and dicts, with NaN as None and inf as "inf"."""
+        policies = {name: _record(drift) for name, drift in self.policies.items()}
+        return {
+            "reference": self.reference,
+            "batches": self.batches,
+            "policies": policies,
+            "noise": None if self.noise is None else _record(self.noise),
+            "not_called": list(self.not_called),
+            "notes": list(self.notes),
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result as one self-contained HTML page with plots.
+
+        Args:
+            path: Where to write. An existing file is replaced.
+
+        Returns:
+            `path`.
+
+        Raises:
+            ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
+            OSError: The page cannot be written.
+        """
+        from castwise.report._drift_report import write_drift_report
+
+        return write_drift_report(self, path)
+
+
+def plain_policy(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a policy as JSON-serializable values."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+
+
+def _record(drift: PolicyDrift) -> dict[str, Any]:
+    return {
+        "policy": None if drift.policy is None else plain_policy(drift.policy),
+        "problem": drift.problem,
+        "failure": drift.failure,
+        "summary": plain(dataclasses.asdict(drift.summary)),
+        "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a JSON-serializable value, with NaN as None and inf as "inf"."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus sign before a zero
+
+
+def _relative(errors: Errors | None) -> str:
+    if errors is None:
+        return ""
+    lost = f" ({percent(errors.nonfinite)} not finite)" if errors.nonfinite else ""
+    return _number(errors.relative_rms) + lost

@@ -1,0 +1,326 @@
+"""`diagnose`: find the module and op that made the first inf or NaN of a step, and suggest a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise.amp._devices import has_autocast
+from castwise.amp._thread_state import THREAD
+from castwise.diagnosis._cases import OfLoss, OfOutput
+from castwise.diagnosis._fault_search import Found, find
+from castwise.diagnosis._op_facts import tensors_of
+from castwise.diagnosis._origins import Birth, Phase
+from castwise.diagnosis._ranges import Range, Value, first_not_finite, range_of
+from castwise.diagnosis._remedies import Remedy, remedy_of
+from castwise.policy._module_rules import named_modules
+from castwise.tracing._batches import Batch, arguments_of
+
+_OUTSIDE = "no autocast region was active: if training uses one, call diagnose inside it"
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An inf or NaN that an op of the forward made and that is not blamed for a fault.
+
+    Args:
+        module: See `Diagnosis`.
+        in_loss: See `Diagnosis`.
+        op: Name of the op, such as "aten.convolution".
+        value: "nan" or "inf": what the op introduced, as opposed to what it received.
+        is_finite_in_float32: Whether the op's result is finite in fp32, so that the low precision overflowed.
+        line: See `Diagnosis`.
+    """
+
+    module: str
+    in_loss: bool
+    op: str
+    value: Literal[""] | Value
+    is_finite_in_float32: bool
+    line: str = ""
+
+    def __str__(self) -> str:
+        in_float32 = " (finite in fp32)" if self.is_finite_in_float32 else ""
+        return f"{_where(self.module, self.in_loss)}: {self.op} gives {self.value}{in_float32}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The origin of the first inf or NaN that reaches the loss or a gradient. Truthy if there is one.
+
+    Args:
+        found: Whether a fault was found.
+        phase: Where the fault arose: "weight" or "input" if it was non-finite before the replay; "forward", including
+            the recomputation of activation checkpointing; "loss", in the loss function or by scaling the loss;
+            "backward"; "" if nothing was found.
+        module: Qualified name of the innermost module, without wrappers; "" for the model itself, for the loss
+            function, and for inputs.
+        in_loss: Whether the op belongs to the loss function, in the forward or the backward.
+        op: Name of the op, such as "aten.bmm"; "" for weights and inputs.
+        inputs: Ranges of the op's floating-point inputs, before it ran.
+        outputs: Ranges of the op's results, or of the weight or input.
+        in_float32: Ranges of the op's results in fp32, if it ran in low precision and can be recomputed.
+        parameter: The non-finite weight, or the first parameter with a non-finite gradient; "" if the loss is not
+            finite.
+        argument: Position or name of the non-finite input.
+        index: Index of the first non-finite value in that input or weight.
+        value: "nan", "inf" or "-inf": that value, or the kind of value the op made.
+        scale: Scale of the loss.
+        loss: The loss before scaling; None if it is not known.
+        remedy: What to change: lower the "scale", run the module in "float32", or fix the "input", "weight" or "code".
+        advice: The remedy in words.
+        code: The remedy as Python code to copy; "" if no code applies.
+        line: Where the code of the model or the loss calls the op, such as "model.py:31"; "" if it is not known, as in
+            the backward.
+        source: The source text of that line.
+        harmless: Without a fault: non-finite values from ops of the forward that reach neither the loss nor a
+            gradient, such as an overflow before a sigmoid. One entry per module and op.
+        also: With a fault: non-finite values from other ops of the forward. This fault may hide others among them, so
+            diagnose again after fixing it.
+        outside_region: Whether `diagnose` was called outside any autocast region.
+    """
+
+    found: bool
+    phase: Phase = ""
+    module: str = ""
+    in_loss: bool = False
+    op: str = ""
+    inputs: tuple[Range, ...] = ()
+    outputs: tuple[Range, ...] = ()
+    in_float32: tuple[Range, ...] | None = None
+    parameter: str = ""
+    argument: str = ""
+    index: tuple[int, ...] = ()
+    value: Literal[""] | Value = ""
+    scale: float = 1.0
+    loss: float | None = None
+    remedy: Remedy = ""
+    advice: str = ""
+    code: str = ""
+    line: str = ""
+    source: str = ""
+    harmless: tuple[NonFinite, ...] = ()
+    also: tuple[NonFinite, ...] = ()
+    outside_region: bool = False
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
+        if not self.found:
+            harmless = [f"  harmless: {each}" for each in self.harmless]
+            hint = [f"  {_OUTSIDE}"] if self.outside_region else []
+            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *hint, *harmless])
+        lines = [f"{self.phase}: {self._what()}{loss}"]
+        lines += [f"  at {self.line}: {self.source}"] if self.line else []
+        lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
+        lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
+        lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
+        lines += [f"  also: {each}; diagnose again after fixing the first" for each in self.also]
+        return "\n".join([*lines, self.advice])
+
+    @property
+    def summary(self) -> str:
+        """The result in one sentence."""
+        if not self.found:
+            return "The replay of this batch gave a finite loss and finite gradients."
+        if self.phase == "weight" or not self.op:
+            what = self._what()
+        else:
+            phase = "" if self.phase == "loss" else f"in the {self.phase}, "
+            reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+            where = f"module {self.module}" if self.module else _where(self.module, self.in_loss)
+            what = f"{phase}{self.op} in {where} {self._gives()}{reached}"
+        at = f", at {self.line}" if self.line else ""
+        return f"{what[:1].upper()}{what[1:]}{at}."
+
+    def record(self) -> dict[str, str]:
+        """Return the record that a run stores; see "diagnosis" in the manual's page on formats."""
+        names = ("phase", "module", "op", "advice", "summary", "remedy", "code")
+        return {**{name: getattr(self, name) for name in names}, "text": str(self)}
+
+    def _gives(self) -> str:
+        return f"{'gives' if self.outputs else 'reads'} {self.value}"
+
+    def _what(self) -> str:
+        if self.phase == "weight":
+            return f"{self.parameter} is {self.value} at {self.index}"
+        if self.phase == "input":
+            return f"input {self.argument} is {self.value} at {self.index}"
+        reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
+        if not self.op and self.phase == "loss" and self.loss is None:
+            return f"the gradient of the model's output is {self.value}"
+        if not self.op:
+            return f"{self.value or 'a non-finite value'} of unknown origin{reached}"
+        return f"{_where(self.module, self.in_loss)}: {self.op} {self._gives()}{reached}"
+
+
+def _where(module: str, in_loss: bool) -> str:
+    return module or ("the loss function" if in_loss else "the model itself")
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor],
+    batch: Batch,
+    scaler: Any = None,
+) -> Diagnosis:
+    """Replay one batch and name the module and op that made the first inf or NaN that reaches the loss or a gradient.
+
+    The forward and the loss run in the caller's autocast region and the backward outside it, so call this where the
+    training loop calls the model. Weights, buffers, gradients (the same tensors), tensors in `batch`, random states
+    and training flags are restored afterwards, even if the model raises. Not restored: other attributes that the
+    forward sets (counters, caches, tensors that are not buffers), side effects of hooks and of `loss_fn`, and random
+    generators that the program created. Work that overlaps the backward (optimizers in it, DDP's all-reduce) does not
+    run. If the forward calls collectives, all ranks must call this.
+
+    Infinities and NaNs that reach neither, such as those in masks or in weights that the batch does not use, are not
+    faults. Those made by ops of the forward are listed in `harmless`, or in `also` if there is a fault. Every op syncs
+    with the host, so a replay takes several times as long as a step, and twice that if the scale may be the cause.
+
+    Args:
+        model: The model, in the mode it trains in. DDP and `torch.compile` are unwrapped: the replay is eager and
+            runs on this rank alone.
+        loss_fn: Function that maps the model's output to the loss, a tensor with one element.
+        batch: The model's inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        scaler: The loss is multiplied by its current scale, or by 1 if None. The scaler does not change.
+
+    Raises:
+        TypeError: An argument has the wrong type, or the loss is not a tensor.
+        RuntimeError: The loss does not have exactly one element.
+        Exception: Whatever the model or the loss raises.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> with torch.no_grad():
+        ...     _ = model[1].weight.fill_(1e5)
+        >>> with castwise.autocast("cpu", dtype=torch.float16):
+        ...     found = diagnose(model, lambda y: y.float().mean(), torch.ones(2, 4))
+        >>> found.module, found.op, found.remedy
+        ('1', 'aten.to', 'float32')
+    """
+    model = _unwrapped(model)
+    args, kwargs = arguments_of(batch)
+    case = OfLoss(model, args, kwargs, loss_fn)
+    scale = _scale_of(scaler)
+    outside_region = not _is_in_region(model, [args, kwargs])
+    return replace(_diagnosis(find(case, scale), scale, case.loss), outside_region=outside_region)
+
+
+def diagnose_replay(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output_gradients: Sequence[torch.Tensor | None],
+    *,
+    scale: float = 1.0,
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    loss_is_finite: bool | None = None,
+    with_backward: bool = True,
+) -> Diagnosis:
+    """Diagnose without a loss: start the backward from gradients of the model's output.
+
+    If these gradients are not finite and the output is, either they overflowed or the fault is in the loss. The phase
+    is then "loss", without an op.
+
+    Args:
+        model: See `diagnose`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output_gradients: Scaled gradients of the tensors that `cases.outputs_of` lists; None for outputs that the loss
+            did not use.
+        scale: Scale of these gradients.
+        region: Returns the context manager for the forward; called once per replay.
+        loss_is_finite: Whether the loss was finite; None if it is not known.
+        with_backward: If False, look for faults of the forward only.
+
+    Raises:
+        Exception: Whatever the model raises.
+    """
+    case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
+    return _diagnosis(find(case, scale), scale, None)
+
+
+def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
+    fault, others = found.fault, tuple(map(_non_finite, found.others))
+    if fault is None:
+        return Diagnosis(False, scale=scale, loss=loss, harmless=others)
+    remedy, advice, code = remedy_of(fault, scale)
+    birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
+    ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
+    at = None if birth.tensor is None else first_not_finite(birth.tensor)
+    return Diagnosis(
+        found=True,
+        phase="loss" if fault.reached == "scaled loss" else birth.phase,
+        module="" if birth.kind == "input" else birth.module or "",
+        in_loss=birth.module is None and birth.phase in {"loss", "backward"},
+        op=birth.op,
+        inputs=birth.inputs,
+        outputs=birth.outputs or (() if birth.op else ranges),
+        in_float32=birth.in_float32,
+        parameter=birth.name if birth.kind == "weight" else fault.parameter,
+        argument=birth.name if birth.kind == "input" else "",
+        index=() if at is None else at[0],
+        value=_value(birth.outputs or birth.inputs or ranges) if at is None else at[1],
+        scale=scale,
+        loss=loss,
+        remedy=remedy,
+        advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
+        code=code,
+        line="" if birth.place is None else str(birth.place),
+        source="" if birth.place is None else birth.place.source,
+        also=others,
+    )
+
+
+def _non_finite(birth: Birth) -> NonFinite:
+    line = "" if birth.place is None else str(birth.place)
+    in_loss = birth.module is None
+    # A NaN counts as a birth only if no input has one, so an op with NaN inputs made infinities.
+    value = "inf" if any(found.nan for found in birth.inputs) else _value(birth.outputs)
+    return NonFinite(birth.module or "", in_loss, birth.op, value, birth.is_finite_in_float32, line)
+
+
+_PHASE_WITHOUT_BIRTH: dict[str, Phase] = {
+    "scaled loss": "loss",
+    "gradient of the output": "loss",
+    "gradient": "backward",
+}
+
+
+def _value(ranges: Sequence[Range]) -> Literal[""] | Value:
+    if any(found.nan for found in ranges):
+        return "nan"
+    return "inf" if any(found.inf for found in ranges) else ""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return next(module for _, module in named_modules(model))
+
+
+def _is_in_region(model: nn.Module, arguments: Any) -> bool:
+    """Return True if a policy is active, or an autocast region for a device of the model or its arguments."""
+    types = {tensor.device.type for tensor in [*model.parameters(), *tensors_of(arguments)]}
+    return THREAD.state is not None or any(torch.is_autocast_enabled(kind) for kind in filter(has_autocast, types))
+
+
+def _scale_of(scaler: Any) -> float:
+    if scaler is None:
+        return 1.0
+    if not hasattr(scaler, "get_scale"):
+        hint = (
+            ". Pass several inputs of the model as a tuple, diagnose(model, loss_fn, (x, mask), scaler), and targets "
+            "in the loss function: lambda outputs: loss_fn(outputs, targets)"
+        )
+        is_targets = isinstance(scaler, torch.Tensor)
+        raise TypeError(f"scaler must be a GradScaler or None, got {type(scaler).__name__}{hint if is_targets else ''}")
+    return float(scaler.get_scale())

@@ -1,0 +1,106 @@
+"""The implicit state of a forward, saved to restore it for a replay: random states and autocast regions."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from castwise.amp._devices import has_autocast
+from castwise.amp._thread_state import THREAD
+from castwise.amp.autocast_mode import autocast
+from castwise.policy._casting import in_native_state, native_state_of
+
+
+class RandomState:
+    """A snapshot of the global random states of torch on all devices, of Python, and of numpy if it is imported.
+
+    Generators that the program created are not included.
+    """
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        accelerator = _accelerator()
+        self._of_devices = None if accelerator is None else accelerator.get_rng_state_all()
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def is_current(self, also_outside_torch: bool = False) -> bool:
+        """Return True if torch's generators have drawn nothing since the snapshot.
+
+        Args:
+            also_outside_torch: Check those of Python and numpy too, which is slower.
+        """
+        if also_outside_torch and not self._is_current_outside_torch():
+            return False
+        accelerator = _accelerator()
+        if not torch.equal(self._torch, torch.get_rng_state()):
+            return False
+        if accelerator is None or self._of_devices is None:
+            return True
+        now = accelerator.get_rng_state_all()
+        return all(torch.equal(before, after) for before, after in zip(self._of_devices, now, strict=True))
+
+    def _is_current_outside_torch(self) -> bool:
+        if random.getstate() != self._python:
+            return False
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is None or self._numpy is None:
+            return True
+        return all(map(numpy.array_equal, self._numpy, numpy.random.get_state()))
+
+    def restore(self) -> None:
+        """Restore the snapshot."""
+        torch.set_rng_state(self._torch)
+        accelerator = _accelerator()
+        if accelerator is not None and self._of_devices is not None:
+            accelerator.set_rng_state_all(self._of_devices)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class CastingState:
+    """A snapshot of the autocast regions, torch's and castwise's, that are active in this thread.
+
+    It does not include a `WeightCache`, which does not change the values of casts.
+
+    Args:
+        device_types: Device types whose regions to save.
+    """
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._native = {kind: native_state_of(kind) for kind in device_types if has_autocast(kind)}
+        self._policy = THREAD.state
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Enter these regions instead of the active ones.
+
+        Raises:
+            RuntimeError: The policy is no longer bound.
+        """
+        policy = self._policy
+        with ExitStack() as stack:
+            for kind, (enabled, dtype, cache) in self._native.items():
+                stack.enter_context(in_native_state(kind, enabled, dtype, cache))
+            if policy is not None:
+                stack.enter_context(autocast(policy.device, policy=policy.bound, cache_enabled=policy.cache))
+                enabled, dtype, cache = self._native[policy.device]
+                if (enabled, dtype) != (policy.bound.dtype is not None, torch.get_autocast_dtype(policy.device)):
+                    # A region of torch.autocast suspends the policy, or a module's rule does.
+                    stack.enter_context(torch.autocast(policy.device, dtype, enabled, cache))
+            yield
+
+
+def _accelerator() -> Any:
+    """Return torch's module for the accelerator in use (such as `torch.cuda`) if it has generators, else None."""
+    found = torch.accelerator.current_accelerator()
+    module = None if found is None else torch.get_device_module(found)
+    in_use = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return module if in_use and hasattr(module, "get_rng_state_all") else None

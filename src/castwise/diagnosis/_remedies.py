@@ -1,0 +1,135 @@
+"""`remedy_of`: suggest a remedy for a fault, in words and in code."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+
+from castwise._number_text import power_of_two
+from castwise.diagnosis._fault_search import Fault
+from castwise.diagnosis._origins import Birth
+from castwise.diagnosis._ranges import Range
+
+Remedy = Literal["", "scale", "float32", "input", "weight", "code"]
+
+
+class Help(NamedTuple):
+    """A remedy for a fault."""
+
+    remedy: Remedy
+    advice: str
+    code: str = ""
+    """Python code to copy; "" if no code applies."""
+
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
+
+
+def remedy_of(fault: Fault, scale: float) -> Help:
+    """Return the remedy for a fault in a replay at this scale."""
+    birth = fault.birth
+    if fault.is_due_to_scale:
+        return _lower_scale(birth, scale)
+    if birth is None:
+        return _without_birth(fault, scale)
+    if birth.kind == "weight":
+        return Help("weight", f"training cannot recover from this: load a checkpoint in which {birth.name} is finite")
+    if birth.kind == "input":
+        return Help("input", f"check where input {birth.name} comes from, and drop or repair such samples")
+    if birth.kind == "outside":
+        what = "an argument of the loss, such as the targets" if birth.phase == "loss" else "a tensor that the op reads"
+        return Help("input", f"{what}, was not finite before the forward: check where it comes from")
+    if birth.kind == "constant":
+        return Help("code", "the code itself sets this value: keep it from reaching the loss")
+    if birth.kind == "uninitialised":
+        return Help("code", "initialise all of the memory before it is read; if a custom kernel should, check that")
+    low = low_precision(birth)
+    if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
+        return _keep_in_float32(birth, low, fault.tensors[0].device.type)
+    if birth.module is None and birth.phase in {"loss", "backward"}:
+        return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
+    return Help("code", f"this op is not finite in fp32 either: {_advice_on_inputs(birth)}")
+
+
+def _advice_on_inputs(birth: Birth) -> str:
+    """Return what to check in the inputs of an op that is not finite in any precision."""
+    op = birth.op.rpartition(".")[2].rstrip("_")
+    ends = [(found.lowest, found.highest) for found in birth.inputs]
+    if any(name in op for name in ("softmax", "attention")) and any(found.inf for found in birth.inputs):
+        return "check for rows that are -inf throughout, as when attention masks a whole row, and leave out such rows"
+    if op == "div" and any(low is not None and high is not None and low <= 0.0 <= high for low, high in ends[1:]):
+        return "check for divisors that are 0, and add an epsilon"
+    if op in {"log", "log2", "log10", "rsqrt"} and any(low is not None and low <= 0.0 for low, _ in ends):
+        return "check for inputs that are 0 or negative, and add an epsilon or clamp them"
+    return "check the ranges of its inputs"
+
+
+def low_precision(birth: Birth) -> str:
+    """Return the name of an op's low-precision dtype, "" if it has none."""
+    return next((found.dtype for found in [*birth.outputs, *birth.inputs] if found.dtype in _LARGEST), "")
+
+
+def _without_birth(fault: Fault, scale: float) -> Help:
+    if fault.reached != "gradient of the output":
+        return Help("code", "no torch op made it: the cause may be a kernel that is not a torch op")
+    if fault.loss_is_finite is None:
+        advice = "the model is not the cause: check the loss and its targets, or lower the scale if they are correct"
+        return Help("code", advice)
+    if not fault.loss_is_finite:
+        return Help("code", "the model's output is finite and the loss is not: check the loss function and its targets")
+    if scale > 1.0 and any(tensor.dtype is torch.float16 and tensor.isinf().any() for tensor in fault.tensors):
+        return Help(
+            "scale",
+            f"the gradient of the model's output overflowed at scale {power_of_two(scale)} with a finite loss: lower "
+            "the scale, or compute the model's last layer and the loss in fp32",
+        )
+    return Help(
+        "code",
+        "the model's output and the loss are finite, so the value arises in the loss's backward, as for a square root "
+        "at 0; a lower scale helps only if the loss computes in fp16",
+    )
+
+
+def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
+    if birth.module:
+        policy = f'castwise.Policy(compute="{low}", modules={{"{birth.module}": "float32"}})'
+        code = f'policy = {policy}\nwith castwise.autocast("{device}", policy=policy.bind(model)):'
+        region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
+        return Help("float32", f"keep {birth.module} in fp32: {region}", code)
+    if birth.module is None:
+        return Help(
+            "float32",
+            "compute the loss in fp32: call .float() on its arguments, outside the autocast region",
+            f'with castwise.autocast("{device}", enabled=False):\n    loss = loss_fn(output.float(), targets)',
+        )
+    return Help(
+        "float32",
+        f"run {birth.op}, which the model's forward calls, in fp32: call .float() on its arguments with autocast "
+        'disabled, or move it into a separate module with the rule "float32"',
+    )
+
+
+def _lower_scale(birth: Birth | None, scale: float) -> Help:
+    advice = f"lower the scale: gradients overflow at {scale:g} and are finite at 1"
+    fits = None if birth is None else _largest_scale(birth, scale)
+    if fits is None:
+        return Help("scale", advice)
+    code = f"scaler = castwise.GradScaler(device_type, init_scale=2.0**{fits})"
+    return Help("scale", f"{advice}; this op alone needs 2^{fits} or less", code)
+
+
+def _largest_scale(birth: Birth, scale: float) -> int | None:
+    """Return the exponent of the largest power-of-two scale at which an op does not overflow; None if it is unknown.
+
+    Gradients are linear in the scale.
+    """
+    limit = _LARGEST.get(birth.outputs[0].dtype) if birth.outputs else None
+    largest = max((magnitude(found) for found in birth.in_float32 or ()), default=0.0)
+    return None if limit is None or largest <= limit else math.floor(math.log2(scale * (limit / largest)))
+
+
+def magnitude(found: Range) -> float:
+    """Return the largest magnitude in a range, inf if any value is not finite."""
+    return math.inf if found.nonfinite else found.largest or 0.0

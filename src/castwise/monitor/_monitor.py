@@ -1,0 +1,473 @@
+"""`Monitor`: record the numerics of a training run while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from castwise._guard import Guard, guarded
+from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.watch import WATCH
+from castwise._warnings import warn, warn_or_print
+from castwise._wrapped_optimizers import unwrapped
+from castwise.amp._outcomes import Cause, StepFacts
+from castwise.monitor import _module_names as names
+from castwise.monitor._activations import Activations
+from castwise.monitor._iterations import Iteration, Iterations
+from castwise.monitor._local_shards import is_split_over_ranks
+from castwise.monitor._quantized_layers import QuantizedLayers
+from castwise.monitor._ranks import Ranks
+from castwise.monitor._run_header import run_record
+from castwise.monitor._sample import Sample, sample_record
+from castwise.monitor._scaler_steps import ScalerSteps
+from castwise.monitor._sinks import Record, Sink, Sinks
+from castwise.monitor._skips import PARAMETERS_NAMED, Skip, agreed
+from castwise.monitor._step_numbers import StepNumbers
+from castwise.monitor._step_sources import ScaledSteps, StepsByHand, steps_of
+
+if TYPE_CHECKING:
+    from castwise.diagnosis._diagnosis import Diagnosis
+    from castwise.diagnosis._recording import MicroBatches, Recording
+
+_BY_PHASE = {
+    "weight": Cause.NONFINITE_WEIGHTS,
+    "input": Cause.NONFINITE_LOSS,
+    "forward": Cause.NONFINITE_LOSS,
+    "loss": Cause.NONFINITE_LOSS,
+    "backward": Cause.OVERFLOW,
+}
+
+
+class Monitor:
+    """Records the numerics of a training run: a few numbers for each step, detailed statistics for sampled steps.
+
+    Each step: the scale, whether the step was skipped and why, which gradients were not finite, the loss (the sum of
+    the losses passed to `scaler.scale`, on the first rank), the norm computed by `scaler.clip_grad_norm_`, and the
+    seconds since the previous step. Sampled steps: the norm of all gradients, if they were not clipped; magnitudes, and
+    their fit into fp16, bf16, e4m3 and e5m2, for each parameter's gradient, each module's gradients together and each
+    module's output; and the size of each parameter's update. The manual's page on formats defines each number.
+
+    The monitor samples steps 1, 2, 4, 8, ... up to `every`, then every `every` steps. It also samples the gradients
+    of each skipped step, except where the device skips it (a fused step on an accelerator) or ranks skip independently.
+
+    Format statistics refer to scaled gradients, magnitudes to unscaled ones. Outputs come from one forward. Gradients
+    are read before they are unscaled or clipped.
+
+    The monitor also finds mixed-precision mistakes in the script and warns about each once, with file and line
+    (`MixedPrecisionMistake`). The manual's page on `castwise run` lists them, including those found only there. This
+    hooks the parameters in the first iterations and in two of every 50 after, and puts one hook on the model (three
+    with `on_skip`). Between samples there are no other hooks, and nothing is read. Gradients stay plain tensors. Module
+    hooks are removed where they would change what torch does: in a `nn.TransformerEncoderLayer` that runs as one
+    kernel, and for `torch.compile`. So outputs of compiled modules are not recorded, and to replay batches of a model
+    that is compiled as a whole, pass the object that `torch.compile` returns.
+
+    A sampled step reads every output once on its device and every gradient twice (three times on a CPU if the scale is
+    not a power of two), and copies and compares the weights. The host never waits for an accelerator: results from
+    there are recorded two steps later. The monitor's memory does not grow with the run. The monitor never ends the run:
+    if it cannot measure something, it warns and leaves it out, and does not try again after ten failures in a row.
+
+    With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
+    steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
+    `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step.
+    After that, each warns with the cause, and the first records itself alone. The manual's page on ranks has details.
+
+    Args:
+        model: The trained model, or its wrapper; records use the names without wrappers.
+        optimizer: The model's optimizer or optimizers, also as wrapped by Lightning, Fabric, Accelerate or DeepSpeed.
+            An iteration ends when one of them steps again. Gradients that a closure computes are not seen before the
+            step.
+        scaler: A scaler of castwise, or None. Without a scaler, or with a disabled one, the optimizers' steps are
+            recorded and losses are unknown. With one, the steps of `scaler.step` are recorded, and steps that an
+            optimizer takes on its own after `scaler.unscale_`, in a script that skips by hand. Steps that such a script
+            skips are not recorded.
+        every: Steps between two samples, >= 1; samples are denser at the start of a run.
+        sinks: Where records go: paths, each opened as a `sinks.JSONL`, or functions that accept one record (a dict). A
+            sink that fails is dropped with a warning.
+        on_skip: `"diagnose"` replays the batch of a skipped step and records the module and op that made the first inf
+            or NaN. The last result is in `diagnosis`. This keeps the inputs of a step's last 64 forwards, and the
+            gradients of the outputs of the last 8 (each as large as the model's output, such as logits), until the
+            outcome of the step is known; on an accelerator that takes two more steps. Forwards before these 8 are
+            replayed only if the gradients of their outputs are not finite.
+
+    Raises:
+        FileExistsError: A sink's file exists and is not a record.
+        TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), or a sink
+            is neither a path nor a function.
+        ValueError: `every` or `on_skip` is out of range, or there is no optimizer.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
+        >>> records = []
+        >>> with Monitor(model, optimizer, scaler, sinks=[records.append]):
+        ...     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> [record["kind"] for record in records]
+        ['run', 'step', 'sample', 'end']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        every: int = 100,
+        sinks: Sequence[Sink | str | os.PathLike[str]] = (),
+        on_skip: Literal["diagnose"] | None = None,
+    ) -> None:
+        _check(every, on_skip)
+        self._model, self._scaler, self._every = model, scaler, every
+        self._optimizers = _unwrapped(optimizer)
+        self._steps = steps_of(scaler, self._optimizers)
+        self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
+        self._activations = Activations(model)
+        self._quantized = QuantizedLayers(model)
+        self._recording = _recording_of(model, scaler) if on_skip and self._steps.is_scaled else None
+        if on_skip and not self._steps.is_scaled:
+            text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
+            warn(text, UserWarning)
+        self._guard = Guard()
+        self._handles: list[Any] = []
+        self._numbers = StepNumbers()
+        self.diagnosis: Diagnosis | None = None
+        """The diagnosis of the last skipped step if `on_skip="diagnose"`; None if nothing could be replayed."""
+
+    def __repr__(self) -> str:
+        if "_numbers" not in vars(self):  # `__init__` has not finished
+            return object.__repr__(self)
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        diagnoses = ", on_skip='diagnose'" if self._recording is not None else ""
+        return (
+            f"{type(self).__name__}({type(self._model).__name__}, [{optimizers}], {self._scaler!r}, "
+            f"every={self._every}, sinks={self._sinks}{diagnoses})"
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, an integer >= 0. Set it to use your own step numbers in the records.
+
+        Set it to the loop's counter, once or before each step; the monitor continues from there. If a trainer counts
+        completed steps, set it to that count plus one. Skipped steps count, and so does every step of each of several
+        optimizers. If it is set to a number that was recorded before, as after returning to a checkpoint, `Run.read`
+        drops the earlier records from that number on.
+
+        If it is never set, steps are counted from 1, or from the step count of a scaler that loaded its state. Reading
+        it then gives the last recorded step plus one.
+
+        Raises:
+            ValueError: The new value is not an integer >= 0.
+        """
+        return self._numbers.next
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._numbers.next = number
+
+    # -- beginning and end --------------------------------------------------------------------------------------
+
+    def attach(self) -> Self:
+        """Start recording and counting steps.
+
+        Raises:
+            RuntimeError: The monitor is already attached.
+            ValueError: `on_skip="diagnose"` is set and the model is split over ranks: a replay that stops on one rank
+                would block the others.
+        """
+        if self._handles:
+            raise RuntimeError("this monitor is already attached: call detach() first")
+        if self._recording is not None and is_split_over_ranks(self._model):
+            raise ValueError(
+                'on_skip="diagnose" replays a batch on each rank alone, and this model is split over ranks: remove '
+                "on_skip. The cause of a skip and the parameters are recorded without it"
+            )
+        self._has_begun = is_attached = False
+        with self._guard:
+            self._start()
+            is_attached = True
+        if not is_attached:
+            self._remove()
+        return self
+
+    def _start(self) -> None:
+        self._ranks = self._make_ranks()
+        if self._ranks.is_apart:
+            self._sinks.set_apart(self._ranks.rank)
+        self._iterations = Iterations(len(self._optimizers), self._begin)
+        self._numbers.start(self._steps.steps)
+        source, optimizers = self._steps, self._optimizers
+        self._by_hand = StepsByHand(source, len(optimizers)) if isinstance(source, ScaledSteps) else None
+        scaler = self._scaler if source.is_scaled else None
+        self._scaler_steps = ScalerSteps(self._sample_skipped, self._model, optimizers, scaler, self._guard)
+        self._handles = [self._scaler_steps]
+        self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
+        self._has_begun = True
+        self._note_alone(self._numbers.next)
+        self._handles += [
+            *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
+            self._steps.register_gradients_hook(self._before_step),
+            self._steps.register_step_hook(self._on_step),
+        ]
+        if self._recording is not None:
+            with self._guard:  # steps are recorded without diagnoses
+                self._recording.attach()
+        with self._guard:  # and without outputs, as those of scripted modules
+            self._activations.watch()
+            self._quantized.watch()
+        WATCH.subscribe(self._on_mistake)
+        WATCH.model_found(self._model)
+
+    def _make_ranks(self) -> Ranks:
+        model = type(names.modules(self._model)[""]).__name__
+        return Ranks.together(model, self._every, agrees=self._steps.agrees)
+
+    def detach(self) -> None:
+        """Record pending results, which waits for the device, and remove all hooks."""
+        if not self._handles:
+            return
+        try:
+            self._steps.synchronize()  # may raise ScaleExhausted, which is the schedule's
+        finally:
+            for end in (partial(self._record_steps_by_hand, all_=True), partial(self._finish, all_=True), self._remove):
+                with self._guard:  # one that fails must not keep the others
+                    end()
+
+    def _remove(self) -> None:
+        removals: list[Callable[[], object]] = [
+            *(handle.remove for handle in self._handles),
+            lambda: WATCH.unsubscribe(self._on_mistake),
+            self._activations.stop,
+            self._quantized.stop,
+            lambda: self._iterations.clear(),  # which a failed `attach` may not have made
+            *([] if self._recording is None else [self._recording.detach]),
+            self._write_end,
+            self._sinks.close,
+            lambda: self._ranks.close(),
+        ]
+        self._handles = []
+        for remove in removals:
+            with self._guard:  # one that fails must not keep the others
+                remove()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.detach()
+        elif self._handles and self._ranks.combine:
+            self._remove()  # ranks that did not fail would not join in combining results
+        else:
+            with suppress(Exception):  # raise the training's error, not this one
+                self.detach()
+
+    # -- during a step, in this order ---------------------------------------------------------------------------
+
+    @guarded
+    def _before_step(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+        """Measure gradients before anything changes them."""
+        optimizer = unwrapped(optimizer)
+        if not self._knows(optimizer):
+            return
+        self._numbers.begin(self._steps.iteration)
+        iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
+        if self._recording is not None:
+            iteration.note_batches(optimizer, self._recording.take())
+        if iteration.sample is not None:
+            iteration.sample.measure_gradients(optimizer, scale)
+            iteration.sample.keep_weights(optimizer)
+
+    def _begin(self, iteration: Iteration) -> None:
+        self._finish()
+        if self._is_sampled(iteration.number):
+            iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
+            iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
+        if self._is_sampled(iteration.number + 1):
+            with self._guard:  # this iteration is measured anyway
+                self._activations.watch()
+                self._quantized.watch()
+
+    def _is_sampled(self, number: int) -> bool:
+        is_power_of_two = number & (number - 1) == 0
+        return self._ranks.is_recorded and (number % self._every == 0 or (number < self._every and is_power_of_two))
+
+    def _sample_skipped(self, scaler: Any, optimizer: torch.optim.Optimizer, *, is_scaled: bool) -> None:
+        """Sample the gradients of a step that the host is about to skip, unless they are sampled anyway."""
+        iteration, scale = self._iterations.current, scaler._get_scale_async()
+        optimizer = unwrapped(optimizer)
+        if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
+            return
+        is_wanted = self._ranks.combine_skips if self._ranks.combine else self._ranks.is_recorded
+        if iteration.sample is None and is_wanted:
+            iteration.sample = Sample(self._model, {})
+            iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
+
+    @guarded
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        iteration = self._iterations.current
+        if iteration is not None and iteration.sample is not None:
+            with self._guard:  # a step by hand is recorded anyway
+                iteration.sample.measure_update(optimizer)
+        if self._by_hand is None or iteration is None or self._scaler_steps.is_stepping:
+            return
+        if iteration.expects(optimizer, self._steps.iteration):
+            self._by_hand.add(optimizer)
+            self._record_steps_by_hand()
+
+    @guarded
+    def _record_steps_by_hand(self, *, all_: bool = False) -> None:
+        for facts in () if self._by_hand is None else self._by_hand.facts(all_=all_):
+            self._record(replace(facts, number=self._numbers.of(facts.iteration)))
+
+    @guarded
+    def _on_step(self, facts: StepFacts) -> Diagnosis | None:
+        """Record a step whose outcome is known. Return its diagnosis for the warning about an exhausted scale."""
+        optimizer = unwrapped(facts.optimizer)
+        if not self._knows(optimizer):
+            return None
+        return self._record(replace(facts, number=self._numbers.of(facts.iteration, facts.number), optimizer=optimizer))
+
+    def _record(self, facts: StepFacts) -> Diagnosis | None:
+        optimizer = facts.optimizer
+        assert optimizer is not None
+        iteration = self._iterations.note_facts(optimizer, facts)
+        diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+        if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
+            facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
+        self._record_step(facts, iteration, diagnosis)
+        self._finish()
+        return diagnosis
+
+    def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
+        skip = self._skip(facts, iteration, diagnosis)
+        self._write(
+            {
+                "kind": "step",
+                "step": facts.number,
+                "scale": facts.scale if self._steps.is_scaled else None,
+                "skipped": facts.skipped,
+                "cause": skip and skip.cause,
+                "rank": skip and skip.rank,
+                "parameters": list(skip.parameters)[:PARAMETERS_NAMED] if skip else [],
+                "grad_norm": facts.grad_norm,
+                "loss": facts.loss,
+                "seconds": iteration and iteration.seconds,
+            }
+        )
+        for fields in skip.diagnoses if skip else ():
+            self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def _finish(self, *, all_: bool = False) -> None:
+        """Record complete samples."""
+        with self._guard:  # the step that completes them is recorded anyway
+            for iteration in self._iterations.over(all_=all_):
+                if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
+                    self._record_sample(iteration.sample, list(iteration.facts.values()))
+
+    def _record_sample(self, sample: Sample | None, facts: list[StepFacts]) -> None:
+        first, mine = facts[0], None
+        with self._guard:
+            if sample is not None:
+                mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
+        measured = self._ranks.sampled(first.number, mine)
+        self._note_alone(first.number)
+        if self._ranks.is_first:
+            is_clipped = any(each.grad_norm is not None for each in facts)
+            self._write(sample_record(first.number, first.scale, measured, is_clipped=is_clipped))
+
+    def _write_end(self) -> None:
+        if self._has_begun:
+            self._write({"kind": "end", "step": self._numbers.last})
+
+    def _skip(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> Skip | None:
+        if facts.cause is None:
+            return None
+        mine = Skip(facts.cause.value, ())
+        with self._guard:  # so that this rank joins the others in any case
+            bad = set(facts.parameters)
+            named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
+            mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
+        has_sample = iteration is not None and iteration.sample is not None
+        known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
+        self._note_alone(facts.number)
+        if iteration is not None and is_sampled:
+            iteration.is_combined = True
+        return agreed(known, self._ranks.world_size)
+
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+        if not facts.skipped:
+            return None
+        self.diagnosis = None
+        if batches is not None:
+            try:
+                self.diagnosis = batches.diagnose(facts.scale, facts.cause)
+            except Exception as error:
+                text = f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}"
+                warn_or_print(text, RuntimeWarning)
+        return self.diagnosis
+
+    def _note_alone(self, step: int) -> None:
+        """Record once from which step on, and why, the ranks' results are not combined."""
+        why, self._ranks.why_alone = self._ranks.why_alone, None
+        if why is not None:
+            self._write({"kind": "alone", "step": step, "why": why})
+
+    def _write(self, record: Record) -> None:
+        if self._ranks.is_first:
+            self._sinks(record)
+
+    @guarded
+    def _on_mistake(self, mistake: Mistake) -> None:
+        self._write(mistake.record())
+
+    def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(optimizer is one for one in self._optimizers)
+
+
+def check_every(every: int) -> None:
+    """Raise a ValueError unless `every` is an integer >= 1."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be an integer >= 1, got {every!r}")
+
+
+def _check(every: int, on_skip: object) -> None:
+    check_every(every)
+    if on_skip not in (None, "diagnose"):
+        raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
+
+
+def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
+    several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
+    optimizers: list[torch.optim.Optimizer] = []
+    for each in map(unwrapped, given if several else [given]):
+        if not any(each is other for other in optimizers):  # a wrapper and its optimizer may both be given
+            optimizers.append(each)
+    if not optimizers:
+        raise ValueError("optimizer must be the model's optimizer or several, got an empty sequence")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(each).__name__}"
+            )
+    return optimizers
+
+
+def _recording_of(model: nn.Module, scaler: Any) -> Recording:
+    from castwise.diagnosis._recording import Recording
+
+    return Recording(model, lambda: int(scaler.iteration))

@@ -1,0 +1,51 @@
+"""The first record of a run: versions, device and settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from castwise._version import __version__
+from castwise.monitor import _module_names as names
+from castwise.monitor._record_shape import LAST_SECOND
+from castwise.monitor._recorded_run import FORMAT
+
+
+def run_record(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, every: int, ranks: int
+) -> dict[str, Any]:
+    """Return the first record of a run. Does not read tensors on an accelerator."""
+    parameters = list(model.parameters())
+    is_scaled = scaler is not None and scaler.is_enabled()
+    return {
+        "kind": "run",
+        "format": FORMAT,
+        "time": min(max(0.0, time.time()), LAST_SECOND - 1.0),  # some clocks were never set
+        "castwise": __version__,
+        "torch": torch.__version__,
+        "device": _device_name(parameters[0].device if parameters else torch.device("cpu")),
+        "settings": {
+            "model": type(names.modules(model)[""]).__name__,
+            "parameters": sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)),
+            "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+            "learning rate": _learning_rate(optimizers[0].param_groups[0].get("lr")),
+            "schedule": str(scaler.schedule) if is_scaled else "no scaling",
+            "every": every,
+            "ranks": ranks,
+        },
+    }
+
+
+def _learning_rate(lr: Any) -> float | str:
+    if isinstance(lr, torch.Tensor):
+        return float(lr) if lr.device.type == "cpu" and lr.numel() == 1 else f"a tensor on {lr.device}"
+    return float(lr) if isinstance(lr, SupportsFloat) else "unknown"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

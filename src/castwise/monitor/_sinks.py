@@ -1,0 +1,173 @@
+"""Destinations of records: a file of JSON lines, TensorBoard, or any function of a dict."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from castwise._warnings import warn_or_print
+from castwise.monitor import _packing as packing
+from castwise.monitor._record_file import RecordFile, beside, file_in
+from castwise.monitor._tensorboard_events import TensorBoard
+
+__all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
+
+Record: TypeAlias = dict[str, Any]
+"""A record passed to a sink: a dict of plain values, including `kind`."""
+Sink: TypeAlias = Callable[[Record], object]
+"""A callable that accepts a record. Its `close` method, if it has one, is called at the end."""
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+class JSONL:
+    """Appends each record to a file as one compact line of JSON (`castwise.monitor._packing`).
+
+    Each line is one unbuffered write, so a killed process loses at most the line it is writing, and other programs can
+    read the file while it grows. The remains of a broken last line are removed before the next line is written.
+    Non-finite numbers become the strings "nan", "inf" and "-inf", because JSON cannot represent them.
+
+    A file has one writer. A second one gets a folder beside it (`x-2` beside `x`), and a forked child that trains gets
+    `x-process71`; `path` is the file that is written. A full disk loses nothing as long as the records fit into 1 MiB
+    of memory; the file gets the number of the others as soon as it can be written again. A file that was deleted or
+    renamed is begun again.
+
+    Args:
+        path: A file that ends in `.jsonl`, or a folder, which then gets a `monitor.jsonl`. It is created when the first
+            record arrives. Records are appended to those of an earlier monitor.
+
+    Raises:
+        FileExistsError: The file exists, and its first line is not a record.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with JSONL(folder) as sink:
+        ...     sink({"kind": "step", "step": 1, "loss": float("nan")})
+        >>> print(Path(folder, "monitor.jsonl").read_text(), end="")
+        {"kind":"step","step":1,"loss":"nan"}
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = RecordFile(file_in(path))
+        self._names: Record | None = None  # the last `names` record written
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Append a record.
+
+        Raises:
+            OSError: The file cannot be opened, or is not a record. A full disk raises no error, but warns once.
+            TypeError: The record has a value that JSON cannot represent.
+        """
+        if record.get("kind") == "step":
+            record = packing.shortened(record)
+        elif record.get("kind") == "sample" and packing.can_be_packed(record):
+            names = packing.names_with(record, self._names or packing.NO_NAMES)
+            if names != self._names:
+                self._append(names)
+                self._names = names
+            record = packing.pack(record, names)
+        self._append(record)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self._file.append(_ENCODER.encode(_spelled(record)).encode() + b"\n")
+
+    def set_apart(self, rank: int) -> None:
+        """Write into a folder beside this one that has the rank in its name, as `castwise run` does.
+
+        Args:
+            rank: The rank, >= 1.
+
+        Raises:
+            FileExistsError: As for a new `JSONL`.
+        """
+        self._file.close()
+        self._file, self._names = RecordFile(beside(self.path, f"-rank{rank}")), None
+
+    def close(self) -> None:
+        """Close the file. A later record opens it again."""
+        self._file.close()
+
+    def __repr__(self) -> str:
+        return f"JSONL({str(self.path)!r})"
+
+    def __enter__(self) -> JSONL:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sinks:
+    """Passes each record to several sinks. A sink that fails is dropped with a warning, and training continues.
+
+    Args:
+        sinks: Functions of one record, or paths, which become `JSONL` sinks.
+
+    Raises:
+        TypeError: A sink is neither.
+    """
+
+    def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
+        self._sinks = [_sink(each) for each in sinks]
+
+    def __repr__(self) -> str:
+        return repr(self._sinks)
+
+    def set_apart(self, rank: int) -> None:
+        """Write the files of a rank that records alone beside those of rank 0: in `run-rank1` instead of `run`.
+
+        Args:
+            rank: The rank.
+        """
+        for sink in self._sinks if rank else []:
+            if isinstance(sink, JSONL):
+                sink.set_apart(rank)
+
+    def __call__(self, record: Record) -> None:
+        """Pass a record to all sinks."""
+        for sink in list(self._sinks):
+            try:
+                sink(record)
+            except Exception as error:
+                self._sinks.remove(sink)
+                warn_or_print(
+                    f"the monitor's sink {sink!r} failed and was removed: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                )
+
+    def close(self) -> None:
+        """Close all sinks that have a `close`."""
+        for sink in self._sinks:
+            try:
+                getattr(sink, "close", lambda: None)()
+            except Exception as error:
+                text = f"the monitor's sink {sink!r} could not be closed: {type(error).__name__}: {error}"
+                warn_or_print(text, RuntimeWarning)
+
+
+def _sink(given: object) -> Sink:
+    if isinstance(given, (str, os.PathLike)):
+        return JSONL(given)
+    if not callable(given):
+        raise TypeError(f"a sink must be a path or a function of one record (a dict), got {given!r}")
+    return given
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _spelled(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return value if all(type(each) is int for each in value) else [_spelled(each) for each in value]
+    return value

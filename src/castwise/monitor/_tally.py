@@ -1,0 +1,143 @@
+"""`Tally`: statistics of the magnitudes of elements, on the host. Tallies of several tensors can be added."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from castwise.monitor._formats import LOW_PRECISION, Format
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Elements by the binary exponents of their magnitudes.
+
+    Args:
+        numel: Number of elements, including zeros and non-finite ones.
+        zero: Number of zeros.
+        nonfinite: Number of infs and NaNs.
+        largest: The largest finite magnitude; 0 if there is no finite non-zero element.
+        smallest: The smallest non-zero finite magnitude; inf if there is none.
+        counts: By exponent e, the number of elements v with 2**e <= |v| < 2**(e + 1), where it is not zero.
+    """
+
+    numel: int = 0
+    zero: int = 0
+    nonfinite: int = 0
+    largest: float = 0.0
+    smallest: float = math.inf
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            numel=self.numel + other.numel,
+            zero=self.zero + other.zero,
+            nonfinite=self.nonfinite + other.nonfinite,
+            largest=max(self.largest, other.largest),
+            smallest=min(self.smallest, other.smallest),
+            counts=Counter(self.counts) + Counter(other.counts),
+        )
+
+    def times_two_to_the(self, power: int) -> Tally:
+        """Return the tally of the elements multiplied by 2**power, without limits on the exponents."""
+        return replace(
+            self,
+            largest=_ldexp(self.largest, power),
+            smallest=_ldexp(self.smallest, power),
+            counts={exponent + power: n for exponent, n in self.counts.items()},
+        )
+
+    def divided_by(self, scale: float) -> Tally:
+        """Return the tally of the elements divided by a scale > 0.
+
+        Exponents are shifted by log2(scale), rounded: exact for a power of two, otherwise accurate to within one.
+        """
+        moved = self.times_two_to_the(-round(math.log2(scale)))
+        return replace(moved, largest=self.largest / scale, smallest=self.smallest / scale)
+
+    def of_copies(self, held: int, distinct: int) -> Tally:
+        """Return the tally without copies, for a tensor of `distinct` parts that was counted in `held` parts."""
+        if held == distinct:
+            return self
+        return replace(
+            self,
+            numel=self.numel * distinct // held,
+            zero=self.zero * distinct // held,
+            nonfinite=self.nonfinite * distinct // held,
+            counts={exponent: n * distinct // held for exponent, n in self.counts.items()},
+        )
+
+    def share_between(self, low: float, high: float) -> float:
+        """Return the share of all elements with low <= |v| < high, without zeros.
+
+        Args:
+            low: 0 or a power of two.
+            high: A power of two.
+        """
+        first = -math.inf if low == 0.0 else math.log2(low)
+        last = math.log2(high)
+        return self._share(sum(n for exponent, n in self.counts.items() if first <= exponent < last))
+
+    def _share(self, n: int) -> float:
+        return n / self.numel if self.numel else 0.0
+
+    def fit(self, number_format: Format) -> dict[str, float]:
+        """Return how these magnitudes fit into a format.
+
+        Returns:
+            flush: The share of all elements with 0 < |v| < s / 2, where s is the smallest subnormal. They round to zero
+                (and so does s / 2 itself, which counts as subnormal here).
+            subnormal: The share with s / 2 <= |v| < the smallest normal number. They lose precision.
+            headroom_bits: log2(largest number of the format / largest |v|). Negative if the largest element overflows,
+                -inf if any element is inf or NaN, inf if all are zero.
+        """
+        rounds_to_zero = number_format.smallest_subnormal / 2
+        return {
+            "flush": self.share_between(0.0, rounds_to_zero),
+            "subnormal": self.share_between(rounds_to_zero, number_format.smallest_normal),
+            "headroom_bits": self._headroom_bits(number_format),
+        }
+
+    def _headroom_bits(self, number_format: Format) -> float:
+        if self.nonfinite:
+            return -math.inf
+        # A difference of logarithms, because the quotient may overflow fp64.
+        return math.log2(number_format.largest) - math.log2(self.largest) if self.largest else math.inf
+
+    def record(self, given: Tally | None = None) -> dict[str, Any]:
+        """Return the record of these elements.
+
+        Args:
+            given: The tally to use for formats instead, such as that of the gradients while they are scaled.
+
+        Returns:
+            numel: Number of elements.
+            largest: The largest finite magnitude; 0 if there is none.
+            smallest: The smallest non-zero magnitude; None if there is none.
+            zero, nonfinite: Shares of all elements.
+            exponents: The lowest exponent, and the number of elements for each exponent from there on.
+            formats: Results of `fit` by name of the format.
+        """
+        lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
+        return {
+            "numel": self.numel,
+            "largest": self.largest,
+            "smallest": self.smallest if math.isfinite(self.smallest) else None,
+            "zero": self._share(self.zero),
+            "nonfinite": self._share(self.nonfinite),
+            "exponents": {
+                "lowest": lowest,
+                "counts": [self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)],
+            },
+            "formats": {name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
+        }
+
+
+def _ldexp(number: float, power: int) -> float:
+    try:
+        return math.ldexp(number, power)
+    except OverflowError:
+        return math.inf

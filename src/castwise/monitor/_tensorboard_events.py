@@ -1,0 +1,109 @@
+"""Write records as curves, histograms and texts for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from castwise.monitor._curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
+
+_EACH = {"gradients": "module", "outputs": "module", "updates": "parameter"}
+
+
+class TensorBoard:
+    """Writes records as TensorBoard events. Requires the extra `castwise[tensorboard]`.
+
+    There are at most 23 curves, whatever the size of the model. For each step: `step/scale`, `step/loss`,
+    `step/grad_norm` (of clipped and of sampled steps), `step/seconds` and `step/skipped` (0 or 1). For sampled steps:
+    the worst of all modules in each format, `gradients/flush <format>` and `gradients/headroom_bits <format>`, and the
+    same for `outputs`; the largest of all parameters, `updates/update_to_weight` and `updates/lost_in_bf16`. The text
+    `worst` names these modules and parameters. Histograms show the distribution over all of them:
+    `gradients of each module/...`, `outputs of each module/...`, `updates of each parameter/...`. The histogram
+    `log2 gradient/<module>` shows the exponents of a module's gradients. Diagnoses are texts.
+
+    Args:
+        folder: Folder for the event files; created when the first record arrives.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if find_spec("tensorboard") is None:
+            raise ModuleNotFoundError("the TensorBoard sink needs tensorboard: pip install 'castwise[tensorboard]'")
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Write a record."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        write = {
+            "run": self._write_run,
+            "step": self._write_step,
+            "sample": self._write_sample,
+            "diagnosis": self._write_diagnosis,
+        }.get(record["kind"])
+        if write is not None:
+            write(record)
+        if record["kind"] != "step":
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file. A later record starts a new one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write_run(self, record: Mapping[str, Any]) -> None:
+        rows = [f"|{name}|{value}|" for name, value in record["settings"].items()]
+        self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]))
+
+    def _write_step(self, record: Mapping[str, Any]) -> None:
+        for name, value in of_step(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        if record["skipped"]:
+            self._writer.add_text("skipped", f"{record['cause']} {' '.join(record['parameters'])}", record["step"])
+
+    def _write_sample(self, record: Mapping[str, Any]) -> None:
+        step, spreads = record["step"], of_sample(record)
+        for name, value in norm_of_sample(record).items():
+            self._writer.add_scalar(name, value, step)
+        for spread in spreads:
+            self._writer.add_scalar(f"{spread.group}/{spread.name}", spread.worst_value, step)
+            name = f"{spread.group} of each {_EACH[spread.group]}/{spread.name}"
+            self._write_histogram(name, spread.histogram(), step)
+        for module, statistics in record["modules"].items():
+            self._write_histogram(f"log2 gradient/{module}", exponents([statistics]), step)
+        self._writer.add_text("worst", _table(spreads), step)
+
+    def _write_histogram(self, name: str, histogram: Histogram | None, step: int) -> None:
+        if histogram is None:
+            return
+        edges, counts = histogram
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(n * middle for n, middle in zip(counts, middles, strict=True)),
+            sum_squares=sum(n * middle**2 for n, middle in zip(counts, middles, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+            global_step=step,
+        )
+
+    def _write_diagnosis(self, record: Mapping[str, Any]) -> None:
+        self._writer.add_text("diagnosis", f"{record['text']}\n\n{record['advice']}", record["step"])
+
+
+def _table(spreads: list[Spread]) -> str:
+    rows = [f"|{each.group}|{each.name}|{each.worst}|{each.worst_value:.3g}|" for each in spreads]
+    return "\n".join(["|of|statistic|worst|value|", "|---|---|---|---|", *rows])

@@ -1,0 +1,95 @@
+"""Measure how far an optimizer's step moves the weights, and how much of that bf16 weights would lose."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from castwise.amp._gradients import params_and_grads
+from castwise.amp._measure import wide
+from castwise.monitor._exponents import piece_size
+from castwise.monitor._local_shards import is_partial, part_of
+
+
+@torch.no_grad()
+def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Compare weights before and after a step. Read the result with `update_record`. Does not sync with an accelerator.
+
+    Args:
+        before: w, a plain tensor, floating-point or complex. Real and imaginary parts count as separate elements.
+        after: w + dw, like `before`.
+
+    Returns:
+        fp64 (fp32 where a device has no fp64), shape (4,): the sums of squares of dw and of w, the number of elements
+        with dw != 0, and the number of those with bf16(bf16(w) + dw) == bf16(w). The last is NaN for 16-bit weights,
+        whose dw no longer includes lost updates.
+    """
+    found = torch.zeros(4, dtype=wide(after.device), device=after.device)
+    size = piece_size(after.device)
+    for old, new in zip(torch.split(_flat(before), size), torch.split(_flat(after), size), strict=True):
+        exact = torch.promote_types(old.dtype, torch.float32)
+        old = old.to(exact)
+        change = new.to(exact) - old
+        rounded = old.bfloat16()
+        changed = change != 0
+        lost = changed & ((rounded.to(exact) + change).bfloat16() == rounded)
+        wide_change, wide_old = change.to(found.dtype, copy=True), old.to(found.dtype, copy=True)
+        # No dot products, because a CPU splits even short ones among threads.
+        numbers = [wide_change.square_().sum(), wide_old.square_().sum(), changed.sum(), lost.sum()]
+        found += torch.stack([number.to(found.dtype) for number in numbers])
+    if before.dtype.itemsize < 4:
+        found[3] = math.nan
+    return found
+
+
+def update_record(found: list[float]) -> dict[str, float]:
+    """Return the record of a parameter's update.
+
+    Args:
+        found: A result of `compare`, or the sum of its results over parts of the parameter.
+
+    Returns:
+        update_to_weight: ||dw||2 / ||w||2, where w are the weights before the step; inf if they were all zero.
+        lost_in_bf16: Among elements with dw != 0, the share with bf16(bf16(w) + dw) == bf16(w), with the sum computed
+            in fp32. The step would not change these elements if the weights were bf16 without an fp32 copy. NaN for
+            16-bit weights.
+    """
+    of_change, of_weight, changed, lost = found
+    from_nothing = math.inf if of_change else 0.0
+    return {
+        "update_to_weight": math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
+        "lost_in_bf16": lost / changed if changed else lost,
+    }
+
+
+class Updates:
+    """Keeps copies of the weights with gradients during the steps of optimizers."""
+
+    def __init__(self) -> None:
+        self._before: dict[torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the weights that an optimizer is about to change."""
+        self._before[optimizer] = [
+            (parameter, part_of(parameter.detach()).local.clone())
+            for parameter in params_and_grads(optimizer)[0]
+            if (parameter.is_floating_point() or parameter.is_complex()) and not is_partial(parameter)
+        ]
+
+    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop the copies for an optimizer that does not step, or all copies."""
+        for each in list(self._before) if optimizer is None else [optimizer]:
+            self._before.pop(each, None)
+
+    def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+        """Return a result of `compare` for each parameter, and drop the copies."""
+        return {
+            parameter: compare(before, part_of(parameter.detach()).local)
+            for parameter, before in self._before.pop(optimizer, ())
+        }
+
+
+def _flat(weights: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(weights.resolve_conj()) if weights.is_complex() else weights).reshape(-1)

@@ -1,0 +1,88 @@
+"""A piece of advice, and how its numbers are formatted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from castwise._number_text import bits, percent, power_of_two
+from castwise.report._diagnosed import Diagnosed
+
+Severity = Literal["critical", "warning", "note", "good"]
+"""How serious a piece of advice is, most severe first."""
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "good")
+Measured = float | str | tuple[str, ...]
+Evidence = Mapping[str, Measured]
+# Labels of evidence whose name alone would not be clear to a reader.
+_LABELS = {
+    "first_module_not_finite": "first non-finite module",
+    "flushed_there_share": "flushed at highest safe scale",
+    "growth_steps": "steps of growth",
+    "largest_gradient_in": "module with largest gradient",
+    "largest_gradient_step": "step of largest gradient",
+    "largest_output_step": "step of largest output",
+    "longest_row_of_skipped_steps": "longest run of skipped steps",
+    "lost_there_share": "lost in worst parameter",
+    "lowest_scale_step": "step of lowest scale",
+    "modules_like_it": "more such modules",
+    "most_flushed_in": "module with most flushed",
+    "nonfinite_samples": "non-finite samples",
+    "parameters": "measured parameters",
+    "parameters_named_most": "non-finite most often",
+    "row_begins_at_step": "first step of the run of skips",
+    "taken_samples": "samples",
+    "vanished_samples": "samples with only zeros",
+    "worst_step": "step with most flushed",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A finding, its remedy, and the numbers behind it.
+
+    Args:
+        finding: A few sentences.
+        evidence: Measured values by name. The end of a name is its unit: `..._share` (0 to 1), `..._bits`,
+            `..._scale`, `..._step` (from 1), `..._steps` and `..._samples` (counts); other values are text.
+        severity: "critical" if training is or will be lost, "warning" if numbers are being lost, "note" for
+            information, "good" for a check that passed.
+        diagnosed: Results of replaying the steps that the advice is about.
+    """
+
+    finding: str
+    evidence: Evidence
+    severity: Severity
+    diagnosed: tuple[Diagnosed, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The finding, then each diagnosis with its remedy, unless the finding starts with it."""
+        more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.sentences)]
+        return " ".join([self.finding, *more])
+
+    def shown_evidence(self) -> list[tuple[str, str]]:
+        """Return labels and values of the evidence, formatted for display."""
+        return [
+            (_LABELS.get(name, name.removesuffix("_share").replace("_", " ")), _written(name, value))
+            for name, value in self.evidence.items()
+        ]
+
+    def __str__(self) -> str:
+        numbers = "; ".join(f"{label}: {value}" for label, value in self.shown_evidence())
+        return f"{self.severity}: {self.text} ({numbers})"
+
+
+def _written(name: str, value: Measured) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (int, float)):
+        return ", ".join(value)
+    unit = name.rpartition("_")[2]
+    if unit == "share":
+        return percent(value)
+    if unit == "bits":
+        return bits(value)
+    if unit == "scale":
+        return power_of_two(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

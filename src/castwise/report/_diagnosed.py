@@ -1,0 +1,106 @@
+"""Diagnoses of skipped steps, grouped by origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from castwise.report._record_numbers import Record, on_ranks
+
+
+@dataclass(frozen=True)
+class Diagnosed:
+    """A module and an op that made steps fail.
+
+    Args:
+        cause: The cause of the skipped steps.
+        steps: Step numbers, in record order.
+        module: The module that produced the first inf or NaN; "" for the model itself, the loss or the data.
+        op: The op; "" if unknown.
+        summary: One sentence.
+        advice: The remedy in words; "" if none was found.
+        code: The remedy as Python code to copy; "" if there is only `advice`.
+        details: Ranges of the op's inputs and outputs, one per line.
+        is_due_to_scale: Whether a lower scale would help.
+        where: " on rank 1" if that rank's batches were replayed; "" in a single process.
+    """
+
+    cause: str
+    steps: Sequence[int]
+    module: str
+    op: str
+    summary: str
+    advice: str
+    code: str
+    details: str
+    is_due_to_scale: bool
+    where: str = ""
+
+    @property
+    def at(self) -> str:
+        """The steps in words, such as "Step 7"."""
+        if len(self.steps) == 1:
+            return f"Step {self.steps[0]:,}{self.where}"
+        return f"{len(self.steps):,} steps from {self.steps[0]:,} to {self.steps[-1]:,}{self.where}"
+
+    @property
+    def line(self) -> str:
+        """Where the model's code calls the op, such as "model.py:31"; "" if unknown."""
+        found = re.search(r"^at (.+?:\d+): ", self.details, re.MULTILINE)
+        return "" if found is None else found[1]
+
+    @property
+    def inputs(self) -> list[str]:
+        """Ranges of the op's inputs."""
+        return re.findall(r"^input \d+: (.+)$", self.details, re.MULTILINE)
+
+    @property
+    def sentences(self) -> str:
+        """The summary and the remedy."""
+        remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
+        return f"{self.summary}{remedy}"
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.sentences}"
+
+    def without_remedy(self) -> Diagnosed:
+        """Return a copy without a remedy, for findings that have another one."""
+        return replace(self, advice="", code="")
+
+
+def diagnosed(records: Iterable[Record]) -> list[Diagnosed]:
+    """Group diagnosis records by origin, in order of first occurrence."""
+    grouped: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        key = tuple(record.get(name) for name in ("cause", "phase", "module", "op"))
+        grouped.setdefault(key, []).append(record)
+    return [_of(same) for same in grouped.values()]
+
+
+def first_and_last(found: Sequence[Diagnosed]) -> tuple[Diagnosed, ...]:
+    """Return the diagnoses of the first and the last diagnosed step, or one if they are the same."""
+    if not found:
+        return ()
+    last = max(found, key=lambda each: each.steps[-1])
+    return (found[0],) if last is found[0] else (found[0], last)
+
+
+def _of(same: Sequence[Record]) -> Diagnosed:
+    record = same[0]
+    advice = record["advice"].strip().rstrip(".")
+    lines = [line for line in record["text"].splitlines() if line.strip().rstrip(".") != advice]
+    summary = record.get("summary") or (lines[0] if lines else "The origin is unknown.")
+    return Diagnosed(
+        cause=record["cause"],
+        steps=list(dict.fromkeys(each["step"] for each in same)),
+        module=record["module"],
+        op=record["op"],
+        summary=summary,
+        advice=advice,
+        code=record.get("code") or "",
+        details="\n".join(line.strip() for line in lines[1:]),
+        # Records from versions before 0.2 do not name the remedy.
+        is_due_to_scale=record["remedy"] == "scale" if "remedy" in record else advice.startswith("lower the scale"),
+        where=on_ranks(same),
+    )

@@ -1,0 +1,117 @@
+"""`write_drift_report`: write results of `compare` or `tune` as one self-contained HTML file, built like `report`."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castwise import _files
+from castwise._number_text import percent, several
+from castwise.report import _html_report as report
+
+if TYPE_CHECKING:
+    from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift
+    from castwise.comparison._errors import Errors
+    from castwise.tuning._tuned import Tuned
+
+# Number of rows drawn at first: those with the largest effects.
+AT_FIRST = 40
+
+
+def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
+    """Write one HTML page about a result of `compare` or `tune` (`found`) to `path`; see `Drift.report`."""
+    tuned: Any = found if hasattr(found, "frontier") else None
+    drift: Any = found if tuned is None else tuned.drift
+    environment, plotly_js = report._environment(), report._plotly_js()
+    script = report._template("drift.js")
+    shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
+    page = environment.get_template("drift.html.j2").render(
+        drift=drift,
+        tuned=tuned,
+        not_tried=() if tuned is None else tuned.not_tried,
+        not_called=found.not_called,
+        summary=drift.summary_rows(),
+        policies=[
+            {"name": each.name, "failure": each.failure, "rows": [_row(module) for module in each.modules]}
+            for each in shown
+        ],
+        max_name=report.MAX_NAME,
+        at_first=AT_FIRST,
+        figures=report._packed({"bars": {each.name: _bars(each) for each in shown}, "frontier": _frontier(tuned)}),
+        css=report._template("report.css"),
+        dark=report._template("dark.css"),
+        plotly_js=plotly_js,
+        script=script,
+        script_hashes=[report._hash(plotly_js), report._hash(script)],
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    target = Path(path)
+    _files.replace(target, page.encode(errors="backslashreplace"), "a page", report.is_page)
+    return target
+
+
+def _bars(drift: PolicyDrift) -> dict[str, Any]:
+    """Return a policy's bars, module by module in model order; values that cannot be drawn are None."""
+    modules = sorted(drift.modules, key=lambda module: module.place)
+    by_effect = {module.name: rank for rank, module in enumerate(drift.modules)}
+    return {
+        "names": [report._short(module.name or "(root)") for module in modules],
+        "introduced": [_drawn(module.introduced) for module in modules],
+        "carried": [_drawn(module.carried) for module in modules],
+        "captions": [_caption(module) for module in modules],
+        "rank": [by_effect[module.name] for module in modules],
+        "failure": "" if modules else drift.failure,  # there is nothing to draw
+    }
+
+
+def _drawn(errors: Errors | None) -> float | None:
+    value = math.nan if errors is None else errors.relative_rms
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def _caption(module: ModuleDrift) -> str:
+    if module.problem:
+        return module.problem
+    lost = module.total.nonfinite if module.total is not None else 0.0
+    return f"effect {_number(module.effect)}, in {module.computes_in}" + (
+        f", {percent(lost)} not finite" if lost else ""
+    )
+
+
+def _row(module: ModuleDrift) -> dict[str, Any]:
+    of_gradients = module.gradients, module.introduced_gradients, module.carried_gradients
+    errors = module.introduced, module.carried, *of_gradients
+    return {
+        "name": module.name or "(root)",
+        "type": module.type,
+        "computes_in": module.computes_in,
+        "numbers": [
+            (_number(value), "" if value is None or math.isnan(value) else report._sortable(value))
+            for value in (module.effect, *(None if each is None else each.relative_rms for each in errors))
+        ],
+        "problem": module.problem,
+    }
+
+
+def _frontier(tuned: Tuned | None) -> dict[str, Any] | None:
+    if tuned is None:
+        return None
+    points = [point for point in tuned.frontier.points if math.isfinite(point.error)]
+    return {
+        "cost": [point.cost for point in points],
+        "error": [point.error for point in points],
+        "captions": [several(len(point.policy.modules), "rule") for point in points],
+        "compute": [point.policy.compute for point in points],
+        "chosen": [point.is_chosen for point in points],
+        "tolerance": tuned.tolerance,
+        "kind": tuned.cost_in_words,
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "not known"
+    return f"{value:.2e}" if value and math.isfinite(value) else f"{value:g}"

@@ -1,0 +1,220 @@
+"""Heat maps of headroom and underflow by module and sampled step.
+
+The colour bands follow the verdict's thresholds and get steadily darker (brighter on dark pages) towards danger, so
+that their order is clear without hue. Cells beyond the last threshold are also marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from castwise.monitor._formats import LOW_PRECISION
+from castwise.report._downsampling import in_buckets
+from castwise.report._figures import Figure, Trace
+from castwise.report._range_advice import FLUSH_IS_CRITICAL
+from castwise.report._record_numbers import Record, number
+from castwise.report._run_facts import RunFacts, shown
+from castwise.report._scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
+from castwise.report._underflow import Underflow
+
+# With more columns, each would be narrower than three pixels on a laptop.
+MAX_COLUMNS = 120
+# The first view shows the most endangered modules that fit on a screen; more rows are shown on request.
+ROWS_AT_FIRST = 24
+ROW_HEIGHT, MIN_ROWS = 18, 4
+KINDS = {"gradients": "modules", "outputs": "activations"}
+Judged = tuple[Record, Underflow]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity that a heat map shows.
+
+    Args:
+        key: The name in records.
+        title: The displayed name.
+        edges: Ascending bounds between bands.
+        labels: Labels of the bands, one more than `edges`.
+        safe_first: Whether the lowest band is the safe one.
+        mark_from: Cells past this bound, towards danger, are marked as well as coloured.
+        mark_label: The meaning of a mark.
+        hover: plotly's format of a value.
+    """
+
+    key: str
+    title: str
+    edges: tuple[float, ...]
+    labels: tuple[str, ...]
+    safe_first: bool
+    mark_from: float
+    mark_label: str
+    hover: str
+
+    def bands(self) -> list[tuple[str, str]]:
+        """Return CSS variable and label of each band, in ascending order of the quantity."""
+        numbers = range(len(self.labels))
+        order = numbers if self.safe_first else reversed(numbers)
+        return [(f"--band-{band}", label) for band, label in zip(order, self.labels, strict=True)]
+
+    def worse(self, one: float, other: float) -> float:
+        """Return the more dangerous of two values."""
+        return max(one, other) if self.safe_first else min(one, other)
+
+    def is_marked(self, value: float) -> bool:
+        """Return True if a value is past `mark_from`."""
+        return value >= self.mark_from if self.safe_first else value < self.mark_from
+
+
+HEADROOM = Measure(
+    "headroom_bits",
+    "Headroom to overflow",
+    edges=(0.0, 1.0, GRADIENT_HEADROOM_BITS, 4.0, 8.0, 12.0),
+    labels=("overflows", "0 to 1 bit", "1 to 2", "2 to 4", "4 to 8", "8 to 12", "over 12 bits"),
+    safe_first=False,
+    mark_from=0.0,
+    mark_label="overflow, inf or NaN",
+    hover="headroom %{z:.1f} bits",
+)
+FLUSH = Measure(
+    "flush",
+    "Underflow to zero",
+    edges=(0.0001, 0.001, 0.01, FLUSH_MATTERS, FLUSH_IS_CRITICAL, 0.5),
+    labels=("under 0.01%", "to 0.1%", "to 1%", "to 5%", "to 25%", "to 50%", "over 50%"),
+    safe_first=True,
+    mark_from=FLUSH_IS_CRITICAL,
+    mark_label="25% or more lost",
+    hover="%{z:.2~%} flush to zero",
+)
+MEASURES = (HEADROOM, FLUSH)
+
+
+def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]]) -> Figure:
+    """Return the heat map of one measure.
+
+    Args:
+        measure: The quantity to show.
+        facts: The run's facts.
+        rows: Modules from top to bottom, for "gradients" and for "outputs".
+
+    Returns:
+        A figure with choices such as "gradients/fp16". It holds the names of all rows; the page's script shows some of
+        them.
+    """
+    columns = {
+        kind: in_buckets(list(zip(facts.run.samples, facts.underflows[key], strict=True)), MAX_COLUMNS)
+        for kind, key in KINDS.items()
+    }
+    steps = [column[-1][0]["step"] for column in columns["gradients"]]
+    choices: dict[str, dict[str, Any]] = {
+        f"{kind}/{name}": {
+            "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), steps),
+            "kind": kind,
+        }
+        for kind, key in KINDS.items()
+        for name in LOW_PRECISION
+    }
+    steps_shown = _range(steps)
+    layout = {
+        "xaxis": {
+            "range": steps_shown,
+            "title": {"text": "step"},
+            "tickformat": ",d",
+            "nticks": 7,
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "yaxis": {"showgrid": False, "zeroline": False},
+        "hovermode": "closest",
+    }
+    return {
+        "data": _base_traces(measure, next(iter(choices.values()))["data"]),
+        "layout": layout,
+        "choices": choices,
+        "names": {kind: [shown(module) for module in rows[kind]] for kind in KINDS},
+        "height": 70 + ROW_HEIGHT * max(MIN_ROWS, *(min(len(names), ROWS_AT_FIRST) for names in rows.values())),
+    }
+
+
+def _range(steps: Sequence[int]) -> list[float]:
+    """Return the axis range, half a column wider than the steps at both ends."""
+    half = (steps[-1] - steps[0]) / (2 * (len(steps) - 1)) if len(steps) > 1 else 0.5
+    return [steps[0] - half, steps[-1] + half]
+
+
+def _grid(
+    measure: Measure, columns: Sequence[Sequence[Judged]], modules: Sequence[str], key: str, name: str
+) -> list[list[float | None]]:
+    """Return the worst value of each module in each column: None if there is none, NaN if numbers were not finite."""
+    recorded = [[(sample.get(key, {}), underflow) for sample, underflow in column] for column in columns]
+    return [[_worst(measure, column, module, name) for column in recorded] for module in modules]
+
+
+def _worst(measure: Measure, column: Sequence[Judged], module: str, name: str) -> float | None:
+    worst: float | None = None
+    for recorded, underflow in column:
+        stats: Mapping[str, Any] | None = recorded.get(module)
+        if stats is None:
+            continue
+        if stats["nonfinite"] > 0:
+            return math.nan
+        value = (
+            underflow.share(module, stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
+        )
+        worst = value if worst is None else measure.worse(worst, value)
+    return worst
+
+
+def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[Trace]:
+    marked = [
+        (steps[column], row)
+        for row, values in enumerate(grid)
+        for column, value in enumerate(values)
+        if value is not None and (math.isnan(value) or measure.is_marked(value))
+    ]
+    return [
+        {"x": steps, "z": [[_rounded(value) for value in values] for values in grid]},
+        {"x": [step for step, _ in marked], "y": [row for _, row in marked]},
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    """Round to three digits, which keeps the file small; infinite headroom (all zero) has no value."""
+    return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
+
+
+def _base_traces(measure: Measure, first: list[Trace]) -> list[Trace]:
+    lowest, highest = (0.0, 1.0) if measure.safe_first else (-4.0, 24.0)
+    return [
+        {
+            "type": "heatmap",
+            "zmin": lowest,
+            "zmax": highest,
+            "colorscale": _stepwise(measure, lowest, highest),
+            "showscale": False,
+            "xgap": 0,
+            "ygap": 1,
+            "hoverongaps": False,
+            "hovertemplate": f"%{{text}}<br>step %{{x:,}}<br>{measure.hover}<extra></extra>",
+            **first[0],
+        },
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "marker": {"symbol": "x", "size": 5, "color": "--mark", "line": {"color": "--mark-line", "width": 1}},
+            "showlegend": False,
+            "hoverinfo": "skip",
+            **first[1],
+        },
+    ]
+
+
+def _stepwise(measure: Measure, lowest: float, highest: float) -> list[list[Any]]:
+    """Return a colour scale of flat bands, in which each inner bound appears twice."""
+    at = [0.0, *((edge - lowest) / (highest - lowest) for edge in measure.edges), 1.0]
+    return [
+        [bound, color] for (color, _), bounds in zip(measure.bands(), pairwise(at), strict=True) for bound in bounds
+    ]

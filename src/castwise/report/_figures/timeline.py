@@ -1,0 +1,185 @@
+"""Scale, loss and gradient norm over the steps, with skips marked by cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from castwise._number_text import several
+from castwise.monitor import _causes as causes
+from castwise.report._downsampling import Point, changes, extremes, in_buckets
+from castwise.report._figures import Figure, Trace, plain, power_label
+from castwise.report._record_numbers import number
+from castwise.report._run_facts import RunFacts, Skips
+
+# Colour and shape of each cause; shapes help readers who cannot tell the colours apart.
+MARKERS: dict[str, tuple[str, str]] = {
+    causes.OVERFLOW: ("--cause-overflow", "triangle-up"),
+    causes.NONFINITE_LOSS: ("--cause-loss", "x"),
+    causes.NONFINITE_WEIGHTS: ("--cause-weights", "square"),
+    causes.ANOTHER_RANK: ("--cause-rank", "diamond"),
+}
+OTHER_MARKER = ("--cause-other", "circle")
+# With more skips than pixels, neighbours share one mark with their count.
+MAX_MARKS = 1500
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the vertically stacked plots.
+
+    Args:
+        axis: The y axis's name in plotly, which is the same in every run so that ranges can be aligned.
+        title: The panel's title.
+        height: Height relative to other panels.
+        traces: The plotted traces.
+        layout: Layout of the y axis.
+    """
+
+    axis: str
+    title: str
+    height: float
+    traces: list[Trace]
+    layout: dict[str, Any]
+
+
+def timeline(facts: RunFacts) -> Figure | None:
+    """Return one run's recorded skips, scale, loss and gradient norm as a figure; None if there is nothing to plot."""
+    steps = facts.run.steps
+    panels = []
+    if facts.skips:
+        hidden = {"range": [-1, 1], "visible": False}
+        panels.append(Panel("", "skips", 0.35, [_strip(skips) for skips in facts.skips], hidden))
+    if facts.scales:
+        panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
+    loss = extremes([(record["step"], number(record.get("loss"))) for record in steps])
+    if loss:
+        panels.append(Panel("3", "loss", 1.0, [_line("loss", loss, "--accent")], {"range": _range(loss), "nticks": 5}))
+    norm = extremes([point for point in facts.grad_norms if point[1] > 0])
+    if norm:
+        logs = _range([(step, math.log10(value)) for step, value in norm])
+        axis = {"type": "log", "range": logs, "nticks": 4}
+        panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
+    return _stacked(panels, steps[0]["step"], steps[-1]["step"]) if panels else None
+
+
+def marks(skips: Skips, limit: int = MAX_MARKS) -> list[tuple[int, str]]:
+    """Return step and label of each mark for the skips of one cause; every skip belongs to one mark."""
+    return [
+        (chunk[0], f"step {chunk[0]:,}")
+        if len(chunk) == 1
+        else (chunk[0], f"{several(len(chunk), 'skip')} in steps {chunk[0]:,} to {chunk[-1]:,}")
+        for chunk in in_buckets(skips.steps, limit)
+    ]
+
+
+def _marker(cause: str, size: int) -> dict[str, Any]:
+    color, symbol = MARKERS.get(cause, OTHER_MARKER)
+    return {"color": color, "symbol": symbol, "size": size, "line": {"width": 0}}
+
+
+def _strip(skips: Skips) -> Trace:
+    marked = marks(skips)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": f"{plain(skips.cause)} ({len(skips.steps):,})",
+        "x": [step for step, _ in marked],
+        "y": [0] * len(marked),
+        "text": [plain(text) for _, text in marked],
+        "marker": _marker(skips.cause, 10),
+        "hovertemplate": f"skipped: {plain(skips.cause)}<br>%{{text}}<extra></extra>",
+        "legendgroup": skips.cause,
+    }
+
+
+def _scale(facts: RunFacts) -> Iterable[Trace]:
+    line = _line("scale", changes(facts.scales), "--ink-soft")
+    line["line"]["shape"] = "hv"
+    line["y"] = [math.log2(scale) if scale > 0 else None for scale in line["y"]]
+    line["hovertemplate"] = "step %{x:,}<br>scale 2^%{y:.4~g}<extra></extra>"
+    yield line
+    at = dict(facts.scales)
+    for skips in facts.skips:
+        marked = [(step, text) for step, text in marks(skips) if at.get(step, 0) > 0]
+        yield {
+            **_strip(skips),
+            "x": [step for step, _ in marked],
+            "y": [math.log2(at[step]) for step, _ in marked],
+            "text": [plain(text) for _, text in marked],
+            "marker": _marker(skips.cause, 9),
+            "showlegend": False,
+        }
+
+
+def _line(name: str, points: Sequence[Point], color: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(points) > 1 else "markers",
+        "name": name,
+        "x": [step for step, _ in points],
+        "y": [float(f"{value:.6g}") for _, value in points],
+        "line": {"color": color, "width": 1.5},
+        "marker": {"color": color},
+        "hovertemplate": f"step %{{x:,}}<br>{name} %{{y:.4~g}}<extra></extra>",
+        "showlegend": False,
+    }
+
+
+def _range(points: Sequence[Point]) -> list[float]:
+    lowest, highest = min(value for _, value in points), max(value for _, value in points)
+    margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
+    return [lowest - margin, highest + margin]
+
+
+def _powers(scales: Iterable[float]) -> dict[str, Any]:
+    """Return an axis of exponents with at most seven ticks in the range of the scales."""
+    exponents = [math.log2(scale) for scale in scales if scale > 0] or [0.0]
+    lowest, highest = math.floor(min(exponents)), math.ceil(max(exponents))
+    ticks = range(-130, 131, max(1, -(-(highest - lowest) // 6)))
+    return {
+        "tickvals": list(ticks),
+        "ticktext": [power_label(tick) for tick in ticks],
+        "range": [lowest - 0.7, highest + 0.7],
+    }
+
+
+def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
+    """Stack panels over a shared step axis."""
+    margin = 0.5 + 0.01 * (last - first)
+    gap, total = 0.07, sum(panel.height for panel in panels) or 1.0
+    free = 1.0 - gap * max(len(panels) - 1, 0)
+    data: list[Trace] = []
+    layout: dict[str, Any] = {"annotations": [], "hovermode": "closest"}
+    top = 1.0
+    for panel in panels:
+        bottom = max(0.0, top - free * panel.height / total)
+        layout[f"yaxis{panel.axis}"] = {"domain": [bottom, top], "zeroline": False, **panel.layout}
+        data += [{**trace, "yaxis": f"y{panel.axis}"} for trace in panel.traces]
+        layout["annotations"].append(_title(panel.title, top))
+        top = bottom - gap
+    layout["xaxis"] = {
+        "range": [first - margin, last + margin],
+        "anchor": f"y{panels[-1].axis if panels else ''}",
+        "title": {"text": "step"},
+        "tickformat": ",d",
+        "nticks": 8,
+        "zeroline": False,
+    }
+    layout["legend"] = {"orientation": "h", "x": 0, "y": 1.05, "yanchor": "bottom"}
+    return {"data": data, "layout": layout, "height": 110 + round(150 * total)}
+
+
+def _title(text: str, top: float) -> dict[str, Any]:
+    return {
+        "text": f"<b>{text}</b>",
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0,
+        "y": top,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+    }

@@ -1,0 +1,324 @@
+"""`write_report`: write runs as one self-contained HTML file that needs no network, server or other files.
+
+The page's Content-Security-Policy blocks all loading and allows only its two scripts, by hash. Module names and
+settings therefore appear as text, whatever they contain.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castwise import _files
+from castwise._collector import paused
+from castwise._number_text import headroom, percent, power_of_two
+from castwise.monitor._formats import LOW_PRECISION
+from castwise.monitor._recorded_run import Run
+from castwise.monitor._run_files import read_runs
+from castwise.report._diagnosed import Diagnosed
+from castwise.report._figures import Figure, align
+from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
+from castwise.report._figures.maps import KINDS, MEASURES, heat_map
+from castwise.report._figures.timeline import timeline
+from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
+from castwise.report._record_numbers import number
+from castwise.report._run_facts import RunFacts, shown
+from castwise.report._verdicts import Verdict, judge
+from castwise.report._worst_modules import WorstModule, worst_modules
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Module names and settings can have any length, so they are shortened to keep the page small. Findings and remedies are
+# shown in full; only a forged record exceeds their limit.
+MAX_TEXT = 300
+MAX_FINDING = 10_000
+# Characters of a module name that fit beside the columns of numbers; hovering shows the full name.
+MAX_NAME = 44
+
+
+NO_FINITE = "no sample was finite"
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run as the page shows it.
+
+    Args:
+        label: A name that is unique among the runs.
+        number: The run's position, from 1; part of the ids in the page.
+        facts: Facts computed from the records.
+        verdict: The advice for the run.
+        worst: The run's modules, the most endangered first.
+        figures: Plotly figures by name.
+        quantized: Quantization errors of the operands of layers with an 8- or 4-bit recipe.
+    """
+
+    label: str
+    number: int
+    facts: RunFacts
+    verdict: Verdict
+    worst: list[WorstModule]
+    figures: Mapping[str, Figure]
+    quantized: list[QuantizedOperand]
+
+    @classmethod
+    def of(cls, label: str, number: int, run: Run) -> RunView:
+        """Collect everything the page shows about a run."""
+        facts = RunFacts(run)
+        worst = worst_modules(facts)
+        rows = {"gradients": list(facts.gradients), "outputs": list(facts.activations)}
+        figures: dict[str, Figure] = {}
+        if drawn := timeline(facts):
+            figures["timeline"] = drawn
+        if run.samples:
+            first = {
+                "worst": [shown(module.name) for module in worst],
+                "diagnosed": [shown(module.name) for module in worst if module.is_diagnosed],
+            }
+            figures.update({measure.key: {**heat_map(measure, facts, rows), **first} for measure in MEASURES})
+            figures["histogram"] = histogram(run.samples, rows["gradients"])
+        return cls(label, number, facts, judge(facts), worst, figures, quantized_operands(run.samples))
+
+    @property
+    def diagnosed(self) -> list[Diagnosed]:
+        """Diagnoses that the verdict shows."""
+        return [found for piece in self.verdict for found in piece.diagnosed]
+
+    def settings(self) -> list[tuple[str, object]]:
+        """Return the run's settings by name."""
+        about = self.facts.run.about
+        known: list[tuple[str, object]] = [
+            (name, about[name]) for name in ("castwise", "torch", "device") if name in about
+        ]
+        if "time" in about:
+            known.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"]))))
+        alone = [(f"ranks alone from step {each['step']:,}", each["why"]) for each in self.facts.run.alone]
+        return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
+
+    def key_numbers(self) -> list[tuple[str, str, str]]:
+        """Return name, number and context of each tile at the top."""
+        facts, steps = self.facts, self.facts.run.steps
+        lost = f", {facts.run.lost:,} records lost (full disk)" if facts.run.lost else ""
+        tiles = [("Steps", f"{len(steps):,}", f"{len(facts.run.samples):,} sampled{lost}")]
+        share = facts.skipped / len(steps) if steps else 0.0
+        causes = ", ".join(f"{len(skips.steps):,} {skips.cause}" for skips in facts.skips)
+        tiles.append(("Skipped", f"{facts.skipped:,}", f"{percent(share)}: {causes}" if causes else "none"))
+        if facts.scales:
+            scales = [scale for _, scale in facts.scales]
+            span = f"{power_of_two(min(scales))} to {power_of_two(max(scales))}"
+            tiles.append(("Last scale", power_of_two(scales[-1]), span))
+        finite = [ranges for ranges in facts.gradients.values() if ranges.samples]
+        if facts.gradients and not finite:
+            tiles += [(name, "unknown", NO_FINITE) for name in ("Least headroom, fp16", "Most underflow, fp16")]
+        if finite:
+            tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
+            leaking = max(finite, key=lambda ranges: ranges.mean_flush)
+            tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), shown(tightest.module)))
+            tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), shown(leaking.module)))
+        losses = [number(record["loss"]) for record in steps if record.get("loss") is not None]
+        if losses:
+            tiles.append(("Last loss", f"{losses[-1]:.4g}", f"first {losses[0]:.4g}"))
+        return tiles
+
+    def timeline_caption(self) -> str:
+        """Describe the skipped steps in words."""
+        parts = [
+            f"{len(skips.steps):,} of {skips.cause}, first at step {skips.steps[0]:,}" for skips in self.facts.skips
+        ]
+        return f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."
+
+    def histogram_caption(self) -> str:
+        """Describe the initial histogram in words."""
+        choices = self.figures["histogram"]["choices"] if "histogram" in self.figures else {}
+        return next((str(choice["caption"]) for choice in choices.values()), "")
+
+    def map_captions(self) -> dict[str, str]:
+        """Describe the two maps in words, by the key of the measure."""
+        if not self.facts.gradients:
+            return {}
+        gradients = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
+        if not gradients:
+            return dict.fromkeys(("headroom_bits", "flush"), f"Gradients: {NO_FINITE}.")
+        tightest = min(gradients, key=lambda ranges: ranges.headroom_bits)
+        leaking = max(gradients, key=lambda ranges: ranges.flush)
+        return {
+            "headroom_bits": (
+                f"Lowest for fp16 gradients: {headroom(tightest.headroom_bits)} in {shown(tightest.module)} "
+                f"at step {tightest.headroom_step:,}."
+                if tightest.headroom_step
+                else "All gradients are zero."
+            ),
+            "flush": (
+                f"Highest for fp16 gradients: {percent(leaking.flush)} in {shown(leaking.module)} "
+                f"at step {leaking.flush_step:,}."
+                if leaking.flush
+                else "No gradient in any sample rounds to zero in fp16."
+            ),
+        }
+
+
+def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
+    """Write one self-contained HTML page about one or more runs, side by side; see `read_runs` for ranks and attempts.
+
+    The page's size does not grow with the length of the runs: about 5 MB of plotly.js, plus under 1 MB for a run of 300
+    modules.
+
+    Args:
+        runs: Folders, of a record, a run or several (then the latest), `monitor.jsonl` files, or
+            `castwise.monitor.Run` objects; at least one.
+        path: File to write; an existing page of castwise is replaced.
+
+    Returns:
+        `path`.
+
+    Raises:
+        FileExistsError: There is a file that castwise has not written.
+        ImportError: plotly or jinja2 is not installed; `castwise[report]` installs both.
+        OSError: A record cannot be read, or the page cannot be written.
+        ValueError: No run is given, or a file is not a run record.
+    """
+    given = list(runs)
+    if not given:
+        raise ValueError("write_report needs at least one run, got none")
+    environment, plotly_js = _environment(), _plotly_js()
+    read = read_runs(given)
+    named = zip(labels([run.path for run in read]), read, strict=True)
+    with paused():
+        views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]
+    for name in {name for view in views for name in view.figures}:
+        align([view.figures[name] for view in views if name in view.figures])
+    target = Path(path)
+    # A path may contain characters that cannot be encoded.
+    page = _page(environment, plotly_js, views).encode(errors="backslashreplace")
+    _files.replace(target, page, "a page", is_page)
+    return target
+
+
+def is_page(head: bytes) -> bool:
+    """Return True for the start of a page that castwise has written."""
+    return head.startswith(b"<!doctype html>") and b"<title>castwise: " in head
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each run: as many trailing folders as make it unique; a number is added if none do."""
+    folders = [path.resolve().parent.parts[1:] for path in paths]
+    depth = 1
+    while depth < max(map(len, folders)) and len({parts[-depth:] for parts in folders}) < len(folders):
+        depth += 1
+    names = ["/".join(parts[-depth:]) for parts in folders]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})"
+        for place, name in enumerate(names)
+    ]
+
+
+def _environment() -> Environment:
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        raise _missing("jinja2") from error
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.FunctionLoader(_template),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(
+        headroom=headroom, percent=percent, shown=shown, powers=_powers, short=_short, name=_name, sortable=_sortable
+    )
+    return environment
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # plotly ships no types
+    except ModuleNotFoundError as error:
+        raise _missing("plotly") from error
+    return str(get_plotlyjs())
+
+
+def _missing(name: str) -> ImportError:
+    return ImportError(f"a report needs {name}: pip install 'castwise[report]'")
+
+
+def _template(name: str) -> str:
+    return (resources.files("castwise.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) -> str:
+    script = _template("report.js")
+    figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
+    return environment.get_template("report.html.j2").render(
+        views=views,
+        mistakes=_mistakes(views),
+        measures=MEASURES,
+        kinds=list(KINDS),
+        formats=list(LOW_PRECISION),
+        moments=MOMENTS,
+        all_modules=ALL_MODULES,
+        max_name=MAX_NAME,
+        modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
+        figures=_packed(figures),
+        css=_template("report.css"),
+        dark=_template("dark.css"),
+        plotly_js=plotly_js,
+        script=script,
+        script_hashes=[_hash(plotly_js), _hash(script)],
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _mistakes(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """Return the mistakes of all runs without duplicates."""
+    found = {(each["name"], each["file"], each["line"]): each for view in views for each in view.facts.run.mistakes}
+    return list(found.values())
+
+
+def _packed(value: object) -> str:
+    """Return compressed JSON as base64, which cannot close a script element; NaN is an error."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), compresslevel=6, mtime=0)).decode()
+
+
+def _hash(script: str) -> str:
+    """Return a script's hash as Content-Security-Policy spells it."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+
+
+def _powers(text: str) -> Any:
+    """Render powers of two such as 2^16 with superscript exponents."""
+    from markupsafe import Markup, escape
+
+    def set_(match: re.Match[str]) -> str:
+        return f"2<sup>{match[1].replace('-', '&minus;')}</sup>"  # lines can break after a hyphen, not a minus
+
+    return Markup(re.sub(r"\b2\^(-?[\d.]*\d)", set_, str(escape(_short(text, MAX_FINDING)))))
+
+
+def _short(text: object, most: int = MAX_TEXT) -> str:
+    spelled = f"{text:,}" if isinstance(text, int) and not isinstance(text, bool) else str(text)
+    return spelled if len(spelled) <= most else f"{spelled[:most]}…"
+
+
+def _name(text: str) -> str:
+    """Shorten a module name in the middle; its end, such as the layer number, says more than its start."""
+    first = MAX_NAME // 4
+    return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
+
+
+def _sortable(value: float) -> float:
+    """Return a finite number, for the page to sort by; headroom is infinite where all numbers are zero."""
+    return value if math.isfinite(value) else math.copysign(1e9, value)

@@ -1,0 +1,265 @@
+"""Advice from sampled ranges: whether fp16 suffices, at which scale, and how many updates bf16 weights would lose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from castwise._number_text import bits, percent, power_of_two, several
+from castwise.report._advice import Advice, Measured
+from castwise.report._run_facts import Ranges, RunFacts, shown
+from castwise.report._scale_window import FLUSH_MATTERS, Fit, flush_at
+from castwise.report._underflow import MOSTLY
+
+# Fewer samples do not show how ranges change.
+ENOUGH_SAMPLES = 3
+# A loss of a quarter is no longer confined to the tail of the distribution.
+FLUSH_IS_CRITICAL = 0.25
+# Outputs are not scaled, so nothing adapts when they grow; unseen batches can easily be twice as large.
+ACTIVATION_HEADROOM_BITS = 1.0
+# Losing one update in twenty resembles a 5% lower learning rate, applied unevenly: still worth tuning for.
+LOST_UPDATES_MATTER = 0.05
+# The report's table has the full list.
+MODULES_SHOWN = 3
+
+
+def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
+    """Report the scales at which gradients fit fp16, and how far to move a scale that is not one of them.
+
+    Args:
+        facts: The run's facts.
+        in_trouble: Whether other advice rules out calling fp16 safe.
+    """
+    gradients = facts.gradients.values()
+    fit = Fit.of(gradients)
+    if fit is None or not _enough(facts):
+        return
+    if fit.lowest > fit.highest:
+        if not fit.is_guess:  # otherwise `underflow` reports it
+            yield _no_scale_fits(facts, fit)
+        return
+    used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
+    exponent = fit.highest if used is None else fit.nearest(used)
+    worst = max(gradients, key=lambda ranges: flush_at(ranges, exponent))
+    evidence: dict[str, Measured] = {
+        "headroom_bits": fit.headroom_bits(exponent),
+        "largest_gradient_in": shown(fit.largest.module),
+        "most_flushed_share": flush_at(worst, exponent),
+        "most_flushed_in": shown(worst.module),
+        "lowest_safe_scale": 2.0**fit.lowest,
+        "highest_safe_scale": 2.0**fit.highest,
+        "skipped_steps": facts.skipped,
+        "recorded_steps": len(facts.run.steps),
+        "finite_samples": fit.largest.samples,
+    }
+    window = f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
+    if fit.is_guess:
+        needed = fit.lowest - 1
+        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
+    if used is None and facts.has_cut_off:
+        if not fit.is_guess:
+            window = f"nothing overflows up to 2^{fit.highest}"
+        text = f"The loss was not scaled, and some gradients became zero in fp16. Scale the loss: {window}."
+        yield Advice(text, evidence, "warning")
+        return
+    if used is None:
+        yield Advice(f"The loss was not scaled. In fp16, {window}.", evidence, "note")
+        return
+    off = math.log2(used) - exponent
+    evidence = {"last_scale": used, **evidence}
+    if off >= 1:
+        text = f"The scale could be lowered by {bits(off)} bits to 2^{exponent}, for more headroom: {window}."
+        yield Advice(text, evidence, "note")
+    elif off < 0:
+        text = f"The scale should be raised by {bits(-off)} to {bits(fit.highest - math.log2(used))} bits: {window}."
+        yield Advice(text, evidence, "note")
+    elif coarse := [ranges for ranges in gradients if ranges.mean_subnormal >= MOSTLY or ranges.flush >= FLUSH_MATTERS]:
+        yield _coarse(max(coarse, key=lambda ranges: ranges.mean_subnormal), used, fit)
+    elif not in_trouble:
+        yield Advice(f"fp16 is safe here at scale {power_of_two(used)}: {window}.", evidence, "good")
+    else:
+        yield Advice(f"The scale of {power_of_two(used)} suits the gradients: {window}.", evidence, "good")
+
+
+def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
+    can_rise = math.log2(used) < fit.highest
+    return Advice(
+        f"Gradients of {shown(ranges.module)} are at the lower end of fp16 at scale {power_of_two(used)}, where they "
+        f"lose bits or become zero: "
+        f"{f'raise the scale (nothing overflows up to 2^{fit.highest})' if can_rise else 'use bf16'}.",
+        {
+            "mean_subnormal_share": ranges.mean_subnormal,
+            "worst_flushed_share": ranges.flush,
+            "worst_step": ranges.flush_step,
+            "last_scale": used,
+            "highest_safe_scale": 2.0**fit.highest,
+            "finite_samples": ranges.samples,
+        },
+        "warning" if ranges.mean_subnormal >= MOSTLY else "note",
+    )
+
+
+def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
+    return Advice(
+        f"No scale fits all gradients into fp16: {shown(fit.neediest.module)} needs at least 2^{fit.lowest}, but "
+        f"{shown(fit.largest.module)} allows at most 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
+        {
+            "largest_gradient": fit.largest.largest,
+            "largest_gradient_step": fit.largest.largest_step,
+            "flushed_there_share": max(flush_at(fit.neediest, fit.highest), fit.neediest.cut_off_share),
+            "lowest_safe_scale": 2.0**fit.lowest,
+            "highest_safe_scale": 2.0**fit.highest,
+            "finite_samples": fit.largest.samples,
+        },
+        "warning",
+    )
+
+
+def underflow(facts: RunFacts) -> Iterator[Advice]:
+    """Name modules whose gradients round to zero, and the remedy."""
+    fit = Fit.of(facts.gradients.values())
+    if fit is None or not (facts.is_scaled or facts.has_cut_off) or not _enough(facts):
+        return
+    losing = [
+        ranges
+        for ranges in facts.gradients.values()
+        if ranges.mean_flush >= FLUSH_MATTERS or ranges.flush >= FLUSH_IS_CRITICAL
+    ]
+    losing.sort(key=lambda ranges: -ranges.mean_flush)
+    for ranges in losing[:MODULES_SHOWN]:
+        yield _underflow_of(ranges, fit)
+    if len(losing) > MODULES_SHOWN:
+        rest = losing[MODULES_SHOWN:]
+        yield Advice(
+            f"In {several(len(rest), 'more module')}, {percent(FLUSH_MATTERS)} or more of the gradients are lost.",
+            {
+                "modules": tuple(shown(ranges.module) for ranges in rest[:MODULES_SHOWN]),
+                "most_flushed_share": rest[0].mean_flush,
+            },
+            "warning",
+        )
+
+
+def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
+    lost, then = ranges.mean_flush, flush_at(ranges, fit.highest)
+    share = ranges.flush if ranges.vanished_samples else lost
+    evidence: dict[str, Measured] = {
+        "mean_flushed_share": lost,
+        "worst_flushed_share": ranges.flush,
+        "worst_step": ranges.flush_step,
+        "mean_subnormal_share": ranges.mean_subnormal,
+        "highest_safe_scale": 2.0**fit.highest,
+        "finite_samples": ranges.samples,
+    }
+    if ranges.cut_off_share >= lost / 2:
+        up_to = "up to "
+        why = " (they are zero, and the others end at fp16's smallest number)"
+        if ranges.vanished_samples:
+            evidence["vanished_samples"] = ranges.vanished_samples
+            found = f"{ranges.vanished_samples:,} of {several(ranges.samples, 'sample')}"
+            why = f" (all of them were zero in {found}, while those of other modules were not)"
+        can_rise = math.log2(ranges.scale) < fit.highest
+        remedy = f"use bf16{f' or a higher scale (nothing overflows up to 2^{fit.highest})' if can_rise else ''}"
+    else:
+        evidence["flushed_at_highest_safe_scale_share"] = then
+        up_to, why = "", f" ({percent(ranges.flush)} at step {ranges.flush_step:,})"
+        if then < FLUSH_MATTERS:
+            remedy = f"use bf16 or a higher scale; 2^{fit.highest} is safe and loses {percent(then)}"
+        else:
+            remedy = f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
+    return Advice(
+        f"{shown(ranges.module)} loses {up_to}{percent(share)} of its gradients to underflow in fp16{why}: {remedy}.",
+        evidence,
+        "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
+    )
+
+
+def outputs(facts: RunFacts) -> Iterator[Advice]:
+    """Name the innermost modules whose outputs are near fp16's largest number, with the rule that fixes each."""
+    near = innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
+    for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
+        over = ranges.headroom_bits < 0
+        yield Advice(
+            f"Outputs of {shown(ranges.module)} {'are too large for' if over else 'are near the limit of'} fp16: "
+            f'keep it in fp32 with Policy(compute="float16", modules={{"{ranges.module}": "float32"}}), or use bf16.',
+            {
+                "largest_output": ranges.largest,
+                "largest_output_step": ranges.largest_step,
+                "headroom_bits": ranges.headroom_bits,
+                "finite_samples": ranges.samples,
+            },
+            "warning",
+        )
+    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}  # reported by cause
+    broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
+    for ranges in broken[:1]:
+        yield Advice(
+            f"Outputs of {shown(ranges.module)} were inf or NaN. It is the first such module in model "
+            "order; if weights were inf or NaN by then, the fault is in an earlier step.",
+            {
+                "nonfinite_samples": ranges.nonfinite_samples,
+                "finite_samples": ranges.samples,
+                "largest_finite_output": ranges.largest,
+                "modules_like_it": len(broken) - 1,
+            },
+            "warning",
+        )
+
+
+def innermost(modules: list[Ranges]) -> list[Ranges]:
+    """Drop modules that contain another of the modules, because a parent often returns what its child returns."""
+    return [each for each in modules if not any(_inside(other.module, each.module) for other in modules)]
+
+
+def _inside(module: str, other: str) -> bool:
+    return module != other and (not other or module.startswith(f"{other}."))
+
+
+def bf16_weights(facts: RunFacts) -> Iterator[Advice]:
+    """Report the updates that bf16 weights without fp32 master weights would lose, unless some weights are 16-bit."""
+    lost, sizes = facts.lost_in_bf16, facts.sizes
+    if not lost or not _enough(facts) or facts.has_16_bit_weights:
+        return
+    weights = {name: sizes.get(name, 1) for name in lost}
+    mean = sum(lost[name] * size for name, size in weights.items()) / sum(weights.values())
+    worst = max(lost, key=lambda name: lost[name])
+    matters = mean >= LOST_UPDATES_MATTER
+    yield Advice(
+        (
+            f"Keep the weights in fp32: bf16 weights would lose {percent(mean)} of updates. To save memory without "
+            "such losses, use optimizer = castwise.MasterWeights(optimizer, model)."
+            if matters
+            else f"bf16 weights would lose {percent(mean)} of updates: pure bf16 weights are fine here."
+        ),
+        {
+            "lost_updates_share": mean,
+            "worst_parameter": worst,
+            "lost_there_share": lost[worst],
+            "parameters": len(lost),
+            "taken_samples": len(facts.run.samples),
+        },
+        "note",
+    )
+
+
+def too_little(facts: RunFacts) -> Iterator[Advice]:
+    """Report that there are too few finite samples to judge a format."""
+    finite, taken, steps = facts.finite_samples, len(facts.run.samples), len(facts.run.steps)
+    if _enough(facts):
+        return
+    if taken >= ENOUGH_SAMPLES:
+        text = (
+            f"No format can be judged: of {taken:,} samples, {finite or 'none'} had only finite gradients, and "
+            f"{ENOUGH_SAMPLES} such samples are needed. First find where inf and NaN come from."
+        )
+    else:
+        text = (
+            f"Too little was recorded to judge a format: {several(finite, 'finite sample')} in "
+            f"{several(steps, 'step')}, but {ENOUGH_SAMPLES} are needed. Train longer, or give Monitor "
+            "a smaller `every`."
+        )
+    yield Advice(text, {"finite_samples": finite, "taken_samples": taken, "recorded_steps": steps}, "note")
+
+
+def _enough(facts: RunFacts) -> bool:
+    return facts.finite_samples >= ENOUGH_SAMPLES

@@ -1,0 +1,341 @@
+"""Facts computed from a run's records: skips by cause, the scale over time, and the ranges of each module.
+
+The verdict, the report page and the terminal output all use these facts, so they always agree.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from castwise.monitor import _causes as causes
+from castwise.monitor._recorded_run import Run
+from castwise.report._diagnosed import Diagnosed, diagnosed
+from castwise.report._divergence import Growth, find_divergence
+from castwise.report._record_numbers import Record, number, on_ranks
+from castwise.report._underflow import Underflow
+
+WHOLE_MODEL = "(whole model)"
+
+
+def shown(module: str) -> str:
+    """Return a module's display name; torch has no name for the model itself."""
+    return module or WHOLE_MODEL
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The skipped steps of one cause.
+
+    Args:
+        cause: The recorded cause: one of `castwise.monitor._causes`, or one from a later version of castwise.
+        steps: Step numbers, ascending.
+        parameters: Parameters with non-finite gradients and their number of such steps, most frequent first.
+        where: " on rank 1" if every one of the records names a rank; else "".
+    """
+
+    cause: str
+    steps: Sequence[int]
+    parameters: Sequence[tuple[str, int]]
+    where: str = ""
+
+
+@dataclass
+class Ranges:
+    """The magnitudes of one module's gradients or outputs, over all samples in which they were finite.
+
+    Args:
+        module: The module's qualified name; "" is the model.
+        exponents: Number of elements v with 2^e <= |v| < 2^(e + 1) by e, unscaled.
+        elements: Number of sampled elements, including zeros.
+        largest: Largest magnitude, unscaled; 0 if all were zero.
+        largest_step: The step of `largest`.
+        headroom_bits: Lowest log2(largest fp16 number / largest scaled magnitude); inf if all were zero.
+        headroom_step: The step of `headroom_bits`.
+        flush: Largest share of elements lost to underflow in fp16 in one sample; see `Underflow`.
+        flush_step: The step of `flush`.
+        flushed: Elements lost to underflow in fp16 at the scale of their sample.
+        cut_off: Those of `flushed` that were already zero, probably because of fp16.
+        vanished_samples: Number of samples, after the first nonzero one, in which all elements were zero.
+        scale: Scale of the last sample.
+        subnormal: Elements that are subnormal in fp16 at the scale of their sample.
+        samples: Number of finite samples.
+        nonfinite_steps: Steps of samples with an inf or NaN, which are excluded from everything else.
+    """
+
+    module: str
+    exponents: Counter[int] = field(default_factory=Counter)
+    elements: int = 0
+    largest: float = 0.0
+    largest_step: int = 0
+    headroom_bits: float = math.inf
+    headroom_step: int = 0
+    flush: float = 0.0
+    flush_step: int = 0
+    flushed: float = 0.0
+    cut_off: float = 0.0
+    vanished_samples: int = 0
+    scale: float = 1.0
+    subnormal: float = 0.0
+    samples: int = 0
+    nonfinite_steps: list[int] = field(default_factory=list)
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Number of samples with an inf or NaN."""
+        return len(self.nonfinite_steps)
+
+    @property
+    def mean_flush(self) -> float:
+        """Share of all sampled elements that were lost to underflow in fp16 at the scale of their sample."""
+        return self.flushed / self.elements if self.elements else 0.0
+
+    @property
+    def cut_off_share(self) -> float:
+        """Share of all sampled elements that were already zero, probably because of fp16."""
+        return self.cut_off / self.elements if self.elements else 0.0
+
+    @property
+    def mean_subnormal(self) -> float:
+        """Share of all sampled elements that are subnormal in fp16 at the scale of their sample."""
+        return self.subnormal / self.elements if self.elements else 0.0
+
+    def share_below(self, exponent: int) -> float:
+        """Return the exact share of elements v with 0 < |v| < 2^exponent; bins start at powers of two."""
+        below = sum(count for bin_exponent, count in self.exponents.items() if bin_exponent < exponent)
+        return below / self.elements if self.elements else 0.0
+
+    def add(self, step: int, stats: Record, underflow: Underflow) -> None:
+        """Add one sample's STATS record; `underflow` belongs to the same sample."""
+        if number(stats["nonfinite"]) > 0:
+            self.nonfinite_steps.append(step)
+            return
+        numel, fp16 = int(stats["numel"]), stats["formats"]["fp16"]
+        self.samples += 1
+        self.elements += numel
+        for exponent, count in enumerate(stats["exponents"]["counts"], stats["exponents"]["lowest"]):
+            if count:
+                self.exponents[exponent] += count
+        self.scale = underflow.scale
+        largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
+        flush = underflow.share(self.module, stats, "fp16")
+        if not self.largest and largest and not underflow.is_cut_off(self.module):
+            # All zero so far and healthy now: these are gradients behind a weight that started at zero.
+            self.flush, self.flush_step, self.flushed, self.cut_off, self.vanished_samples = 0.0, 0, 0.0, 0.0, 0
+        if largest > self.largest:
+            self.largest, self.largest_step = largest, step
+        if headroom < self.headroom_bits:
+            self.headroom_bits, self.headroom_step = headroom, step
+        if flush > self.flush:
+            self.flush, self.flush_step = flush, step
+        self.flushed += flush * numel
+        self.cut_off += (flush - number(fp16["flush"])) * numel
+        self.vanished_samples += flush == 1.0 and not largest
+        self.subnormal += number(fp16["subnormal"]) * numel
+
+
+class RunFacts:
+    """Facts computed from a run's records; each property is computed on first use.
+
+    Args:
+        run: The records.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @cached_property
+    def skips(self) -> list[Skips]:
+        """Skipped steps by cause, most frequent first."""
+        return _skips_of(self.run.steps)
+
+    @cached_property
+    def divergence(self) -> tuple[Growth, ...]:
+        """Numbers that grew by orders of magnitude before steps failed; empty if the run did not diverge."""
+        return find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
+
+    @cached_property
+    def skips_before_divergence(self) -> list[Skips]:
+        """`skips` without those explained by divergence."""
+        if not self.divergence:
+            return self.skips
+        since = self.divergence[0].since
+        return _skips_of(record for record in self.run.steps if record["step"] < since)
+
+    @cached_property
+    def diagnosed(self) -> list[Diagnosed]:
+        """Results of replaying skipped steps, one per origin, in the order found."""
+        return diagnosed(self.run.diagnoses)
+
+    @cached_property
+    def diagnosed_before_divergence(self) -> list[Diagnosed]:
+        """`diagnosed` without results explained by divergence."""
+        if not self.divergence:
+            return self.diagnosed
+        return diagnosed(each for each in self.run.diagnoses if each["step"] < self.divergence[0].since)
+
+    @cached_property
+    def diagnosed_in_divergence(self) -> list[Diagnosed]:
+        """Results of replays that are explained by divergence."""
+        if not self.divergence:
+            return []
+        return diagnosed(each for each in self.run.diagnoses if each["step"] >= self.divergence[0].since)
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps."""
+        return sum(len(skips.steps) for skips in self.skips)
+
+    @cached_property
+    def longest_streak(self) -> tuple[int, int]:
+        """Length of the longest run of consecutive skips, and its first step; (0, 0) if no step was skipped."""
+        best, length = (0, 0), 0
+        for record in self.run.steps:
+            length = length + 1 if record["skipped"] else 0
+            if length > best[0]:
+                best = (length, record["step"] - length + 1)
+        return best
+
+    @cached_property
+    def skips_to_the_end(self) -> Sequence[Record]:
+        """Records of the skips after the last step that was taken."""
+        taken = max((place for place, record in enumerate(self.run.steps) if not record["skipped"]), default=-1)
+        return self.run.steps[taken + 1 :]
+
+    @cached_property
+    def scales(self) -> list[tuple[int, float]]:
+        """Step and scale of every scaled step."""
+        pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
+        return [(step, scale) for step, scale in pairs if math.isfinite(scale)]
+
+    @cached_property
+    def grad_norms(self) -> list[tuple[int, float]]:
+        """Step and gradient norm of every clipped or sampled step."""
+        sampled = {sample["step"]: sample.get("grad_norm") for sample in self.run.samples}
+        known = ((record["step"], record.get("grad_norm")) for record in self.run.steps)
+        norms = ((step, sampled.get(step) if norm is None else norm) for step, norm in known)
+        return [(step, number(norm)) for step, norm in norms if norm is not None]
+
+    @cached_property
+    def typical_updates(self) -> list[tuple[int, float]]:
+        """Step and median update/weight ratio over the parameters, for every sampled step that was taken."""
+        weights = ((sample["step"], sample.get("weights", {}).values()) for sample in self.run.samples)
+        ratios = ((step, [number(stats.get("update_to_weight")) for stats in found]) for step, found in weights)
+        return [(step, statistics.median(found)) for step, found in ratios if found and not any(map(math.isnan, found))]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses were scaled; bf16 and fp32 runs have no scale, or a scale of 1."""
+        return any(scale != 1.0 for _, scale in self.scales)
+
+    @property
+    def has_cut_off(self) -> bool:
+        """Whether gradients are cut off at fp16's smallest number, a sign that they were computed in fp16."""
+        return any(ranges.cut_off > 0 for ranges in self.gradients.values())
+
+    @cached_property
+    def nonfinite_losses(self) -> list[int]:
+        """Steps whose recorded loss is inf or NaN."""
+        losses = ((record["step"], record.get("loss")) for record in self.run.steps)
+        return [step for step, loss in losses if loss is not None and not math.isfinite(number(loss))]
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether a loss, output or gradient was recorded as inf or NaN."""
+        has_bad_outputs = any(ranges.nonfinite_steps for ranges in self.activations.values())
+        return bool(self.nonfinite_losses) or has_bad_outputs or any(map(_has_nonfinite_gradients, self.run.samples))
+
+    @cached_property
+    def finite_samples(self) -> int:
+        """Number of samples in which all gradients were finite."""
+        return sum(not _has_nonfinite_gradients(sample) for sample in self.run.samples)
+
+    @cached_property
+    def poisoned(self) -> list[int]:
+        """Sampled steps that were taken with non-finite gradients."""
+        skipped = {record["step"] for record in self.run.steps if record["skipped"]}
+        bad = (sample["step"] for sample in self.run.samples if _has_nonfinite_gradients(sample))
+        return [step for step in bad if step not in skipped]
+
+    @cached_property
+    def gradients(self) -> dict[str, Ranges]:
+        """Ranges of the gradients of each module's own parameters, in model order."""
+        return self._ranges("modules")
+
+    @cached_property
+    def activations(self) -> dict[str, Ranges]:
+        """Ranges of each module's outputs, in model order."""
+        return self._ranges("activations")
+
+    @cached_property
+    def underflows(self) -> Mapping[str, list[Underflow]]:
+        """The underflow of each sample, for its "modules" and its "activations"."""
+        return {
+            kind: [Underflow.of(sample, kind) for sample in self.run.samples] for kind in ("modules", "activations")
+        }
+
+    def _ranges(self, kind: str) -> dict[str, Ranges]:
+        found: dict[str, Ranges] = {}
+        for sample, underflow in zip(self.run.samples, self.underflows[kind], strict=True):
+            for module, stats in sample.get(kind, {}).items():
+                found.setdefault(module, Ranges(module)).add(sample["step"], stats, underflow)
+        return found
+
+    @cached_property
+    def lost_in_bf16(self) -> dict[str, float]:
+        """Mean share of updates that bf16 weights would lose, by parameter."""
+        lost: dict[str, list[float]] = {}
+        for sample in self.run.samples:
+            for name, stats in sample.get("weights", {}).items():
+                share = number(stats["lost_in_bf16"])
+                if math.isfinite(share):
+                    lost.setdefault(name, []).append(share)
+        return {name: sum(shares) / len(shares) for name, shares in lost.items()}
+
+    @cached_property
+    def has_16_bit_weights(self) -> bool:
+        """Whether some weights are themselves 16-bit, and so have no share in `lost_in_bf16`."""
+        shares = (stats["lost_in_bf16"] for sample in self.run.samples for stats in sample.get("weights", {}).values())
+        return any(math.isnan(number(share)) for share in shares)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of each parameter whose gradient was sampled."""
+        gradients = (pair for sample in self.run.samples for pair in sample.get("gradients", {}).items())
+        return {name: int(stats["numel"]) for name, stats in gradients}
+
+    def blamed(self, module: str) -> int:
+        """Return the number of recorded overflows that name one of the module's own parameters.
+
+        Other causes do not count: after a non-finite loss, the gradients of all modules are NaN.
+        """
+        return self._blamed[module]
+
+    @cached_property
+    def _blamed(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for skips in self.skips:
+            if skips.cause == causes.OVERFLOW:
+                for parameter, count in skips.parameters:
+                    counts[parameter.rpartition(".")[0]] += count
+        return counts
+
+
+def _skips_of(records: Iterable[Record]) -> list[Skips]:
+    by_cause: dict[str, list[Record]] = {}
+    for record in records:
+        if record["skipped"]:
+            by_cause.setdefault(record.get("cause") or causes.UNKNOWN, []).append(record)
+    found = []
+    for cause, skipped in by_cause.items():
+        named = Counter(name for record in skipped for name in record.get("parameters") or ())
+        found.append(Skips(cause, sorted(each["step"] for each in skipped), named.most_common(), on_ranks(skipped)))
+    return sorted(found, key=lambda skips: -len(skips.steps))
+
+
+def _has_nonfinite_gradients(sample: Record) -> bool:
+    return any(number(stats["nonfinite"]) > 0 for stats in sample.get("modules", {}).values())

@@ -1,0 +1,179 @@
+"""Run summaries: a few lines to print at the end of training, and a JSON object for programs."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from castwise._number_text import several
+from castwise._warnings import warn
+from castwise._width import width_of
+from castwise.monitor._recorded_run import Run
+from castwise.monitor._run_files import read_runs
+from castwise.report._advice import SEVERITIES, Advice, Measured
+from castwise.report._html_report import labels, write_report
+from castwise.report._run_facts import RunFacts
+from castwise.report._verdicts import Verdict, judge
+
+Level = Literal["mistake", "warning", "critical"]
+"""Values of `castwise run --fail-on`: a mistake in the script, or a finding of at least this severity."""
+
+_MISTAKES_SHOWN = 2
+_PREFIX = "castwise: "
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A summary of one or more runs.
+
+    Args:
+        runs: The recorded runs.
+        verdicts: The verdict for each run.
+        mistakes: Mistakes in the script, without duplicates.
+        report: The report page; None if there is none.
+        notes: Settings that had no effect.
+    """
+
+    runs: Sequence[Run] = ()
+    verdicts: Sequence[Verdict] = ()
+    mistakes: Sequence[dict[str, Any]] = ()
+    report: Path | None = None
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
+        """Judge runs and summarize them."""
+        mistakes = {(each["name"], each["file"], each["line"]): each for run in runs for each in run.mistakes}
+        return cls(runs, [judge(RunFacts(run)) for run in runs], list(mistakes.values()), report)
+
+    @property
+    def first_finding(self) -> Advice | None:
+        """The most severe piece of advice for any of the runs."""
+        pieces = [piece for verdict in self.verdicts for piece in verdict]
+        return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether a loss, output or gradient of a run was recorded as inf or NaN."""
+        return any(RunFacts(run).has_nonfinite for run in self.runs)
+
+    @property
+    def _names(self) -> list[str]:
+        return labels([run.path for run in self.runs]) if self.runs else []
+
+    def lines(self) -> list[str]:
+        """Return lines with steps, skips, the first finding, mistakes, notes, and the path of the report.
+
+        Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each.
+        """
+        steps = [step for run in self.runs for step in run.steps]
+        causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
+        skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
+        lost = sum(run.lost for run in self.runs)
+        of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
+        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}{of_lost}"] if self.runs else []
+        first = self.first_finding
+        if first is not None:
+            whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
+            inputs = enumerate(first.diagnosed[0].inputs if first.diagnosed else [])
+            ranges = "".join(f" Input {place}: {found}." for place, found in inputs)
+            lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}{ranges}")
+        for mistake in self.mistakes[:_MISTAKES_SHOWN]:
+            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
+            lines.append(f"mistake: {where}{mistake['text']}")
+        if len(self.mistakes) > _MISTAKES_SHOWN:
+            lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
+        lines = [_wrapped(line) for line in [*lines, *self.notes]]
+        if self.report is not None:
+            lines.append(f"report: {self.report}")
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """Return the same facts and all findings as JSON-compatible values."""
+        return {
+            "report": None if self.report is None else str(self.report),
+            "mistakes": list(self.mistakes),
+            "notes": list(self.notes),
+            "runs": [
+                {
+                    "run": name,
+                    "steps": len(run.steps),
+                    **({"lost": run.lost} if run.lost else {}),
+                    **({"alone": [each["why"] for each in run.alone]} if run.alone else {}),
+                    "skipped": dict(Counter(step.get("cause") or "unknown" for step in run.steps if step["skipped"])),
+                    "findings": [
+                        {
+                            "severity": piece.severity,
+                            "text": piece.text,
+                            "evidence": {name: _json(value) for name, value in piece.evidence.items()},
+                            "diagnoses": [
+                                {name: getattr(each, name) for name in ("module", "op", "line", "inputs", "code")}
+                                for each in piece.diagnosed
+                            ],
+                        }
+                        for piece in verdict
+                    ],
+                }
+                for name, run, verdict in zip(self._names, self.runs, self.verdicts, strict=True)
+            ],
+        }
+
+    def fails(self, levels: Iterable[Level]) -> bool:
+        """Return True if there is a mistake (level "mistake") or a finding of at least one of the given severities."""
+        wanted = set(levels)
+        severities = {piece.severity for verdict in self.verdicts for piece in verdict}
+        grave = {"critical", "warning"} if "warning" in wanted else {"critical"} if "critical" in wanted else set()
+        return bool(severities & grave) or ("mistake" in wanted and bool(self.mistakes))
+
+
+def _json(value: Measured) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * len(_PREFIX)
+    width = max(width_of(sys.stderr, _WIDTH), 3 * len(_PREFIX))
+    wrapped = textwrap.fill(
+        _PREFIX + line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapped.removeprefix(_PREFIX)
+
+
+def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
+    """Judge finished runs and write their report; a failure is a RuntimeWarning, not an error.
+
+    Args:
+        records: Record files, or folders with records: of one model, or of a run.
+        page: File to write the report to.
+
+    Returns:
+        None if a record cannot be read.
+    """
+    try:
+        runs = read_runs(records)
+    except (OSError, ValueError) as error:
+        warn(f"could not write the report in {page.parent}, because a record cannot be read: {error}", RuntimeWarning)
+        return None
+    report: Path | None = None
+    try:
+        report = write_report(runs, page)
+    except (ImportError, OSError, ValueError) as error:
+        warn(f"could not write the report in {page.parent} (the record is complete): {error}", RuntimeWarning)
+    return Summary.of(runs, report)
+
+
+def end_and_summarize(records: Sequence[str | os.PathLike[str]], page: Path) -> None:
+    """Call `end`, and print the summary to standard error."""
+    summary = end(records, page)
+    for line in [] if summary is None else summary.lines():
+        print(f"{_PREFIX}{line}", file=sys.stderr)

@@ -1,0 +1,84 @@
+"""`castwise.verdict`: judge a run's precision by its recorded numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from castwise.monitor._recorded_run import Run
+from castwise.monitor._run_files import read_runs
+from castwise.report import _range_advice as range_advice
+from castwise.report import _step_advice as step_advice
+from castwise.report._advice import SEVERITIES, Advice, Severity
+from castwise.report._run_facts import RunFacts
+
+__all__ = ["Advice", "Severity", "Verdict", "verdict"]
+
+_OF_STEPS = (
+    step_advice.divergence,
+    step_advice.lost_weights,
+    step_advice.poisoned_weights,
+    step_advice.collapse,
+    step_advice.bad_losses,
+    step_advice.overflows,
+    step_advice.other_skips,
+    step_advice.other_diagnoses,
+)
+_OF_RANGES = (
+    range_advice.underflow,
+    range_advice.outputs,
+    range_advice.too_little,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The advice for a run, most severe first; prints as one line per piece of advice.
+
+    Args:
+        advice: In order of severity.
+    """
+
+    advice: tuple[Advice, ...]
+
+    def __iter__(self) -> Iterator[Advice]:
+        return iter(self.advice)
+
+    def __len__(self) -> int:
+        return len(self.advice)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.advice))
+
+
+def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
+    """Turn a run recorded by `castwise.Monitor` into advice, each piece with the numbers behind it.
+
+    If too little was recorded to judge the run, the verdict says so.
+
+    Args:
+        run: A folder with a `monitor.jsonl`, that file, or a `castwise.monitor.Run`. The run may still be in
+            progress. Of the folder of `castwise run` or `castwise.install`, the latest run, if it has one model.
+
+    Raises:
+        OSError: There is no readable record.
+        ValueError: The file is not a run record, or the run has several models.
+    """
+    runs = read_runs([run])
+    if len(runs) > 1:
+        raise ValueError(f"{run} has several records: give one of {', '.join(str(each.path.parent) for each in runs)}")
+    return judge(RunFacts(runs[0]))
+
+
+def judge(facts: RunFacts) -> Verdict:
+    """Return the verdict for a run's facts."""
+    advice = [piece for rule in _OF_STEPS for piece in rule(facts)]
+    is_lost = any(piece.severity == "critical" for piece in advice)
+    if not facts.divergence:  # no format can hold numbers that keep growing
+        advice += [piece for rule in _OF_RANGES for piece in rule(facts)]
+    if not is_lost:  # otherwise the run learned nothing, and its samples mean nothing
+        in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
+        advice += range_advice.bf16_weights(facts)
+        advice += range_advice.scale_fit(facts, in_trouble)
+    return Verdict(tuple(sorted(advice, key=lambda piece: SEVERITIES.index(piece.severity))))

@@ -1,0 +1,33 @@
+"""Run a model under a `TorchDispatchMode` without changing its results."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from castwise.policy._casting import in_native_state, native_state_of
+
+# The ops that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops,
+# which autocast must cast for. Inside a mode autocast is off, because it has run already for separate ops.
+_FUSED = {"aten._transformer_encoder_layer_fwd.default", "aten._native_multi_head_attention.default"}
+
+
+def call_op(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an op that was dispatched to a mode."""
+    if str(func) not in _FUSED:
+        return func(*args, **kwargs)
+    device_type = args[0].device.type
+    with torch.overrides.enable_reentrant_dispatch():
+        state = native_state_of(device_type)
+    with in_native_state(device_type, *state):
+        return func(*args, **kwargs)
+
+
+def without_compiler() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code runs eagerly: under a mode Dynamo would permanently skip that code."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # torch's

@@ -1,0 +1,573 @@
+"""`tune`: the cheapest policy that keeps the loss within a tolerance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from castwise._doctor.speed import GAIN
+from castwise._number_text import several
+from castwise._recipes.recipe import RECIPES, labelled
+from castwise._suggestions import listed, nearest
+from castwise.comparison._call_again import GraphForgottenError, forgetting_graph
+from castwise.comparison._drift import Drift
+from castwise.comparison._objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
+from castwise.comparison._precision_drift import (
+    Comparison,
+    Progress,
+    mean,
+    nonfinite_error,
+    relative_loss_error,
+    restored,
+)
+from castwise.comparison._precisions import Precision, is_sharded, temporarily_bound
+from castwise.comparison._reference_run import Call, ReferenceRun
+from castwise.comparison._starting_point import StartingPoint
+from castwise.comparison._watched_calls import Tap, Watch
+from castwise.policy._module_rules import decide, spelled
+from castwise.policy._policy import Policy
+from castwise.tuning import _costs as costs
+from castwise.tuning._greedy import Choice, Option, path
+from castwise.tuning._tuned import Frontier, Point, Tuned
+
+FORMATS = ("float16", "bfloat16", "float32")
+Cost = Literal["flops", "bytes", "measured"]
+# The budget is counted in forwards of one batch; a backward counts as two. Per module, the search may cost this many
+# forwards of each batch (three forwards with backwards), and run at most this many policies on the search batches.
+_FORWARDS_FOR_EACH, _RUNS_FOR_EACH = 9, 6
+# The largest cost of `compare`: a forward and backward of the reference, and per format a forward and four isolated
+# runs of each module.
+_OF_REFERENCE, _OF_FORMAT = 3, 5
+_FRONTIER_POINTS = 8
+_HELD_OUT_RUNS = 16
+# Run choices whose expected error is at most this many times the tolerance; for small models, all.
+_MARGINS = (1.0, 4.0)
+_MOST_CHOICES = 3**9
+_DIGITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+_DIGITS |= {name: recipe.output[1].numbers.mantissa_bits for name, recipe in RECIPES.items()}
+
+
+def tune(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Loss | None = None,
+    forward: Forward | None = None,
+    formats: Sequence[str] = FORMATS,
+    tolerance: float = 0.01,
+    cost: Cost = "flops",
+) -> Tuned:
+    """Search for the cheapest policy whose loss is within a tolerance of the loss in float32.
+
+    `compare` first measures how each module's rounding in each format changes the loss. The search then lowers the
+    format of one module after another, starting where the most cost is saved per added effect, and runs policies on
+    that path. From the cheapest one that keeps the loss, it lowers single modules further as long as the loss is kept.
+    Every second batch is held out. If the policy is not within the tolerance on those, the search falls back to another
+    policy, or raises modules again.
+
+    The result covers single steps on these batches. It does not show that a long run with the policy ends where one in
+    float32 ends: train both for as long as you can afford, and compare.
+
+    Costs at most three forwards and backwards of each batch per module in the search; five if there is only one module
+    and its weights have 16 bits. Restores everything that `compare` restores. The result is deterministic, except with
+    "measured" costs, which also need some more runs.
+
+    Args:
+        model, loss, forward: See `compare`.
+        batches: See `compare`. At least two, of which every second one is held out.
+        formats: Formats to choose from: "float16", "bfloat16", "float32", and 8-bit and 4-bit recipes for linear layers
+            such as "float8_rowwise" (see `Policy`). Recipes are measured with the other modules in "bfloat16", or else
+            in the first of the three dtypes that is given.
+        tolerance: The largest allowed `|loss - reference loss| / |reference loss|`, averaged over the held-out batches.
+        cost: "flops" of matrix products and convolutions, counted half in 16 bits, a quarter in 8, an eighth in 4;
+            "bytes" of module outputs and of the weights that modules read; or "measured", the seconds of a forward on
+            this machine.
+
+    Returns:
+        The policy, its cost and error, and the other policies that were run. If no policy is within the tolerance, the
+        one with the least error, with `is_within_tolerance` False. Notes report whether the
+        layers with a recipe are faster on this machine than in the surrounding dtype.
+
+    Raises:
+        TypeError: See `compare`.
+        ValueError: There is only one batch, the model has sharded weights, a format or a cost is unknown, the loss is
+            not finite in float32 (the message includes the diagnosis), or there is nothing to choose.
+
+    Example:
+        >>> import castwise
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> batches = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(4)]
+        >>> best = castwise.tune(model, batches, loss=nn.functional.cross_entropy, formats=("bfloat16", "float32"))
+        >>> best.policy, best.cost
+        (Policy(compute='bfloat16', modules={}, ops={}, output=None, in_place='raise', backend='auto'), 0.5)
+    """
+    return Search(model, loss, forward, formats, tolerance, cost).tuned(batches)
+
+
+class Search:
+    """A search for a policy; takes the arguments of `tune`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        forward: Forward | None,
+        formats: Sequence[str] = FORMATS,
+        tolerance: float = 0.01,
+        cost: str = "flops",
+    ) -> None:
+        self._comparison = Comparison(model, loss, forward, gradients=False)
+        self._model, self._device = self._comparison.model, self._comparison.device
+        if is_sharded(self._model):
+            raise ValueError(
+                "model has sharded weights: all ranks must run the same policies, but each rank would search with its "
+                "own batches. Tune the model before sharding it, or compare a few policies"
+            )
+        self._objective = Objective(self._model, loss, forward)
+        names = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else []
+        known = (*FORMATS, *RECIPES)
+        if not names:
+            raise ValueError(f"formats must be some of {listed(known)}, got {formats!r}")
+        for name in names:
+            if name not in known:
+                raise ValueError(f"formats must be some of {listed(known)}, got {name!r}{nearest(str(name), known)}")
+        dtypes = [name for name in ("bfloat16", *FORMATS) if name in names]
+        if not dtypes:
+            raise ValueError(
+                f"formats must include one of {listed(FORMATS)} for modules without a recipe, got {formats!r}"
+            )
+        self._around = dtypes[0]
+        if cost not in costs.COSTS:
+            near = nearest(str(cost), costs.COSTS)
+            raise ValueError(f"cost must be one of {listed(costs.COSTS)}, got {cost!r}{near}")
+        if set(names) == {"float32"}:
+            raise ValueError("formats must include one other than 'float32', or there is nothing to choose")
+        if not (isinstance(tolerance, (int, float)) and tolerance is not True and 0 < tolerance < math.inf):
+            raise ValueError(f"tolerance must be a finite number > 0, got {tolerance!r}")
+        self._formats = list(dict.fromkeys(names))
+        self._tolerance, self._kind = float(tolerance), cost
+        self._points: dict[Policy, Point] = {}
+        self._choices: dict[Policy, Choice] = {}
+        self._refusals: list[str] = []
+        self._runs_backwards = False
+        self._progress: Progress = _no_progress
+
+    def tuned(self, batches: Any, progress: Progress | None = None) -> Tuned:
+        """Search with these batches.
+
+        Args:
+            batches: See `tune`.
+            progress: Called with the name of the current phase, the number of steps done, and their total.
+        """
+        found = self._objective.check(batches)
+        if len(found) < 2:
+            raise ValueError("batches must have at least two batches, because every second one is held out, got one")
+        self._progress = progress or _no_progress
+        with self._comparison.interrupts:
+            return self._search(found)
+
+    def _search(self, found: list[Any]) -> Tuned:
+        search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
+        reference = Precision(self._device, dtype=torch.float32)
+        reference.dtype = torch.float32 if reference.changes(self._model) else None
+        called: set[str] = set()
+
+        def noting(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            called.add(tap.name)
+            return tap.forward(*args, **kwargs)
+
+        with (
+            restored(self._model, found),
+            Watch(self._model, self._comparison.interrupts.let_through) as watch,
+            watch.handling(noting),
+        ):
+            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+        for number, reference_loss in enumerate(self._reference_losses):
+            if not math.isfinite(reference_loss):
+                with restored(self._model, found):
+                    raise nonfinite_error(self._objective, reference, found[number], number)
+        uniform = {name: self._uniform(name) for name in self._formats}
+        drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
+        self._formats = [name for name in self._formats if not drift[name].problem]
+        if self._formats == ["float32"]:
+            raise ValueError("; ".join(("the model runs in no format except float32", *drift.notes)))
+        with restored(self._model, found):
+            self._batches = found
+            self._options_by_name = options = self._options(drift, search)
+            self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
+            self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
+            of_costs = costs.forwards(self._kind, len(uniform))
+            spent = len(found) + len(search) * (of_costs + _OF_REFERENCE + _OF_FORMAT * len(uniform))
+            self._forwards = _FORWARDS_FOR_EACH * len(options) * len(found) - spent
+            most = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
+            # Reserve half of the remaining budget for the held-out batches.
+            self._left = self._total = max(0, min(most, self._forwards // (2 * len(search))))
+            for name in self._formats:
+                everywhere = {each: name if (each, name) in self._option_of else self._around for each in options}
+                self._note(everywhere, drift[name].summary.relative_loss_error)
+            choice = self._improved(self._on_the_path(search), search)
+            choice, error = self._repaired(choice, search, held_out)
+            worth = self._worth_of_recipes(choice, [found[place] for place in search])
+        policy = self._policy(choice)
+        point = self._points[policy]
+        never_called = tuple(name for name in drift.not_called if name not in called)
+        of_held_out = tuple(name for name in drift.not_called if name in called)
+        calls = {module.name for each in drift for module in each.modules if module.calls}
+        return Tuned(
+            policy=policy,
+            is_within_tolerance=error <= self._tolerance,
+            tolerance=self._tolerance,
+            error=error,
+            search_error=point.error,
+            cost=point.cost,
+            cost_kind=self._kind,
+            formats=choice,
+            frontier=self._frontier(policy),
+            drift=drift,
+            evaluations=len(self._points),
+            not_called=never_called,
+            not_tried=tuple(self._not_tried(calls, of_held_out, drift)),
+            notes=(*drift.notes, *self._notes(), *worth),
+        )
+
+    def _uniform(self, name: str) -> Policy:
+        """Return the policy that runs all modules in a format, or all layers that can use it in a recipe."""
+        if name in FORMATS:
+            return Policy(compute=name)
+        return Policy(compute=self._around, modules={f"maybe:{spelled(nn.Linear)}": f"{name}?"})
+
+    def _takers(self, name: str) -> set[str]:
+        """Return the names of the modules that can use a recipe."""
+        return {decision.name for decision in decide(self._uniform(name), self._model) if decision.recipe}
+
+    def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
+        """Return each module's options with cost and effect, except modules that cost the same in all formats."""
+        of_modules: dict[str, dict[str, float]] = {}
+        for place in places:  # a batch may call modules that another one does not
+            for tap, of_formats in self._costs(self._batches[place]).items():
+                before = of_modules.get(tap.name, {})
+                of_modules[tap.name] = {each: before.get(each, 0.0) + cost for each, cost in of_formats.items()}
+        self._cost_in_fp32 = {name: of_module["float32"] for name, of_module in of_modules.items()}
+        effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
+        takers = {name: self._takers(name) for name in self._formats if name in RECIPES}
+        options = {}
+        for module, of_module in of_modules.items():
+            is_called = all(module in of_format for of_format in effects.values())
+            if is_called and len(set(of_module.values())) > 1:
+                options[module] = [
+                    Option(
+                        name, of_module[name], _square(effects[name][module].loss_shift) / drift.batches, _DIGITS[name]
+                    )
+                    for name in self._formats
+                    if module in takers.get(name, [module])
+                ]
+        if not options:
+            raise ValueError(
+                f"no module that was called has any {self._kind} to save: give another cost, or other batches"
+            )
+        return options
+
+    def _costs(self, batch: Any) -> costs.Costs:
+        """Return the cost of each module that a batch calls in each format, and in float32."""
+        names = list(dict.fromkeys([*self._formats, "float32"]))
+        with ExitStack() as stack:
+            # Bind before watching: a recipe depends on the module's own forward.
+            bound = {name: stack.enter_context(temporarily_bound(self._uniform(name), self._model)) for name in names}
+            watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
+            if self._kind == "flops":
+                flops = costs.OwnFlops()
+                with flops.counting, watch.handling(flops.call):
+                    self._loss(Policy(compute="float32"), batch)
+                return costs.of_flops(flops.counts, names)
+            precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
+            calls = self._calls(watch, batch)
+            casting = costs.casting(watch, calls, self._device, precisions)
+            takers = {name: self._takers(name) for name in names if name in RECIPES}
+            casting |= {call.tap for call in calls if any(call.tap.name in of_name for of_name in takers.values())}
+            if self._kind == "measured":
+                found = costs.measured(watch, calls, self._device, precisions)
+            else:
+                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
+                for name, counts in of_formats.items():
+                    quantized = dict.fromkeys(takers.get(name, ()), costs.bytes_of_weight(name))
+                    with watch.handling(costs.OutputBytes(counts, quantized).call):
+                        self._loss(self._uniform(name), batch)
+                found = {
+                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
+                    for tap, of_fp32 in of_formats["float32"].items()
+                }
+            return {
+                tap: of_module if tap in casting else dict.fromkeys(names, of_module["float32"])
+                for tap, of_module in found.items()
+            }
+
+    def _calls(self, watch: Watch, batch: Any) -> list[Call]:
+        """Run the reference, and return its calls."""
+        run = ReferenceRun(self._device, {})
+        with watch.handling(run.call):
+            self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+        if written := run.overwritten():
+            run = ReferenceRun(self._device, written)
+            with watch.handling(run.call):
+                self._loss(Policy(compute="float32"), batch, forgets_graph=False)
+        return list(run.calls.values())
+
+    def _worth_of_recipes(self, choice: Choice, batches: list[Any]) -> list[str]:
+        """Return notes on how fast the chosen recipes are on this machine."""
+        notes = []
+        for name in [name for name in RECIPES if name in choice.values()]:
+            layers = {layer for layer, chosen in choice.items() if chosen == name}
+            with ExitStack() as stack:
+                policies = {each: self._uniform(each) for each in (name, self._around)}
+                bound = {each: stack.enter_context(temporarily_bound(of, self._model)) for each, of in policies.items()}
+                watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
+                calls: list[Call] = []
+                for batch in batches:  # until each layer has been called
+                    missing = layers - {call.tap.name for call in calls}
+                    calls += [call for call in self._calls(watch, batch) if call.tap.name in missing] if missing else []
+                precisions = {each: Precision(self._device, of_each) for each, of_each in bound.items()}
+                seconds = costs.measured(watch, calls, self._device, precisions).values()
+            ratio = sum(of[name] for of in seconds) / sum(of[self._around] for of in seconds)
+            label = labelled(RECIPES[name], policies[name].backend, self._device)
+            time = (
+                f"a forward of its {several(len(layers), 'layer')} takes {ratio:.2g} times as long as in {self._around}"
+            )
+            worth = "is not worth it on this machine" if ratio > 1 / GAIN else "is faster on this machine"
+            notes.append(f"{label} {worth}: {time}")
+        return notes
+
+    def _policy(self, choice: Choice) -> Policy:
+        """Return a choice as a policy: the most common dtype, and rules for modules that do not inherit it."""
+        modules = Counter(choice.values())
+        dtypes = {self._around, *self._formats} - RECIPES.keys()
+        compute = max(dtypes, key=lambda name: (modules[name], -FORMATS.index(name)))
+        rules: dict[str, str] = {}
+        around: dict[str, str] = {}
+        for decision in decide(Policy(compute=compute), self._model):
+            outer = around.get(decision.name.rpartition(".")[0], compute) if decision.name else compute
+            chosen = choice.get(decision.name, outer)
+            around[decision.name] = outer if chosen in RECIPES else chosen
+            if chosen != outer:
+                rules[decision.name] = chosen
+        return Policy(compute=compute, modules=rules)
+
+    def _cost(self, choice: Choice) -> float:
+        rest = sum(cost for name, cost in self._cost_in_fp32.items() if name not in choice)
+        return (rest + sum(self._option_of[each].cost for each in choice.items())) / sum(self._cost_in_fp32.values())
+
+    def _error(self, choice: Choice, places: list[int]) -> float:
+        """Return the error of a choice on the search batches, running its policy if it has not run yet."""
+        policy = self._policy(choice)
+        if policy not in self._points:
+            self._left -= 1
+            self._progress("policies", self._total - max(self._left, 0), self._total)
+            self._note(choice, self._mean_error(policy, places))
+        return self._points[policy].error
+
+    def _note(self, choice: Choice, error: float) -> None:
+        policy = self._policy(choice)
+        self._choices[policy] = choice
+        self._points[policy] = Point(self._cost(choice), error, policy)
+
+    def _mean_error(self, policy: Policy, places: list[int]) -> float:
+        self._forwards -= len(places)
+        try:
+            pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
+        except Exception as error:  # for example in code that does not accept mixed dtypes
+            if is_out_of_memory(error):
+                raise
+            self._refusals.append(first_line(error))
+            return math.inf
+        return mean([relative_loss_error(loss, expected) for loss, expected in pairs])
+
+    def _loss(self, policy: Policy, batch: Any, forgets_graph: bool = True) -> float:
+        with temporarily_bound(policy, self._model) as bound:
+            return self._loss_in(Precision(self._device, bound), batch, forgets_graph)
+
+    def _loss_in(self, precision: Precision, batch: Any, forgets_graph: bool = True) -> float:
+        self._comparison.interrupts.let_through()
+        start = StartingPoint(self._model)
+        forgets_graph = forgets_graph and not self._runs_backwards
+        graph = forgetting_graph() if forgets_graph else nullcontext()
+        try:
+            with precision.weights(self._model), precision.region(), torch.enable_grad(), graph:
+                return float(self._objective(fresh(batch, precision.cast))[1].detach())
+        except GraphForgottenError:  # the forward computes gradients, as force-field models do
+            self._runs_backwards = True
+        finally:
+            start.restore()
+        return self._loss_in(precision, batch, False)
+
+    def _on_the_path(self, places: list[int]) -> Choice:
+        """Return the cheapest choice on the greedy path that keeps the loss, or the closest if none does."""
+        choices = path(self._options_by_name)
+        last = len(choices) - 1
+        for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
+            if self._left > 0:
+                self._error(choices[place], places)
+        kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
+        if not kept:  # module errors can cancel, so the most exact choice need not be the closest
+            return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
+        low, high = max(kept), last + 1
+        run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
+        high = min(run, default=high)
+        while high - low > 1 and self._left > 0:
+            middle = (low + high) // 2
+            if self._error(choices[middle], places) <= self._tolerance:
+                low = middle
+            else:
+                high = middle
+        return choices[low]
+
+    def _is_kept(self, choice: Choice) -> bool:
+        point = self._points.get(self._policy(choice))
+        return point is not None and point.error <= self._tolerance
+
+    def _improved(self, choice: Choice, places: list[int]) -> Choice:
+        """Return a cheaper choice that keeps the loss, if one is found before the budget is spent.
+
+        Choices that are expected to keep the loss are run first, then those that may keep it because module errors have
+        signs and can cancel.
+        """
+        if not self._is_kept(choice):
+            return choice
+        is_small = math.prod(map(len, self._options_by_name.values())) <= _MOST_CHOICES
+        for margin in (*_MARGINS, math.inf) if is_small else _MARGINS:
+            better: Choice | None = choice
+            while better is not None:
+                choice, better = better, None
+                for other in self._cheaper(choice, margin * self._tolerance):
+                    if self._left <= 0:
+                        return choice
+                    if self._error(other, places) <= self._tolerance:
+                        better = other
+                        break
+        return choice
+
+    def _cheaper(self, choice: Choice, most_error: float) -> list[Choice]:
+        """Return choices that are cheaper than `choice`, cheapest first; only similar ones if there are many.
+
+        Args:
+            choice: The choice to improve.
+            most_error: The largest expected error; choices with more are left out.
+        """
+        options = self._options_by_name
+        changes = [
+            {name: option.format}
+            for name, of_module in options.items()
+            for option in of_module
+            if option.format != choice[name] and math.isfinite(option.effect)
+        ]
+        if math.prod(map(len, options.values())) <= _MOST_CHOICES:
+            finite = [[option.format for option in of if math.isfinite(option.effect)] for of in options.values()]
+            others = [dict(zip(options, formats, strict=True)) for formats in itertools.product(*finite)]
+        else:
+            pairs = [{**a, **b} for a, b in itertools.combinations(changes, 2)] if len(changes) <= 64 else []
+            others = [{**choice, **change} for change in [*changes, *pairs]]
+        cost = self._cost(choice)
+        rated = [(self._cost(other), self._expected_error(other), place) for place, other in enumerate(others)]
+        rated = [each for each in rated if each[0] < cost * (1 - 1e-9) and each[1] <= most_error]
+        return [others[place] for _, _, place in sorted(rated)]
+
+    def _expected_error(self, choice: Choice) -> float:
+        """Return the error of a choice that the effects predict, if the errors of modules are independent."""
+        chosen = [self._option_of[name, chosen] for name, chosen in choice.items()]
+        return math.sqrt(sum(option.effect for option in chosen)) / self._mean_loss
+
+    def _repaired(self, choice: Choice, places: list[int], held_out: list[int]) -> tuple[Choice, float]:
+        """Return a choice that is within the tolerance on held-out batches, and its error there.
+
+        If the choice found is not, try the other choices that kept the loss, cheapest first, then raise modules of the
+        one with the least error. If no choice is within the tolerance, run the closest ones of the search batches on
+        the held-out batches, and return the one with the least error there. Stops when the budget is spent.
+        """
+        errors: dict[Policy, float] = {}
+
+        def error_of(policy: Policy) -> float:
+            if policy not in errors and errors and self._forwards < len(held_out):
+                return math.inf
+            if policy not in errors:
+                errors[policy] = self._mean_error(policy, held_out)
+            return errors[policy]
+
+        def nearest_run() -> Policy:
+            return min(errors, key=lambda policy: (errors[policy], self._points[policy].cost))
+
+        self._error(choice, places)
+        first = self._policy(choice)
+        kept = [each for each in self._points.values() if each.error <= self._tolerance and each.policy != first]
+        kept.sort(key=lambda each: (each.cost, each.error))
+        for policy in [first, *(point.policy for point in kept[: _HELD_OUT_RUNS - 1])]:
+            if error_of(policy) <= self._tolerance:
+                return self._choices[policy], errors[policy]
+        raised = self._raised(self._choices[nearest_run()])
+        while raised is not None and self._forwards >= len(places) + len(held_out):
+            self._error(raised, places)
+            if error_of(self._policy(raised)) <= self._tolerance:
+                return raised, errors[self._policy(raised)]
+            raised = self._raised(raised)
+        by_error = sorted(self._points.values(), key=lambda each: (each.error, each.cost))
+        for point in [*by_error[:_HELD_OUT_RUNS], *self._frontier(first).points]:
+            error_of(point.policy)
+        return self._choices[nearest_run()], errors[nearest_run()]
+
+    def _raised(self, choice: Choice) -> Choice | None:
+        """Return a choice with one module raised, where the least cost removes the most effect; None if none can be."""
+        found: list[tuple[float, str, str]] = []
+        for name, of_module in self._options_by_name.items():
+            now = self._option_of[name, choice[name]]
+            for option in of_module:
+                if (option.effect, -option.digits) < (now.effect, -now.digits):
+                    gain = now.effect - option.effect if math.isfinite(now.effect) else math.inf
+                    found.append((gain / max(option.cost - now.cost, 1e-9 * now.cost), name, option.format))
+        return {**choice, max(found)[1]: max(found)[2]} if found else None
+
+    def _frontier(self, chosen: Policy) -> Frontier:
+        points: list[Point] = []
+        for point in sorted(self._points.values(), key=lambda each: (each.cost, each.error)):
+            is_chosen = point.policy == chosen
+            if is_chosen or not points or point.error < min(each.error for each in points):
+                points.append(Point(point.cost, point.error, point.policy, is_chosen))
+        return Frontier(tuple(points))
+
+    def _notes(self) -> list[str]:
+        if not self._refusals:
+            return []
+        return [f"{several(len(self._refusals), 'policy run')} failed, the first with: {self._refusals[0]}"]
+
+    def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
+        numbers = Counter(len(of_module) for of_module in self._options_by_name.values())
+        policies = " * ".join(f"{formats}^{modules}" for formats, modules in sorted(numbers.items()))
+        left_out = [
+            f"{policies} policies, except the {len(self._points)} that were run",
+            "op rules, other formats, and other precisions of the loss function",
+        ]
+        left_out += [f"{each.name}: the model {each.problem}" for each in drift if each.problem]
+        if of_held_out:
+            left_out.append(f"formats for modules that only held-out batches call: {', '.join(of_held_out)}")
+        unknown = {module.name for each in drift for module in each.modules if module.effect is None}
+        unknown &= set(self._options_by_name)
+        if unknown:
+            left_out.append(f"lower formats for modules with an unknown effect: {', '.join(sorted(unknown))}")
+        others = len(called - set(self._options_by_name))
+        if others:
+            left_out.append(
+                f"formats for {several(others, 'module')} without {self._kind}, which use the surrounding format"
+            )
+        return left_out
+
+
+def _square(shift: float | None) -> float:
+    return math.inf if shift is None else shift * shift
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,163 @@
+"""The result of `tune`: a policy, its cost, and its error against the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from castwise._text_table import aligned
+from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
+from castwise.policy._policy import Policy
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy that was run.
+
+    Args:
+        cost: Cost relative to float32 everywhere.
+        error: Mean over the search batches of `|loss - reference loss| / |reference loss|`.
+        policy: The policy.
+        is_chosen: Whether `tune` returned this policy.
+    """
+
+    cost: float
+    error: float
+    policy: Policy
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The policies for which no other policy that was run is both cheaper and closer to the reference.
+
+    Args:
+        points: The policies, cheapest first. The chosen one is always included.
+    """
+
+    points: tuple[Point, ...]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table as text, header first."""
+        rows = [
+            (f"{point.cost:.3f}", f"{point.error:.2e}", _formats(point.policy), "chosen" if point.is_chosen else "")
+            for point in self.points
+        ]
+        return [("cost", "error", "policy", ""), *rows]
+
+    def __str__(self) -> str:
+        return aligned(self.rows(), right={0, 1})
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The cheapest policy found that keeps the loss; prints as a summary.
+
+    The search compares losses of single steps. These do not show that a long run ends where one in float32 ends.
+
+    Args:
+        policy: The policy, not bound.
+        is_within_tolerance: Whether the error on held-out batches is at most `tolerance`. If not, `policy` is the one
+            with the least error found.
+        tolerance: The requested tolerance.
+        error: Mean over the held-out batches of `|loss - reference loss| / |reference loss|`.
+        search_error: The same over the search batches.
+        cost: Cost relative to float32 everywhere.
+        cost_kind: "flops", "bytes" or "measured".
+        formats: The format of each module in the search, by module name.
+        frontier: Cost against error of the policies that were run.
+        drift: The comparison of the formats' uniform policies, from which the effects come.
+        evaluations: Number of policies that were run.
+        not_called: Modules that no batch called; they keep the default.
+        not_tried: What the search left out.
+        notes: Other remarks, such as formats that the device emulates.
+    """
+
+    policy: Policy
+    is_within_tolerance: bool
+    tolerance: float
+    error: float
+    search_error: float
+    cost: float
+    cost_kind: str
+    formats: Mapping[str, str]
+    frontier: Frontier
+    drift: Drift
+    evaluations: int
+    not_called: tuple[str, ...]
+    not_tried: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cost_in_words(self) -> str:
+        """The unit of the cost: "flops", "bytes" or "measured time"."""
+        return "measured time" if self.cost_kind == "measured" else self.cost_kind
+
+    def __str__(self) -> str:
+        verdict = "within" if self.is_within_tolerance else "not within"
+        lines = [
+            f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_in_words} of float32",
+            f"error on held-out batches: {self.error:.2e}, {verdict} the tolerance of {self.tolerance:g}",
+            *_rules(self.policy),
+            "",
+            str(self.frontier),
+        ]
+        if not self.is_within_tolerance:
+            lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
+        lines += ["", *(f"not tried: {each}" for each in self.not_tried)]
+        if self.not_called:
+            lines.append(f"never called, so left at the default: {', '.join(self.not_called)}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-serializable lists and dicts."""
+        points = [
+            {
+                "cost": point.cost,
+                "error": plain(point.error),
+                "policy": plain_policy(point.policy),
+                "is_chosen": point.is_chosen,
+            }
+            for point in self.frontier.points
+        ]
+        own = ("is_within_tolerance", "tolerance", "cost", "cost_kind", "evaluations")
+        return {
+            "policy": plain_policy(self.policy),
+            **{name: getattr(self, name) for name in own},
+            "error": plain(self.error),
+            "search_error": plain(self.search_error),
+            "formats": dict(self.formats),
+            "frontier": points,
+            "not_called": list(self.not_called),
+            "not_tried": list(self.not_tried),
+            "notes": list(self.notes),
+            "drift": self.drift.as_dict(),
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result as one HTML page with plots to `path`; see `Drift.report`."""
+        from castwise.report._drift_report import write_drift_report
+
+        return write_drift_report(self, path)
+
+
+def _rules(policy: Policy) -> list[str]:
+    """Return a line for each format with rules, listing its modules."""
+    lines = []
+    for chosen in dict.fromkeys(policy.modules.values()):
+        names = [name or "(root)" for name, each in policy.modules.items() if each == chosen]
+        more = len(names) - SHOWN_MODULES
+        rest = f", and {more:,} more: best.policy.modules" if more > 0 else ""
+        lines.append(f"in {chosen}: {', '.join(names[:SHOWN_MODULES])}{rest}")
+    return lines
+
+
+def _formats(policy: Policy) -> str:
+    rules: dict[str, int] = {}
+    for chosen in policy.modules.values():
+        rules[chosen] = rules.get(chosen, 0) + 1
+    others = ", ".join(f"{count} in {name}" for name, count in rules.items())
+    return f"{policy.compute}, {others}" if others else policy.compute
