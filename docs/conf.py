@@ -24,6 +24,7 @@ extensions = [
     "pictures",
     "prose_links",
     "results",
+    "face_data",
     "signatures",
 ]
 exclude_patterns = ["_build", "writing.md"]

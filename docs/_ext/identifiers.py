@@ -29,8 +29,9 @@ _WITH_PARTS = re.compile(r"^\.\. autoclass:: (castwise[\w.]*)\n   :inherited-mem
 OURS = [
     *("castwise.cuda", "castwise.cpu"),
     *("castwise", "castwise.amp", "castwise.amp.autocast_mode", "castwise.amp.grad_scaler"),
-    *("castwise.policies", "castwise.schedules", "castwise._installation", "castwise.monitor._sinks"),
-    *("castwise.report._verdicts", "castwise.cuda.amp", "castwise.cpu.amp"),
+    *("castwise.policies", "castwise.schedules", "castwise.monitor", "castwise.report", "castwise.diagnosis"),
+    *("castwise.comparison", "castwise.tuning", "castwise.tracing", "castwise.policy", "castwise.weights"),
+    *("castwise.master_weights", "castwise.distributed.fsdp", "castwise.cuda.amp", "castwise.cpu.amp"),
     *("castwise.cuda.amp.autocast_mode", "castwise.cuda.amp.grad_scaler", "castwise.cuda.amp.common"),
     *("castwise.cpu.amp.autocast_mode", "castwise.cpu.amp.grad_scaler"),
     "castwise.distributed.fsdp.sharded_grad_scaler",
