@@ -401,7 +401,9 @@ def test_packages_import_in_one_direction(package: str) -> None:
     for module, code in MODULES.items():
         if module.split(".")[1:2] == [package]:
             targets = {[*name.split("."), "castwise itself"][1] for name in imports(code)}
-            assert {target for target in targets if target in {"__version__", *MAY_IMPORT} or target[0] != "_"} <= allowed, module
+            assert {
+                target for target in targets if target in {"__version__", *MAY_IMPORT} or target[0] != "_"
+            } <= allowed, module
 
 
 def test_every_package_is_under_the_rule() -> None:

@@ -105,9 +105,7 @@ app.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
 )(run)
-app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(
-    trace
-)
+app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(trace)
 app.command(
     cls=_Command, epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`"
 )(tune)

@@ -11,6 +11,8 @@ from typing import Any
 
 from castwise.monitor._curves import norm_of_sample, of_step
 
+__all__ = ["MLflow"]
+
 # Numbers are sent at this interval, or earlier if a request is full.
 _SECONDS_BETWEEN_REQUESTS = 10.0
 _REFUSED = re.compile(r"[^0-9A-Za-z_. -]")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.monitor._curves import Histogram, exponents, norm_of_sample, of_sample, of_step
 
+__all__ = ["WandB"]
+
 if TYPE_CHECKING:
     import wandb
 
