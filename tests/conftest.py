@@ -38,7 +38,7 @@ _TOGETHER = (
     "tests/distributed/test_policy_fsdp.py",
     "tests/integrations/test_lightning_ranks.py",
     "tests/monitor/test_exchange.py",
-    "tests/report/test_drift_report.py",
+    "tests/comparison/test_drift_report.py",
     "tests/report/test_report_browser.py",
 )
 _OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")

@@ -323,8 +323,8 @@ def test_a_name_that_no_package_has_is_an_attribute_error() -> None:
         assert not hasattr(package, "_nothing")
 
 
-def imports(code: str) -> set[str]:
-    """The names that code imports from castwise, wherever it does; not those that only type checkers look at."""
+def imports(code: str, for_types: bool = False) -> set[str]:
+    """The names that code imports from castwise, wherever it does; those that only type checkers look at on demand."""
     found, to_visit = set(), [ast.parse(code)]
     while to_visit:
         node: ast.AST = to_visit.pop()
@@ -333,7 +333,7 @@ def imports(code: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        elif for_types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             to_visit += ast.iter_child_nodes(node)
     return {name for name in found if name.split(".")[0] == "castwise"}
 
@@ -363,10 +363,10 @@ def find_cycle(imported: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (visit(name, []) for name in sorted(imported))), [])
 
 
-def imported_modules(module: str) -> set[str]:
+def imported_modules(module: str, for_types: bool = False) -> set[str]:
     """The modules that a module names; of `from castwise.amp import x` that is `castwise.amp.x` if there is one."""
     found = set()
-    for name in imports(MODULES[module]):
+    for name in imports(MODULES[module], for_types):
         while name not in MODULES:
             name = name.rpartition(".")[0]
         found.add(name)
@@ -381,11 +381,27 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert find_cycle({module: imported_modules(module) for module in MODULES}) == []
 
 
-def test_no_package_imports_itself_by_way_of_others() -> None:
+def imported_packages() -> dict[str, set[str]]:
+    """The packages that a package names, also for type checkers. All may name the face of castwise itself."""
     packages: dict[str, set[str]] = {}
     for module in MODULES:
-        packages.setdefault(package_of(module), set()).update(map(package_of, imported_modules(module)))
-    assert find_cycle({package: others - {package} for package, others in packages.items()}) == []
+        packages.setdefault(package_of(module), set()).update(map(package_of, imported_modules(module, for_types=True)))
+    return {name: others - {name, "castwise"} for name, others in packages.items() if name != "castwise"}
+
+
+def test_no_package_imports_itself_by_way_of_others() -> None:
+    assert find_cycle(imported_packages()) == []
+
+
+def test_packages_have_at_most_twelve_levels() -> None:
+    packages = imported_packages()
+
+    def level(name: str) -> int:
+        return 1 + max(map(level, packages[name]), default=0)
+
+    levels = {name: level(name) for name in packages if name != "castwise.__main__"}
+    assert levels["castwise.amp"] <= 3
+    assert max(levels.values()) <= 12
 
 
 def test_the_test_of_cycles_can_fail() -> None:

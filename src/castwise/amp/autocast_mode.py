@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import (
@@ -51,23 +51,52 @@ from castwise.amp._devices import can_autocast_to, has_autocast, is_autocast_ava
 from castwise.amp._observers import OBSERVERS
 from castwise.amp._thread_state import THREAD
 
-if TYPE_CHECKING:
-    from castwise.policy._bound_policy import BoundPolicy
-    from castwise.weights._weight_cache import WeightCache
-
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Extension(Protocol):
-    """A feature of a region that torch's does not have: a bound policy or a weight cache."""
+    """A feature of a region that torch's does not have."""
 
     def enter(self, region: autocast) -> Any:
         """Begin in the thread that enters the region, once its switches are set; return the token for `leave`."""
 
     def leave(self, token: Any) -> None:
         """End, before the switches are restored. Must not raise."""
+
+
+class WeightCacheLike(Extension, Protocol):
+    """What a region needs of a `castwise.WeightCache`."""
+
+    def invalidate(self) -> None:
+        """Forget all casts."""
+
+
+class BoundPolicyLike(Extension, Protocol):
+    """What a region needs of a `castwise.policy.BoundPolicy`."""
+
+    @property
+    def policy(self) -> Any:
+        """The policy, which names the dtype it computes in as `compute`."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that the region casts to; None if only rules cast."""
+
+    @property
+    def low_precisions(self) -> Collection[torch.dtype]:
+        """All dtypes below fp32 that it casts to."""
+
+    @property
+    def recipes(self) -> Collection[Any]:
+        """The recipes of its modules."""
+
+    def check_is_bound(self) -> None:
+        """Raise RuntimeError if it has been unbound."""
+
+    def cast_output(self, value: Any, device: str) -> Any:
+        """Cast what a decorated function returns."""
 
 
 class _Entry:
@@ -84,7 +113,7 @@ class _Entry:
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     """Wrap `func` so that each of its calls runs inside the region `autocast_instance`."""
 
-    policy: BoundPolicy | None = getattr(autocast_instance, "_policy", None)
+    policy: BoundPolicyLike | None = getattr(autocast_instance, "_policy", None)
 
     @functools.wraps(func)
     def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +163,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         torch.bfloat16
     """
 
-    _policy: BoundPolicy | None = None
+    _policy: BoundPolicyLike | None = None
     _extensions: tuple[Extension, ...] = ()
 
     @only_inlined
@@ -145,8 +174,8 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        weight_cache: WeightCache | None = None,
-        policy: BoundPolicy | None = None,
+        weight_cache: WeightCacheLike | None = None,
+        policy: BoundPolicyLike | None = None,
     ) -> None:
         if not isinstance(device_type, str):
             raise _no_device_type(device_type)
@@ -172,14 +201,15 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if policy is not None or weight_cache is not None:
             self._extend(policy, weight_cache)
         if device_type == "cpu" and (self._enabled or self._policy is not None):
-            for low in (self.fast_dtype,) if self._policy is None else self._policy.low_precisions:
+            lows: Collection[torch.dtype] = (self.fast_dtype,) if self._policy is None else self._policy.low_precisions
+            for low in lows:
                 # Dynamo would guard on the set of past warnings, and recompile after each warning.
                 if is_dynamo_compiling() or low not in emulation.SETTLED:
                     emulation.warn_if_emulated(low)
         self._entries: dict[int, _Entry] = {}  # by thread
 
     @only_inlined
-    def _extend(self, policy: BoundPolicy | None, weight_cache: WeightCache | None) -> None:
+    def _extend(self, policy: BoundPolicyLike | None, weight_cache: WeightCacheLike | None) -> None:
         """Give an enabled region a policy and a weight cache, before it is entered."""
         if not self._enabled:
             return
@@ -348,7 +378,7 @@ def _exit_autocast(mode: Any) -> Any:
     return None
 
 
-def _dtype_of(policy: BoundPolicy, dtype: torch.dtype | None) -> torch.dtype | None:
+def _dtype_of(policy: BoundPolicyLike, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that a policy's region casts to; None if only the policy's rules cast."""
     if not hasattr(policy, "low_precisions"):
         hint = ": write policy=policy.bind(model)" if hasattr(policy, "bind") else ""

@@ -254,7 +254,7 @@ class Drift:
             ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
             OSError: The page cannot be written.
         """
-        from castwise.report._drift_report import write_drift_report
+        from castwise.comparison._drift_report import write_drift_report
 
         return write_drift_report(self, path)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from castwise._number_text import several
 from castwise._text_table import aligned
 from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
 from castwise.policy._policy import Policy
@@ -139,9 +141,19 @@ class Tuned:
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the result as one HTML page with plots to `path`; see `Drift.report`."""
-        from castwise.report._drift_report import write_drift_report
+        from castwise.comparison._drift_report import write_drift_report
 
-        return write_drift_report(self, path)
+        points = [point for point in self.frontier.points if math.isfinite(point.error)]
+        frontier = {
+            "cost": [point.cost for point in points],
+            "error": [point.error for point in points],
+            "captions": [several(len(point.policy.modules), "rule") for point in points],
+            "compute": [point.policy.compute for point in points],
+            "chosen": [point.is_chosen for point in points],
+            "tolerance": self.tolerance,
+            "kind": self.cost_in_words,
+        }
+        return write_drift_report(self.drift, path, self, frontier)
 
 
 def _rules(policy: Policy) -> list[str]:

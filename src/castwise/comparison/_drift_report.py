@@ -1,30 +1,37 @@
-"""`write_drift_report`: write results of `compare` or `tune` as one self-contained HTML file, built like `report`."""
+"""`write_drift_report`: write results of `compare` or `tune` as one self-contained HTML file, built like a run's."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise import _files
-from castwise._number_text import percent, several
+from castwise._number_text import percent
 from castwise.report import _html_report as report
 
 if TYPE_CHECKING:
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift
     from castwise.comparison._errors import Errors
-    from castwise.tuning._tuned import Tuned
 
 # Number of rows drawn at first: those with the largest effects.
 AT_FIRST = 40
 
 
-def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Path:
-    """Write one HTML page about a result of `compare` or `tune` (`found`) to `path`; see `Drift.report`."""
-    tuned: Any = found if hasattr(found, "frontier") else None
-    drift: Any = found if tuned is None else tuned.drift
+def write_drift_report(
+    drift: Drift, path: str | os.PathLike[str], tuned: Any = None, frontier: Mapping[str, Any] | None = None
+) -> Path:
+    """Write one HTML page about a comparison to `path`; see `Drift.report`.
+
+    Args:
+        drift: The comparison.
+        path: The page.
+        tuned: The `castwise.tuning.Tuned` that the comparison is part of.
+        frontier: What to draw of its policies, as lists of the same length.
+    """
     environment, plotly_js = report._environment(), report._plotly_js()
     script = report._template("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
@@ -32,7 +39,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
         drift=drift,
         tuned=tuned,
         not_tried=() if tuned is None else tuned.not_tried,
-        not_called=found.not_called,
+        not_called=(drift if tuned is None else tuned).not_called,
         summary=drift.summary_rows(),
         policies=[
             {"name": each.name, "failure": each.failure, "rows": [_row(module) for module in each.modules]}
@@ -40,7 +47,7 @@ def write_drift_report(found: Drift | Tuned, path: str | os.PathLike[str]) -> Pa
         ],
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
-        figures=report._packed({"bars": {each.name: _bars(each) for each in shown}, "frontier": _frontier(tuned)}),
+        figures=report._packed({"bars": {each.name: _bars(each) for each in shown}, "frontier": frontier}),
         css=report._template("report.css"),
         dark=report._template("dark.css"),
         plotly_js=plotly_js,
@@ -93,21 +100,6 @@ def _row(module: ModuleDrift) -> dict[str, Any]:
             for value in (module.effect, *(None if each is None else each.relative_rms for each in errors))
         ],
         "problem": module.problem,
-    }
-
-
-def _frontier(tuned: Tuned | None) -> dict[str, Any] | None:
-    if tuned is None:
-        return None
-    points = [point for point in tuned.frontier.points if math.isfinite(point.error)]
-    return {
-        "cost": [point.cost for point in points],
-        "error": [point.error for point in points],
-        "captions": [several(len(point.policy.modules), "rule") for point in points],
-        "compute": [point.policy.compute for point in points],
-        "chosen": [point.is_chosen for point in points],
-        "tolerance": tuned.tolerance,
-        "kind": tuned.cost_in_words,
     }
 
 
