@@ -31,7 +31,10 @@ exclude_patterns = ["_build", "writing.md"]
 nitpicky = True
 smartquotes_action = "D"  # only the dashes between a parameter and its text, not quotes
 # Names that exist only for type checkers, and generic types given as text.
-nitpick_ignore_regex = [("py:class", r"nn\..*|Ranks|WeightCacheLike|BoundPolicyLike|MixedPrecisionPolicy|(dict|list|collections\.abc\.Mapping)\[.*")]
+nitpick_ignore_regex = [
+    ("py:class", r"nn\..*|Ranks|WeightCacheLike|BoundPolicyLike|MixedPrecisionPolicy"),
+    ("py:class", r"(dict|list|collections\.abc\.Mapping)\[.*"),
+]
 
 html_theme = "furo"
 html_title = f"castwise {release}"

@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+import traceback
 import typing
 import warnings
 from pathlib import Path
@@ -594,3 +595,8 @@ def test_torchs_mixed_precision_runs_only_as_a_rival() -> None:
 def test_the_test_of_rivals_can_fail(code: str) -> None:
     assert classes_of_torch_that_run(code)
     assert not classes_of_torch_that_run("isinstance(x, torch.autocast); castwise.autocast('cpu')")
+
+
+@pytest.mark.parametrize("cls", [castwise.MixedPrecisionMistake, castwise.ScaleExhausted])
+def test_a_traceback_names_an_exception_as_users_do(cls: type[BaseException]) -> None:
+    assert traceback.format_exception_only(cls, cls.__new__(cls))[0].startswith(f"castwise.{cls.__name__}")

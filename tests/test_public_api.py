@@ -54,7 +54,7 @@ def signature(found: Any) -> str:
 def members(cls: type, listed: Mapping[int, str]) -> Iterator[str]:
     """The public members that castwise defines in a class, or in base classes that are not listed themselves."""
     bases = [
-        base for base in reversed(cls.__mro__) if base.__module__.startswith("castwise.") and id(base) not in listed
+        base for base in reversed(cls.__mro__) if base.__module__.split(".")[0] == "castwise" and id(base) not in listed
     ]
     defined = {name: value for base in [*bases, cls] for name, value in vars(base).items() if name[0] != "_"}
     for name, value in sorted(defined.items()):

@@ -45,6 +45,8 @@ Subscriber = Callable[[Mistake], object]
 class MixedPrecisionMistake(UserWarning):
     """A mixed-precision mistake in a training script."""
 
+    __module__ = "castwise"  # where users find it, as a traceback shows it
+
 
 def _to_finders(event: str) -> Any:
     """Return a method of `Watch` that passes an event on to the finders."""

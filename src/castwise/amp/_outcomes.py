@@ -97,6 +97,8 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as S
         step: The last skipped step.
     """
 
+    __module__ = "castwise"  # where users find it, as a traceback shows it
+
     def __init__(self, message: str, step: StepFacts) -> None:
         RuntimeError.__init__(self, message, step)
         self.step = step
