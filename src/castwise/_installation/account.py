@@ -24,6 +24,7 @@ from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_dynamo_active
 from castwise._warnings import warn_or_print
+from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_of
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.amp._outcomes import Cause, StepFacts
@@ -320,8 +321,8 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
     for value in gc.get_objects():
         if not issubclass(type(value), torch.optim.Optimizer):
             continue
-        if hasattr(type(value), "_steps_in_fp32") and getattr(value, "inner", None) is not None:
-            inner.add(id(value.inner))
+        if steps_in_fp32(type(value)):  # the object may not be finished
+            inner.add(id(getattr(value, "inner", None)))
         elif "param_groups" not in vars(value):
             continue
         if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):

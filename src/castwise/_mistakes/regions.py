@@ -9,6 +9,7 @@ import torch
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise._torch_private import graph_nodes_made
+from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_of
 
 
@@ -62,8 +63,7 @@ class Regions(Finder):
             self._look_for_half(optimizer, params_of(optimizer))
 
     def _look_for_half(self, optimizer: torch.optim.Optimizer, trained: list[torch.Tensor]) -> None:
-        steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)  # `MasterWeights` does, and unscales in fp32
-        if not steps_in_fp32 and any(param.dtype is torch.float16 for param in trained):
+        if not steps_in_fp32(optimizer) and any(param.dtype is torch.float16 for param in trained):
             self.watch.report(
                 "half-with-autocast",
                 "weights of the model are fp16, as after model.half(), and autocast is enabled: autocast expects fp32 "

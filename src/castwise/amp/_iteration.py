@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from castwise.amp import _torch_words as torch_words
 from castwise.amp._after_step import LastStep
+from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_and_grads, params_of, versions_of
 from castwise.amp._shared_params import SharedParams
 
@@ -33,8 +34,7 @@ class OptimizerInfo:
         self.last_step: LastStep | None = None
         # Before there was `grad_scale`, optimizers took the scaler itself as an argument of `step`.
         self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        # `MasterWeights` converts 16-bit gradients to fp32 before it unscales them, and can multiply instead of divide.
-        self.steps_in_fp32 = bool(getattr(optimizer, "_steps_in_fp32", False))
+        self.steps_in_fp32 = steps_in_fp32(optimizer)
 
 
 class KnownOptimizers:

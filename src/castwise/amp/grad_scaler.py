@@ -39,6 +39,7 @@ from castwise.amp._agreement import Agreement, Ranks
 from castwise.amp._checks import check_scale
 from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp._devices import amp_definitely_not_available, device_type, is_capturing
+from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import Gradients, Group, collect, params_and_grads, params_of
 from castwise.amp._iteration import (
     Clipped,
@@ -536,10 +537,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm, norm_type = measure.check_bound("max_norm", max_norm), measure.check_norm_type(norm_type)
         if not self._enabled:
-            if getattr(optimizer, "_steps_in_fp32", False):
-                clipping: Any = optimizer
-                norm_in_fp32: torch.Tensor = clipping.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-                return norm_in_fp32
+            if steps_in_fp32(optimizer):
+                return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
             return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for observer in OBSERVERS:

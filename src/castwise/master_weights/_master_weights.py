@@ -137,7 +137,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # scalers leave unscaling to `step`, which does it in fp32
-    _steps_in_fp32 = True  # castwise's scaler measures gradients in fp32, and sets `grad_factor`
+    _steps_in_fp32 = True  # the protocol `amp._fp32_steps.StepsInFP32`
 
     def __init__(
         self,
