@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any, NamedTuple
 
-PACKAGES = ("monitor", "mistakes", "tracing", "installation", "diagnosis.recording")
+PACKAGES = ("monitor", "_mistakes", "tracing", "_installation", "diagnosis._recording")
 FIRST_CALLS = (1, 3)
 
 # The functions whose first statement no guard can be around: those that run the script's own call or are the guarded

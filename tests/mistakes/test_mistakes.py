@@ -62,7 +62,7 @@ def test_there_are_scripts_enough() -> None:
 
 def test_every_kind_has_a_script() -> None:
     said = set()
-    for file in (Path(castwise.__file__).parent / "mistakes").glob("*.py"):
+    for file in (Path(castwise.__file__).parent / "_mistakes").glob("*.py"):
         said.update(re.findall(r'self\.watch\.report\(\s*"([a-z0-9-]+)"', file.read_text()))
     assert said == {name for script in MISTAKES for name, _ in wrong_lines(script)}
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "run.md").read_text()
