@@ -21,7 +21,7 @@ OF_RANKS = {("amp/_agreement.py", "all_gather_object")}
 IN_MEMORY = {("comparison/_kept_values.py", "pickle")}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # What the user names on the command line to be run.
-ALLOWED = {(f"_cli/{file}", call) for file in ("script.py", "traced_model.py") for call in ("compile", "exec")}
+ALLOWED = {(f"_cli/{file}", call) for file in ("program.py", "traced_model.py") for call in ("compile", "exec")}
 
 
 def what_may_run_code(code: str) -> set[str]:

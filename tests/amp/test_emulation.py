@@ -65,7 +65,7 @@ def test_this_cpu_is_seen_as_linux_sees_it() -> None:
 CASES = """
 import json, sys, threading, warnings
 import torch, castwise
-from castwise.amp import emulation
+from castwise.amp import _emulation as emulation
 
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 fp32_but_one = castwise.Policy("float32", modules={"1": "float16"}).bind(model)

@@ -25,6 +25,35 @@ from castwise.monitor._record_file import FILE_NAME
 GROUP: Any = typer.main.get_command(app)
 
 
+LIGHT = """
+import sys
+from castwise.__main__ import main
+sys.argv = ["castwise", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as exit_:
+    print(exit_.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 0),
+        (["--help"], 0),
+        (["--wrong"], 2),
+        (["run", "missing.py"], 2),
+        (["run", "python", "train.py"], 2),
+        (["run", "--wrong", "train.py"], 2),
+        (["run", "-m", "no_such_module"], 2),
+        (["report", "missing"], 2),
+    ],
+)
+def test_what_needs_no_torch_answers_without_it(arguments: list[str], code: int) -> None:
+    run = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == [f"{code} False"], run.stderr
+
+
 def run_python(*arguments: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=True, env=os.environ | environment

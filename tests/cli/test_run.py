@@ -25,7 +25,7 @@ import castwise
 from castwise import Policy, schedules
 from castwise._cli import app
 from castwise._cli.policy_options import read_schedule
-from castwise._cli.script import Script
+from castwise._cli.program import Program
 from castwise.monitor._run_files import run_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -363,7 +363,7 @@ def test_a_package_is_not_imported_before_castwise_is_installed(
     (tmp_path / "of_a_script" / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    Script("of_a_script.train", [], is_module=True)
+    Program("of_a_script.train", [], is_module=True)
     assert "of_a_script" not in sys.modules
 
 
@@ -409,6 +409,10 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["python", "-u", "train.py", "--lr", "3"],
+            "leave out python, because castwise runs the script itself: castwise run train.py --lr 3",
+        ),
         (["missing.py"], "cannot read missing.py: No such file or directory; give the path of a script, or -m"),
         (
             ["--lr", "3", "broken.py"],
@@ -422,18 +426,18 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["--on-skip", "z", "broken.py"], ": --on-skip must be one of 'first', 'diagnose', 'nothing', got 'z'"),
         (["--fail-on", "z", "broken.py"], ": --fail-on must be one of 'mistake', 'warning', 'critical', got 'z'"),
         (["broken.py"], "broken.py is not a Python script: "),
-        (["--schedule", "Dinamic", "broken.py"], "--schedule must be one of 'Dynamic', "),
-        (["--schedule", "Dynamic(init_scale=-1.0)", "broken.py"], "init_scale must be "),
-        (["--schedule", "Static(9**9**9**9)", "broken.py"], "base and exponent of a power must be <= 1024"),
-        (["--schedule", "Static(1024.0**1024)", "broken.py"], "finite real number, got 1024.0 ** 1024"),
-        (["--schedule", "Static(0.0**-1)", "broken.py"], "finite real number, got 0.0 ** "),
-        (["--schedule", "Static((-2)**0.5)", "broken.py"], "finite real number, got (-2) ** 0.5"),
-        (["--schedule", "Static(2**'a')", "broken.py"], "base and exponent of a power must be numbers, got 2 ** 'a'"),
-        (["--schedule", "Static(2.0**abs(3))", "broken.py"], "malformed node or string"),
+        (["--schedule", "Dinamic", "fine.py"], "--schedule must be one of 'Dynamic', "),
+        (["--schedule", "Dynamic(init_scale=-1.0)", "fine.py"], "init_scale must be "),
+        (["--schedule", "Static(9**9**9**9)", "fine.py"], "base and exponent of a power must be <= 1024"),
+        (["--schedule", "Static(1024.0**1024)", "fine.py"], "finite real number, got 1024.0 ** 1024"),
+        (["--schedule", "Static(0.0**-1)", "fine.py"], "finite real number, got 0.0 ** "),
+        (["--schedule", "Static((-2)**0.5)", "fine.py"], "finite real number, got (-2) ** 0.5"),
+        (["--schedule", "Static(2**'a')", "fine.py"], "base and exponent of a power must be numbers, got 2 ** 'a'"),
+        (["--schedule", "Static(2.0**abs(3))", "fine.py"], "malformed node or string"),
         (["--out", "broken.py", "broken.py"], "--out must be a folder, but broken.py is a file"),
-        (["--policy", "castwise.Policy()", "broken.py"], "Policy(...).to_file('policy.toml') writes such a file"),
+        (["--policy", "castwise.Policy()", "fine.py"], "Policy(...).to_file('policy.toml') writes such a file"),
         (
-            ["--policy", "missing.toml", "broken.py"],
+            ["--policy", "missing.toml", "fine.py"],
             "cannot read missing.toml: No such file or directory; check the path, or use one of 'bf16', ",
         ),
     ],
@@ -443,6 +447,7 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "fine.py").touch()
     (tmp_path / "broken.py").write_text("def")
     run = CliRunner().invoke(app, ["run", *arguments])
     assert run.exit_code == 2

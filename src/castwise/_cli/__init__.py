@@ -35,8 +35,6 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
     try:
         yield
     except _USAGE_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
-            raise
         called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
         command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
         message = " ".join(error.format_message().split()).rstrip(".")
@@ -90,7 +88,6 @@ app = typer.Typer(
     cls=_Commands,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    no_args_is_help=True,
     epilog=_EXIT_CODES,
 )
 app.command(
@@ -117,7 +114,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
     version: Annotated[
@@ -125,6 +122,9 @@ def main(
     ] = False,
 ) -> None:
     """A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit()
     if context.invoked_subcommand == "run":  # the streams are the script's
         return
     for stream in (sys.stdout, sys.stderr):

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
+from castwise._cli.program import Program
 from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
 
@@ -78,9 +79,6 @@ def run(
     Put options of castwise before SCRIPT and options of the script after it. Output, traceback and exit code are the
     script's; castwise prints to standard error.
     """
-    from castwise._cli.policy_options import read_policy, read_schedule
-    from castwise._cli.script import Ending, Script
-
     try:
         _check_script(script, context)
         if every < 1:
@@ -88,17 +86,21 @@ def run(
         _check_name("--on-skip", on_skip, DIAGNOSES)
         for level in fail_on or ():
             _check_name("--fail-on", level, LEVELS)
-        wanted = None if policy is None else read_policy(policy)
-        moved_by = None if schedule is None else read_schedule(schedule)
         source = context.get_parameter_source("out")
         if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
             _check_folder(out)
-        program = Script(script, arguments or [], is_module=module)
+        program = Program(script, arguments or [], is_module=module)  # without torch, which takes seconds to load
+        from castwise._cli.policy_options import read_policy, read_schedule
+
+        wanted = None if policy is None else read_policy(policy)
+        moved_by = None if schedule is None else read_schedule(schedule)
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
+    from castwise._cli.script import Ending, Script
+
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    chosen.append(lambda: program.run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
+    chosen.append(lambda: Script(program).run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
 
 
 def _check_folder(out: Path) -> None:

@@ -1,17 +1,13 @@
-"""Run a script as Python itself would, and report when it ends."""
+"""Run a script with castwise in torch's place, and report when it ends."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
-import runpy
 import signal
 import sys
-import types
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -19,12 +15,12 @@ from typing import NamedTuple
 import castwise
 import castwise._installation
 from castwise._cli.model_errors import is_ours
+from castwise._cli.program import Program
 from castwise._cli.termination import Termination
 from castwise._installation.account import Account
 from castwise._installation.settings import Settings
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
-from castwise._user_error import UserError
 from castwise.amp._schedules import Schedule
 from castwise.monitor._ranks import rank_now
 from castwise.policy._policy import Policy
@@ -44,36 +40,11 @@ class Ending(NamedTuple):
 
 
 class Script:
-    """A script and its arguments.
+    """A program, run with castwise in torch's place."""
 
-    Args:
-        name: A file, or the name of a module.
-        arguments: The script's arguments.
-        is_module: Whether `name` is a module.
-
-    Raises:
-        UserError: There is no such file or module, or the file is not a Python script.
-    """
-
-    def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
-        self.name, self.arguments, self.is_module = name, arguments, is_module
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self._is_interrupted = self._has_failed = False
-        if is_module:
-            sys.path[0] = os.getcwd()
-            _check_module(name)
-            return
-        path = Path(name)
-        try:
-            if path.is_dir() and (path / "__main__.py").is_file():
-                path = path / "__main__.py"
-            self._path = path.absolute()  # as tracebacks show it without castwise
-            self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot read {path}: {error.strerror}; give the path of a script, or -m and the name of a module"
-            ) from None
-        except (SyntaxError, ValueError) as error:
-            raise UserError(f"{path} is not a Python script: {error}") from None
 
     def run(
         self,
@@ -100,14 +71,15 @@ class Script:
             self._finish, out, os.getpid(), ending, account, settings
         )  # registered before the script's own handlers, so it runs after them
         self._termination.watch()
-        sys.argv = [self.name, *self.arguments]
         sys.excepthook = sys.__excepthook__  # typer replaced it
         try:
-            self._execute()
+            self.program.execute()
         except SystemExit as exit_:
             self._has_failed = exit_.code not in (None, 0)
             raise
-        except BaseException:
+        except BaseException as error:
+            # Python ends after Ctrl-C in a script by the signal, but not in a module.
+            self._is_interrupted = isinstance(error, KeyboardInterrupt) and not self.program.is_module
             self._has_failed = True
             _hide_own_frames()
             raise
@@ -116,23 +88,6 @@ class Script:
         if rank_now() == 0:  # all ranks run the same script
             print(f"castwise: {mistake}", file=sys.stderr)
 
-    def _execute(self) -> None:
-        if self.is_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            return
-        sys.path[0] = str(self._path.parent)
-        main = types.ModuleType("__main__")
-        loader = SourceFileLoader("__main__", str(self._path))
-        main.__dict__.update(
-            __file__=str(self._path), __builtins__=__builtins__, __cached__=None, __loader__=loader, __annotations__={}
-        )
-        sys.modules["__main__"] = main
-        try:
-            exec(self._code, main.__dict__)
-        except KeyboardInterrupt:
-            self._is_interrupted = True
-            raise
-
     def _finish(self, out: Path, pid: int, ending: Ending, account: Account, settings: Settings) -> None:
         """Write the report and print the summary."""
         if os.getpid() != pid:
@@ -140,7 +95,7 @@ class Script:
         with self._termination.ending():
             self._end(out, ending, account, settings)
         if self._is_interrupted and sys.platform != "win32":
-            # Python does this after Ctrl-C in a script, but not in a module, and castwise may run as a module.
+            # As Python does, which here runs castwise and not the script, perhaps as a module.
             sys.stdout.flush()
             sys.stderr.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -199,19 +154,6 @@ def _without_records(run: Path | None, seen: str) -> str:
     if run is not None:
         text += f"; forked workers left records: run castwise report {run}"
     return text
-
-
-def _check_module(name: str) -> None:
-    """Raise UserError if there is no such package; looking inside it would already run it."""
-    package = name.partition(".")[0]
-    try:
-        found = find_spec(package)
-    except (ImportError, ValueError, OSError):
-        found = None
-    if found is None:
-        raise UserError(
-            f"there is no module {package!r}: check its name; it must be installed or in the current folder"
-        )
 
 
 def _hide_own_frames() -> None:
