@@ -14,7 +14,7 @@ def unwrapped(optimizer: Any) -> Any:
     inner, passed = optimizer, [optimizer]
     while not _runs_hooks(inner) and getattr(inner, "optimizer", None) is not None:
         inner = inner.optimizer
-        if any(inner is each for each in passed):
+        if any(inner is wrapper for wrapper in passed):
             return optimizer
         passed.append(inner)
     return inner

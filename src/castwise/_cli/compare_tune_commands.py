@@ -94,11 +94,11 @@ def compare(
         _check_name("--vary", vary, VARIATIONS)
         net, batches, loss = find_task(model)
         names = _names(policy or ["bf16"])
-        policies = {name: read_policy(spelled) for name, spelled in names.items()}
+        policies = {name: read_policy(text) for name, text in names.items()}
         against = _read_reference(reference)
-        for name, each in policies.items():
+        for name, policy_of_name in policies.items():
             try:
-                each.bind(net).unbind()
+                policy_of_name.bind(net).unbind()
             except ValueError as error:
                 raise UserError(naming(name, error)) from None
         comparison = _checked(lambda: Comparison(net, loss, None, against, gradients, vary), net, batches)
@@ -157,8 +157,8 @@ def tune(
         _check_output(output, "a policy", is_policy)
         _check_page(page)
         _check_name("--cost", cost, COSTS)
-        for each in formats or ():
-            _check_name("--format", each, (*FORMATS, *RECIPES))
+        for name in formats or ():
+            _check_name("--format", name, (*FORMATS, *RECIPES))
         net, batches, loss = find_task(model)
         search = _checked(lambda: Search(net, loss, None, formats or list(FORMATS), tolerance, cost), net, batches, 2)
         with progress_bar() as progress:
@@ -201,10 +201,10 @@ def _checked(make: Callable[[], Any], net: Any, batches: Any, least: int = 1) ->
 
     try:
         made = make()
-        found = Objective(net, lambda outputs, targets: outputs, None).check(batches)
+        checked = Objective(net, lambda outputs, targets: outputs, None).check(batches)
     except (TypeError, ValueError) as error:
         raise UserError(_as_typed(error)) from None
-    if len(found) < least:
+    if len(checked) < least:
         raise UserError("the factory must return at least two batches because every second one is held out, got one")
     return made
 
@@ -230,23 +230,22 @@ def _is_ours(error: Exception) -> bool:
 def _names(policies: list[str]) -> dict[str, str]:
     """Return policies as given by name; a file is named by its stem if that is unique."""
     policies = list(dict.fromkeys(policies))
-    stems = [spelled if spelled in POLICIES else Path(spelled).stem for spelled in policies]
+    stems = [text if text in POLICIES else Path(text).stem for text in policies]
     pairs = zip(stems, policies, strict=True)
-    return {stem if stems.count(stem) == 1 else spelled: spelled for stem, spelled in pairs}
+    return {stem if stems.count(stem) == 1 else text: text for stem, text in pairs}
 
 
-def _read_reference(spelled: str) -> Any:
+def _read_reference(text: str) -> Any:
     from castwise._cli.policy_options import read_policy
 
-    if spelled in REFERENCES:
-        return spelled
-    if spelled not in POLICIES and Path(spelled).suffix not in {".toml", ".json"}:
+    if text in REFERENCES:
+        return text
+    if text not in POLICIES and Path(text).suffix not in {".toml", ".json"}:
         known = (*REFERENCES, *POLICIES)
         raise UserError(
-            f"--reference must be one of {listed(known)}, or a .toml or .json file, got {spelled!r}"
-            f"{nearest(spelled, known)}"
+            f"--reference must be one of {listed(known)}, or a .toml or .json file, got {text!r}{nearest(text, known)}"
         )
-    return read_policy(spelled)
+    return read_policy(text)
 
 
 def _check_page(page: Path | None) -> None:
@@ -297,11 +296,11 @@ def _print(drift: Drift) -> None:
     console.print(drift.headline())
     summary = drift.summary_rows()
     _print_table(console, summary, set(range(1, len(summary[0]))))
-    for each in drift:
-        if each.problem:  # the notes report it
+    for policy_drift in drift:
+        if policy_drift.problem:  # the notes report it
             continue
-        rows = each.rows(drift.noise)
-        console.print(f"{each.name}: modules by effect on the loss")
+        rows = policy_drift.rows(drift.noise)
+        console.print(f"{policy_drift.name}: modules by effect on the loss")
         _print_table(console, rows[: SHOWN_MODULES + 1], MODULE_NUMBERS)
         if len(rows) - 1 > SHOWN_MODULES:
             console.print(f"and {len(rows) - 1 - SHOWN_MODULES:,} more modules (--json lists all)")
@@ -313,8 +312,8 @@ def _print(drift: Drift) -> None:
 
 def _print_table(console: Any, rows: list[tuple[str, ...]], right: set[int]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if place in right else "left", overflow="fold")
+    for number, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     console.print(table)

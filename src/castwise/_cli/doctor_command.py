@@ -27,25 +27,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     from castwise._doctor.checkup import examine
 
     with progress_bar() as progress:
-        found = examine(progress)
+        checkup = examine(progress)
     if as_json:
-        typer.echo(json.dumps({"castwise": castwise.__version__, **found.as_dict()}, indent=2))
+        typer.echo(json.dumps({"castwise": castwise.__version__, **checkup.as_dict()}, indent=2))
     else:
-        _print(found)
+        _print(checkup)
 
 
-def _print(found: Checkup) -> None:
+def _print(checkup: Checkup) -> None:
     console = new_console(width=120)
-    versions = f"castwise {castwise.__version__}, torch {found.torch}, Python {found.python}, {found.platform}"
+    versions = f"castwise {castwise.__version__}, torch {checkup.torch}, Python {checkup.python}, {checkup.platform}"
     console.print(versions)
-    for device in found.as_dict()["devices"]:
+    for device in checkup.as_dict()["devices"]:
         console.rule(Text(f"{device['device']}: {device['name']}"))
         console.print(Text("; ".join(_facts(device))))
         console.print(_formats(device["formats"]))
         console.print(Text(_recipes(device["recipes"])))
         console.print(_advice(device["recommendation"]))
     console.rule("notes")
-    for note in found.notes:
+    for note in checkup.notes:
         console.print(Text(f"{note.text} ").append(f"[{note.source}]", style="dim"))
 
 
@@ -78,8 +78,8 @@ def _recipes(native: dict[str, bool]) -> str:
 def _formats(formats: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     columns = ("format", "computed", "GFLOP/s", "quartiles", "times fp32", "quartiles", "matrices", "verdict")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if 2 <= place <= 6 else "left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if 2 <= number <= 6 else "left")
     for entry in formats:
         start = [entry["format"], _COMPUTED[entry["native"]]]
         if entry["error"] is not None:
@@ -91,6 +91,6 @@ def _formats(formats: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _quartiles(found: dict[str, float]) -> tuple[str, str]:
-    low, median, high = (f"{found[name]:,.{0 if found[name] >= 100 else 2}f}" for name in ("low", "median", "high"))
+def _quartiles(rates: dict[str, float]) -> tuple[str, str]:
+    low, median, high = (f"{rates[name]:,.{0 if rates[name] >= 100 else 2}f}" for name in ("low", "median", "high"))
     return median, f"{low} - {high}"

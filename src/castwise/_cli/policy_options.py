@@ -14,20 +14,20 @@ from castwise.amp._schedules import Schedule
 _LARGEST_EXPONENT = 1024  # that of fp64; it also limits a power of Python integers to 10,240 bits
 
 
-def read_policy(spelled: str) -> Policy:
+def read_policy(text: str) -> Policy:
     """Return a policy by name or from a file.
 
     Raises:
         UserError: There is no such policy, or the file is not a valid policy.
     """
-    if spelled in policies.__all__:
-        ready: Policy = getattr(policies, spelled)
+    if text in policies.__all__:
+        ready: Policy = getattr(policies, text)
         return ready
-    path = Path(spelled)
+    path = Path(text)
     if path.suffix not in {".toml", ".json"}:
         raise UserError(
-            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {spelled!r}"
-            f"{nearest(spelled, policies.__all__)}; Policy(...).to_file('policy.toml') writes such a file"
+            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {text!r}"
+            f"{nearest(text, policies.__all__)}; Policy(...).to_file('policy.toml') writes such a file"
         )
     try:
         return Policy.from_file(path)
@@ -45,7 +45,7 @@ def naming(path: object, error: ValueError) -> str:
     return text if str(path) in text else f"{path}: {text}"
 
 
-def read_schedule(spelled: str) -> Schedule:
+def read_schedule(text: str) -> Schedule:
     """Parse a schedule written as in Python: `Headroom` or `Dynamic(init_scale=1024.0, hysteresis=2)`.
 
     Raises:
@@ -53,18 +53,18 @@ def read_schedule(spelled: str) -> Schedule:
     """
     names = [name for name in schedules.__all__ if _is_schedule(getattr(schedules, name))]
     try:
-        node = ast.parse(spelled, mode="eval").body
+        node = ast.parse(text, mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name not in names:
-            raise UserError(f"--schedule must be one of {listed(names)}, got {spelled!r}{nearest(spelled, names)}")
+            raise UserError(f"--schedule must be one of {listed(names)}, got {text!r}{nearest(text, names)}")
         given = [_value(argument) for argument in call.args]
         named = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg}
         made: Schedule = getattr(schedules, name)(*given, **named)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise UserError(f"--schedule {spelled!r}: {error}") from None
+        raise UserError(f"--schedule {text!r}: {error}") from None
     except (RecursionError, MemoryError):  # Python's parser gave up
-        raise UserError(f"--schedule is nested too deeply: {spelled[:40]!r}...") from None
+        raise UserError(f"--schedule is nested too deeply: {text[:40]!r}...") from None
     return made
 
 

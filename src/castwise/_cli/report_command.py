@@ -44,14 +44,14 @@ def report(
 ) -> None:
     """Write an HTML report of what happened to the numbers in one or more runs."""
     try:
-        found = [_run_with_records(run) for run in runs or [Path(RUNS)]]
-        read = _read_all([file for _, files in found for file in files])
+        runs_found = [_run_with_records(run) for run in runs or [Path(RUNS)]]
+        read = _read_all([file for _, files in runs_found for file in files])
         if as_json:
             _print_json(read, output)
         elif text:
             _print(read, output)
         else:
-            first, _ = found[0]
+            first, _ = runs_found[0]
             page = output or (first if first.is_dir() else first.parent) / PAGE
             typer.echo(f"wrote {_write(read, page)}")
     except UserError as error:

@@ -39,9 +39,9 @@ def print_runs(runs: list[Run], console: Console) -> None:
             console.print(line.append(advice.text, style="default"))
             numbers = "; ".join(f"{label}: {value}" for label, value in advice.shown_evidence())
             console.print(Text(f"  {numbers}", style="dim"))
-            for found in advice.diagnosed:
-                for detail in found.details.splitlines():
-                    console.print(Text(f"  {found.at}: {detail}", style="dim"))
+            for diagnosed in advice.diagnosed:
+                for detail in diagnosed.details.splitlines():
+                    console.print(Text(f"  {diagnosed.at}: {detail}", style="dim"))
 
 
 def _summary(facts: RunFacts) -> str:
@@ -89,6 +89,6 @@ def _least_headroom(ranges: Ranges | None) -> str:
 
 def _table(*columns: str, right: set[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place in right else "left", overflow="fold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
     return table

@@ -127,7 +127,7 @@ class Script:
         lines = [f"recorded in {account.run or out}"] if summary is None or summary.report is None else []
         if seen is not None:
             lines = [] if account.failure else [_without_records(account.run, seen)]
-        mistakes = [each.record() for each in WATCH.found]  # including those found only now
+        mistakes = [mistake.record() for mistake in WATCH.found]  # including those found only now
         notes = [*account.notes, *settings.notes]
         self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
 

@@ -23,54 +23,54 @@ _NAMES_SHOWN = 8
 _OF_FILE = "__traced__"  # not the name of a real module
 
 
-def find_model(spelled: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
+def find_model(text: str, inputs: list[str] | None) -> tuple[nn.Module, Batch]:
     """Build the model that `--model` names, and return it with its batch.
 
     Raises:
         UserError: There is no such function, it does not return a model, or there is no batch.
     """
-    made = _made_by(spelled)
+    made = _made_by(text)
     net, *given = made if isinstance(made, tuple) else (made,)
     if not isinstance(net, nn.Module):
-        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+        raise UserError(f"{text} returned {type(net).__name__}, not a torch.nn.Module")
     if inputs:
         given = [_input(text) for text in inputs]
     elif not given:
-        raise UserError(f"{spelled} returned a model without inputs: add --input, or return both as a tuple")
+        raise UserError(f"{text} returned a model without inputs: add --input, or return both as a tuple")
     is_batch = len(given) == 1 and isinstance(given[0], (tuple, Mapping))
     return net, given[0] if is_batch else tuple(given)
 
 
-def find_task(spelled: str) -> tuple[nn.Module, list[Any], Callable[[Any, Any], torch.Tensor]]:
+def find_task(text: str) -> tuple[nn.Module, list[Any], Callable[[Any, Any], torch.Tensor]]:
     """Build the task that `--model` of `castwise compare` names: a model, batches of inputs and targets, and a loss.
 
     Raises:
         UserError: There is no such function, or it returns something else.
     """
-    made = _made_by(spelled)
+    made = _made_by(text)
     if not isinstance(made, tuple) or len(made) != 3:
         kind = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise UserError(f"{spelled} must return a model, a list of (inputs, targets), and a loss function, got {kind}")
+        raise UserError(f"{text} must return a model, a list of (inputs, targets), and a loss function, got {kind}")
     net, batches, loss = made
     if not isinstance(net, nn.Module):
-        raise UserError(f"{spelled} returned {type(net).__name__}, not a torch.nn.Module")
+        raise UserError(f"{text} returned {type(net).__name__}, not a torch.nn.Module")
     if not callable(loss):
-        raise UserError(f"{spelled} returned {type(loss).__name__}, not a function of outputs and targets")
+        raise UserError(f"{text} returned {type(loss).__name__}, not a function of outputs and targets")
     return net, batches, loss
 
 
-def _made_by(spelled: str) -> Any:
-    place, _, name = spelled.rpartition(":")
-    if not place or not name:
+def _made_by(text: str) -> Any:
+    module_or_file, _, name = text.rpartition(":")
+    if not module_or_file or not name:
         raise UserError(
             "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
-            f"got {spelled!r}"
+            f"got {text!r}"
         )
-    module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    module = _run_file(Path(module_or_file)) if module_or_file.endswith(".py") else _import_module(module_or_file)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise UserError(f"{place!r} has no function {name!r}{_instead_of(name, module)}")
-    return _call(factory, spelled)
+        raise UserError(f"{module_or_file!r} has no function {name!r}{_instead_of(name, module)}")
+    return _call(factory, text)
 
 
 def _instead_of(name: str, module: ModuleType) -> str:
@@ -115,7 +115,7 @@ def _import_module(name: str) -> ModuleType:
         raise UserError(f"--model must begin with the name of a module, not with a dot, got {name!r}") from None
 
 
-def _call(factory: Callable[..., Any], spelled: str) -> Any:
+def _call(factory: Callable[..., Any], text: str) -> Any:
     try:
         needed = inspect.signature(factory).bind
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -123,35 +123,35 @@ def _call(factory: Callable[..., Any], spelled: str) -> Any:
     try:
         needed()
     except TypeError as error:
-        raise UserError(f"{spelled} must be callable without arguments: {error}") from None
+        raise UserError(f"{text} must be callable without arguments: {error}") from None
     return factory()
 
 
-def _input(spelled: str) -> torch.Tensor:
-    shape, _, dtype_name = spelled.partition(":")
+def _input(text: str) -> torch.Tensor:
+    shape, _, dtype_name = text.partition(":")
     try:
         sizes = [int(size) for size in shape.split("x")]
         if min(sizes) < 0:
             raise ValueError
     except ValueError:
-        raise UserError(f"--input must be a shape such as 8x128, or 8x128:int64, got {spelled!r}") from None
+        raise UserError(f"--input must be a shape such as 8x128, or 8x128:int64, got {text!r}") from None
     dtype = getattr(torch, dtype_name or "float32", None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"--input: {dtype_name!r} is not a dtype of torch")
     try:
         return torch.randn(sizes).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
     except (RuntimeError, TypeError) as error:  # out of memory, or a dtype that tensors cannot have
-        raise UserError(f"--input {spelled!r}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--input {text!r}: {str(error).splitlines()[0]}") from None
 
 
-def find_policy(spelled: str, net: nn.Module) -> BoundPolicy:
+def find_policy(text: str, net: nn.Module) -> BoundPolicy:
     """Return a policy by name or from a file, bound to a model.
 
     Raises:
         UserError: There is no such policy, or it does not fit the model.
     """
-    policy = read_policy(spelled)
+    policy = read_policy(text)
     try:
         return policy.bind(net)
     except ValueError as error:
-        raise UserError(naming(spelled, error)) from None
+        raise UserError(naming(text, error)) from None

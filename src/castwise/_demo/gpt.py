@@ -103,7 +103,7 @@ def task() -> tuple[GPT, list[tuple[Tensor, Tensor]], Callable[[Tensor, Tensor],
     """Return a model of size "tiny", batches and a loss: the default of `castwise compare` and `castwise tune`."""
     model, size = example()[0], SIZES["tiny"]
     tokens = torch.randint(BYTES, (4, size.batch, size.context + 1))
-    return model, [(each[:, :-1], each[:, 1:]) for each in tokens], loss
+    return model, [(text[:, :-1], text[:, 1:]) for text in tokens], loss
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -95,21 +95,21 @@ def measure(
         >>> speeds["fp32"].times_fp32.median
         1.0
     """
-    found: dict[str, Speed | str] = {}
+    results: dict[str, Speed | str] = {}
     seconds: dict[str, float] = {}
     for name in formats:
         try:
             seconds[name] = _warm(device, name, SMALLEST)()
         except (RuntimeError, TypeError) as error:  # no kernel for the format, or out of memory
-            found[name] = str(error).partition("\n")[0]
+            results[name] = str(error).partition("\n")[0]
     if "fp32" not in seconds:
-        return {**dict.fromkeys(formats, "no fp32 result to compare with"), **found}
+        return {**dict.fromkeys(formats, "no fp32 result to compare with"), **results}
     slow = [name for name in seconds if seconds[name] > _SLOW_FROM * seconds["fp32"]]
     fast = [name for name in seconds if name not in slow]
     races = [race for race in (["fp32", *slow] if slow else [], fast) if race]
     for race in races:  # the fast formats last: fp32's own speed comes from their race
-        found |= _race(device, race, budget_s / len(races), progress)
-    return {name: found[name] for name in formats}
+        results |= _race(device, race, budget_s / len(races), progress)
+    return {name: results[name] for name in formats}
 
 
 def _race(device: torch.device, formats: list[str], budget_s: float, progress: Progress) -> dict[str, Speed]:

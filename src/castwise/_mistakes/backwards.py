@@ -83,14 +83,14 @@ class Backwards(Finder):
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Report gradients that this step divides by the scale although their loss was not multiplied by it."""
-        found = []
+        places = []
         for param in params_of(optimizer) if self._unscaled else ():
             place, gradient = self._unscaled.pop(id(param), (None, lambda: None))
             if gradient() is not None and gradient() is param.grad:  # not zeroed since
-                found.append(place)
-        if not found or self.watch.is_by_hand or not scaler.is_enabled() or is_one(scaler):
+                places.append(place)
+        if not places or self.watch.is_by_hand or not scaler.is_enabled() or is_one(scaler):
             return
-        source = found[0].source if found[0] is not None else "loss.backward()"
+        source = places[0].source if places[0] is not None else "loss.backward()"
         if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
             return  # backward(gradient) may start from a scaled gradient
         loss, dot, rest = source.partition(".backward(")
@@ -98,7 +98,7 @@ class Backwards(Finder):
             "loss-not-scaled",
             "this loss is not scaled, but the step divides its gradients by the scale: the loss has almost no effect",
             f"scaler.scale({loss}){dot}{rest}",
-            found[0],
+            places[0],
         )
 
     def ticked(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 def leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors whose `.grad` a backward from an output will add to."""
-    found: dict[int, torch.Tensor] = {}
+    leaves: dict[int, torch.Tensor] = {}
     waiting: list[Any] = [output.grad_fn]
     seen = set()
     while waiting:
@@ -19,6 +19,6 @@ def leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)  # of nodes that accumulate gradients
         if isinstance(variable, torch.Tensor):
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         waiting += [before for before, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())

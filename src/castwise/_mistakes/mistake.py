@@ -138,5 +138,5 @@ def line_of_model(outside: str) -> Place | None:
 @functools.cache
 def _is_passed_over(file: str) -> bool:
     """Return True if a file belongs to torch, castwise, or the machinery that runs the script."""
-    whole = os.path.abspath(file)
-    return file.startswith("<frozen ") or whole.startswith(_LIBRARIES) or os.path.basename(file) in _RUNNERS
+    path = os.path.abspath(file)
+    return file.startswith("<frozen ") or path.startswith(_LIBRARIES) or os.path.basename(file) in _RUNNERS

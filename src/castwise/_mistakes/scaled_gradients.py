@@ -107,11 +107,11 @@ class Window:
 
     def _norm_used(self, args: Any) -> Place | None:
         """Forget the norms among a function's arguments, whose result replaces them. Return where one was computed."""
-        found = None
+        used_at = None
         for leaf in tree_leaves(args) if self._norms else ():
             reference, place = self._norms.pop(id(leaf), (None, None))
-            found = found or (place if reference is not None and reference() is leaf else None)
-        return found
+            used_at = used_at or (place if reference is not None and reference() is leaf else None)
+        return used_at
 
     def close(self) -> None:
         """Restore the class of all tensors."""

@@ -60,9 +60,9 @@ class Schedulers(Finder):
 
     def _look(self, optimizer: torch.optim.Optimizer, steps: list[_Step]) -> None:
         moved = [before.rates != after.rates for before, after in pairwise(steps)]
-        for place, (first, second) in enumerate(pairwise(moved)):
-            if first and second and (steps[place].skipped or steps[place + 1].skipped):
-                self._report(self._places.get(optimizer) or steps[place].place)
+        for index, (first, second) in enumerate(pairwise(moved)):
+            if first and second and (steps[index].skipped or steps[index + 1].skipped):
+                self._report(self._places.get(optimizer) or steps[index].place)
 
     def _report(self, place: Place | None) -> None:
         self.watch.report(

@@ -109,10 +109,10 @@ class Watch(Observer):
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Report pending mistakes and remove a subscriber. The watch stops if it was the last."""
-        if subscriber in [each() for each in self._subscribers]:
+        if subscriber in [reference() for reference in self._subscribers]:
             with self._guard:  # the subscriber is removed anyway
                 self._each("ending")
-            self._subscribers = [each for each in self._subscribers if each() not in (None, subscriber)]
+            self._subscribers = [reference for reference in self._subscribers if reference() not in (None, subscriber)]
             self._end_without_subscribers()
 
     def stop(self) -> None:
@@ -123,7 +123,7 @@ class Watch(Observer):
         self._end_without_subscribers()
 
     def _end_without_subscribers(self, gone: object = None) -> None:
-        self._subscribers = [each for each in self._subscribers if each is not gone]
+        self._subscribers = [reference for reference in self._subscribers if reference is not gone]
         if not self._subscribers and self in OBSERVERS:
             OBSERVERS.remove(self)
             atexit.unregister(self._at_exit)
@@ -142,7 +142,7 @@ class Watch(Observer):
         atexit.register(self._at_exit)  # while the weak references are still usable
         kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
         self._finders = [*(kind(self) for kind in kinds), LowWeights(self), CompiledRegions(self)]
-        self._listening = {event: [each for each in self._finders if _listens(each, event)] for event in _EVENTS}
+        self._listening = {event: [finder for finder in self._finders if _listens(finder, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -159,12 +159,12 @@ class Watch(Observer):
     @property
     def may_change_gradients(self) -> bool:
         """Whether scaled gradients may change class temporarily, because castwise is installed."""
-        return any(each in self._subscribers for each in self._gradient_subscribers)
+        return any(subscriber in self._subscribers for subscriber in self._gradient_subscribers)
 
     def report(self, name: str, text: str, corrected: str, place: Place | None) -> None:
         """Report a mistake, unless it was reported before."""
-        of_kind = [each for each in self.found if each.name == name]
-        if len(of_kind) >= _PER_KIND or any(each.place == place for each in of_kind):
+        earlier = [mistake_before for mistake_before in self.found if mistake_before.name == name]
+        if len(earlier) >= _PER_KIND or any(mistake_before.place == place for mistake_before in earlier):
             return
         mistake = Mistake(name, text, corrected, place)
         self.found.append(mistake)

@@ -188,10 +188,10 @@ class Nvfp4:
         # For so few elements, pooling takes a third of the time of `amax`.
         amax = functional.max_pool1d(grouped.abs().view(operand.shape), 16).unsqueeze(-1)
         # The bound keeps the reciprocal finite if all elements are zero.
-        of_all = (amax.amax() / (E4M3.largest * E2M1.largest)).clamp(min=2.0**-100)
-        of_block = E4M3.round_((amax / E2M1.largest / of_all).clamp_(min=E4M3.smallest_normal))
-        values = self.numbers.round_(grouped * (1.0 / of_all / of_block))
-        return Quantized(values.view(operand.shape), of_all * of_block)
+        tensor_scale = (amax.amax() / (E4M3.largest * E2M1.largest)).clamp(min=2.0**-100)
+        block_scales = E4M3.round_((amax / E2M1.largest / tensor_scale).clamp_(min=E4M3.smallest_normal))
+        values = self.numbers.round_(grouped * (1.0 / tensor_scale / block_scales))
+        return Quantized(values.view(operand.shape), tensor_scale * block_scales)
 
     def dequantize_(self, quantized: Quantized) -> torch.Tensor:
         """Return `values * scale`."""

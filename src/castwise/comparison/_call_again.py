@@ -62,7 +62,7 @@ def call_again(
         ):
             output = call.tap.forward(*args, **kwargs)
         outputs: dict[Site, torch.Tensor] = {
-            ("output", place): tensor for place, tensor in enumerate(returned_tensors(output))
+            ("output", position): tensor for position, tensor in enumerate(returned_tensors(output))
         }
         return outputs | answers.passed
     finally:
@@ -105,8 +105,8 @@ class _Answers:
             with self._watch.handling(None):
                 return tap.forward(*args, **kwargs)
         child = left.popleft()
-        for site, place in self._sites.get(child, ()):
-            self.passed[site] = given[place].clone() if child.writes_arguments else given[place]
+        for site, position in self._sites.get(child, ()):
+            self.passed[site] = given[position].clone() if child.writes_arguments else given[position]
         if child.draws:
             child.random_after.restore()
         if child.output is None:
@@ -116,10 +116,10 @@ class _Answers:
 
 def _shown(kept: Kept, shown: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
     """Return a kept value with its tensors mapped by `shown`, and copies of those that the code will overwrite."""
-    tensors = [shown(place, tensor) for place, tensor in enumerate(kept.tensors)]
-    for place in kept.written:
-        if tensors[place] is kept.tensors[place]:
-            tensors[place] = tensors[place].clone()
+    tensors = [shown(position, tensor) for position, tensor in enumerate(kept.tensors)]
+    for position in kept.written:
+        if tensors[position] is kept.tensors[position]:
+            tensors[position] = tensors[position].clone()
     return kept.with_tensors(tensors)
 
 

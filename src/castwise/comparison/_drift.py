@@ -145,17 +145,17 @@ class PolicyDrift:
         Args:
             noise: The reference with other batches; adds a column with its errors.
         """
-        of_noise = {} if noise is None else {module.name: module.total for module in noise.modules}
+        noise_errors = {} if noise is None else {module.name: module.total for module in noise.modules}
         header = ("module", "type", "computes in", "effect", "introduced", "carried", "gradients", "noise")
         rows = [
             (
-                *(each.name or "(root)", each.type, each.computes_in, _number(each.effect)),
-                *map(_relative, (each.introduced, each.carried, each.gradients, of_noise.get(each.name))),
+                *(module.name or "(root)", module.type, module.computes_in, _number(module.effect)),
+                *map(_relative, (module.introduced, module.carried, module.gradients, noise_errors.get(module.name))),
             )
-            for each in self.modules
+            for module in self.modules
         ]
-        shown = [place for place in range(len(header)) if place < 6 or any(row[place] for row in rows)]
-        return [tuple(row[place] for place in shown) for row in (header, *rows)]
+        shown = [column for column in range(len(header)) if column < 6 or any(row[column] for row in rows)]
+        return [tuple(row[column] for column in shown) for row in (header, *rows)]
 
 
 @dataclass(frozen=True)
@@ -187,14 +187,14 @@ class Drift:
 
     def __str__(self) -> str:
         parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
-        for each in self:
-            if each.problem:  # listed in the notes
+        for policy_drift in self:
+            if policy_drift.problem:  # listed in the notes
                 continue
-            rows = each.rows(self.noise)
+            rows = policy_drift.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
-            table = aligned(rows[: SHOWN_MODULES + 1], {place for place in MODULE_NUMBERS if place < len(rows[0])})
-            rest = f"\nand {several(more, 'more module')}: drift[{each.name!r}].modules" if more > 0 else ""
-            parts.append(f"{each.name}: modules by effect on the loss\n{table}{rest}")
+            table = aligned(rows[: SHOWN_MODULES + 1], {column for column in MODULE_NUMBERS if column < len(rows[0])})
+            rest = f"\nand {several(more, 'more module')}: drift[{policy_drift.name!r}].modules" if more > 0 else ""
+            parts.append(f"{policy_drift.name}: modules by effect on the loss\n{table}{rest}")
         if self.not_called:
             parts.append(f"never called: {', '.join(self.not_called)}")
         parts += [f"note: {note}" for note in self.notes]
@@ -203,26 +203,26 @@ class Drift:
     def headline(self) -> str:
         """Return one line with the reference, its loss, and the number of batches."""
         reference = "a policy" if self.reference == "policy" else self.reference
-        each = next(iter(self), self.noise)
-        loss = "" if each is None else f", whose loss is {each.summary.reference_loss:.6g}"
+        first = next(iter(self), self.noise)
+        loss = "" if first is None else f", whose loss is {first.summary.reference_loss:.6g}"
         return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
 
     def summary_rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
         header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
         log_probs = ("mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
-        each = [*self, *([self.noise] if self.noise is not None else [])]
-        has_tokens = any(policy.summary.log_probs is not None for policy in each)
+        policies = [*self, *([self.noise] if self.noise is not None else [])]
+        has_tokens = any(policy.summary.log_probs is not None for policy in policies)
         rows = [(*header, *(log_probs if has_tokens else ()))]
-        for policy in each:
-            found = policy.summary
+        for policy in policies:
+            summary = policy.summary
             if policy.problem:
                 rows.append((policy.name, "cannot be run", *([""] * (len(rows[0]) - 2))))
                 continue
-            row = [policy.name, f"{found.loss:.6g}", _number(found.relative_loss_error)]
-            cosine, ratio = found.gradient_cosine, found.gradient_norm_ratio
+            row = [policy.name, f"{summary.loss:.6g}", _number(summary.relative_loss_error)]
+            cosine, ratio = summary.gradient_cosine, summary.gradient_norm_ratio
             row += ["" if cosine is None else f"{cosine:.6f}", "" if ratio is None else f"{ratio:.4f}"]
-            tokens = found.log_probs
+            tokens = summary.log_probs
             if has_tokens and tokens is not None:
                 row += map(_number, (tokens.mean_difference, tokens.largest_difference, tokens.kl_k1, tokens.kl_k3))
                 row += [percent(tokens.outside_band)]

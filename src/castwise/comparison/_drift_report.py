@@ -42,12 +42,18 @@ def write_drift_report(
         not_called=(drift if tuned is None else tuned).not_called,
         summary=drift.summary_rows(),
         policies=[
-            {"name": each.name, "failure": each.failure, "rows": [_row(module) for module in each.modules]}
-            for each in shown
+            {
+                "name": policy_drift.name,
+                "failure": policy_drift.failure,
+                "rows": [_row(module) for module in policy_drift.modules],
+            }
+            for policy_drift in shown
         ],
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
-        figures=report._packed({"bars": {each.name: _bars(each) for each in shown}, "frontier": frontier}),
+        figures=report._packed(
+            {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in shown}, "frontier": frontier}
+        ),
         css=report._template("report.css"),
         dark=report._template("dark.css"),
         plotly_js=plotly_js,
@@ -89,15 +95,15 @@ def _caption(module: ModuleDrift) -> str:
 
 
 def _row(module: ModuleDrift) -> dict[str, Any]:
-    of_gradients = module.gradients, module.introduced_gradients, module.carried_gradients
-    errors = module.introduced, module.carried, *of_gradients
+    gradient_errors = module.gradients, module.introduced_gradients, module.carried_gradients
+    errors = module.introduced, module.carried, *gradient_errors
     return {
         "name": module.name or "(root)",
         "type": module.type,
         "computes_in": module.computes_in,
         "numbers": [
             (_number(value), "" if value is None or math.isnan(value) else report._sortable(value))
-            for value in (module.effect, *(None if each is None else each.relative_rms for each in errors))
+            for value in (module.effect, *(None if error is None else error.relative_rms for error in errors))
         ],
         "problem": module.problem,
     }

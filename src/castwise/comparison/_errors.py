@@ -197,7 +197,7 @@ def _sums(reference: torch.Tensor, value: torch.Tensor) -> list[float]:
     if not reference.numel():
         return [0.0] * 5
     error = value - reference
-    found: list[float] = torch.stack(
+    sums: list[float] = torch.stack(
         [
             error.sum(),
             torch.dot(error, error),
@@ -206,10 +206,10 @@ def _sums(reference: torch.Tensor, value: torch.Tensor) -> list[float]:
             error.abs().max(),
         ]
     ).tolist()
-    return found
+    return sums
 
 
-def _over(a: float, b: float, of_zeros: float = 0.0) -> float:
+def _over(a: float, b: float, if_both_are_zero: float = 0.0) -> float:
     if b:
         return a / b
-    return math.inf if a else of_zeros
+    return math.inf if a else if_both_are_zero

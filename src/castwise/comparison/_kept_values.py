@@ -45,14 +45,14 @@ class Kept:
         self._structure = tree_map(self._keep, value)
         self._versions = [version(tensor) for tensor in self.tensors]
         self.written = written
-        for place in written:
-            if place < len(self.tensors):
-                self.tensors[place] = self.tensors[place].clone()
+        for position in written:
+            if position < len(self.tensors):
+                self.tensors[position] = self.tensors[position].clone()
 
     def overwritten(self) -> frozenset[int]:
         """Return the places of tensors that have been written to since."""
         pairs = zip(self.tensors, self._versions, strict=True)
-        return frozenset(place for place, (tensor, before) in enumerate(pairs) if version(tensor) != before)
+        return frozenset(position for position, (tensor, before) in enumerate(pairs) if version(tensor) != before)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value with its tensors replaced by others."""
@@ -74,8 +74,8 @@ class Kept:
         if opened is None:
             return leaf
         first = len(self.tensors)
-        found = [each for each in opened[1] if isinstance(each, torch.Tensor)]
-        self.tensors += [tensor.detach() for tensor in found]
+        inside = [value for value in opened[1] if isinstance(value, torch.Tensor)]
+        self.tensors += [tensor.detach() for tensor in inside]
         return _PickledObject(*opened, first)
 
 
@@ -101,7 +101,7 @@ class _PickledObject:
     def copy_with(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return a copy of the object with its tensors replaced; `tensors` are those of the whole kept value."""
         following = iter(tensors[self._first :])
-        shared = [next(following) if isinstance(each, torch.Tensor) else each for each in self._shared]
+        shared = [next(following) if isinstance(value, torch.Tensor) else value for value in self._shared]
         return _Unpickler(io.BytesIO(self._pickled), shared).load()
 
 
@@ -142,13 +142,13 @@ def _opened(value: Any) -> tuple[bytes, list[Any]] | None:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value in the order of `Kept.tensors`."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif leaf is not None and not isinstance(leaf, _PASSED_ON):
-            found += [each for each in (_opened(leaf) or (b"", []))[1] if isinstance(each, torch.Tensor)]
-    return found
+            tensors += [value for value in (_opened(leaf) or (b"", []))[1] if isinstance(value, torch.Tensor)]
+    return tensors
 
 
 def direct_tensors(value: Any) -> list[torch.Tensor]:
@@ -158,13 +158,13 @@ def direct_tensors(value: Any) -> list[torch.Tensor]:
 
 def returned_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a module's output, including those in dataclass fields."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
-            found += direct_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-    return found
+            tensors += direct_tensors([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return tensors
 
 
 def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -110,11 +110,11 @@ def token_log_probs(outputs: Any, targets: Any) -> torch.Tensor | None:
         return None
     counted = wanted != _IGNORED
     rows, wanted = rows[counted], wanted[counted].unsqueeze(-1)
-    found = [
+    log_probs = [
         rows[start : start + _ROWS].double().log_softmax(-1).gather(-1, wanted[start : start + _ROWS]).squeeze(-1)
         for start in range(0, len(rows), _ROWS)
     ]
-    return torch.cat(found) if found else None
+    return torch.cat(log_probs) if log_probs else None
 
 
 def _logits(outputs: Any) -> torch.Tensor | None:

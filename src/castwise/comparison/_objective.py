@@ -89,17 +89,17 @@ class Objective:
                 "batches must be a list or another collection, because they are run more than once, "
                 f"got {type(batches).__name__}: give list(batches), or some of them"
             )
-        found = list(batches)
-        if not found:
+        checked = list(batches)
+        if not checked:
             raise ValueError("batches must have at least one batch, got none")
-        for place, batch in enumerate(found):
+        for number, batch in enumerate(checked):
             if self._forward is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
                 raise TypeError(
-                    f"batches[{place}] must be (inputs, targets), got {kind}: for other batches, give "
+                    f"batches[{number}] must be (inputs, targets), got {kind}: for other batches, give "
                     "forward=lambda model, batch: ..., which returns the loss"
                 )
-        return found
+        return checked
 
     def size_of(self, batch: Any) -> int:
         """Return the number of samples in a batch: the first dimension of its first tensor.
@@ -142,11 +142,11 @@ def fresh(batch: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def selected(value: Any, samples: torch.Tensor, size: int) -> Any:
     """Return some samples of a batch. Tensors whose first dimension is not the batch size are kept whole."""
 
-    def of_leaf(leaf: Any) -> Any:
+    def selected_leaf(leaf: Any) -> Any:
         is_of_samples = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == size
         return leaf.index_select(0, samples.to(leaf.device)) if is_of_samples else leaf
 
-    return tree_map(of_leaf, value)
+    return tree_map(selected_leaf, value)
 
 
 def _joined(outputs: list[Any], parts: Sequence[torch.Tensor]) -> Any:
@@ -155,7 +155,7 @@ def _joined(outputs: list[Any], parts: Sequence[torch.Tensor]) -> Any:
     joined = iter(
         [
             torch.cat(same).index_select(0, order.to(same[0].device))
-            if same[0].ndim and all(len(part) == len(each) for part, each in zip(parts, same, strict=True))
+            if same[0].ndim and all(len(part) == len(other) for part, other in zip(parts, same, strict=True))
             else _mean_of(same, parts)
             for same in zip(*leaves, strict=True)
         ]

@@ -150,16 +150,16 @@ class PolicyRun:
             if key[0].has_own_ops:
                 self._sums[key[0]].lacks_gradient = _NO_GRAD if key in without_gradient else _NOT_REACHED
 
-    def _compare(self, call: Call, note: Note, found: list[torch.Tensor], sums: ModuleSums) -> None:
+    def _compare(self, call: Call, note: Note, values: list[torch.Tensor], sums: ModuleSums) -> None:
         expected = call.outputs()
-        if self._selection is not None and _are_equal(expected, found):  # does not depend on the samples
-            for value in filter(is_rounded, found):
+        if self._selection is not None and _are_equal(expected, values):  # does not depend on the samples
+            for value in filter(is_rounded, values):
                 for errors in (sums.total, sums.introduced, sums.carried):
                     errors.add(value, value)
             self._exact.add(call.key)
             return
-        pairs = [(self._of_reference(each), value) for each, value in zip(expected, found, strict=False)]
-        if len(expected) != len(found) or not all(map(_are_comparable, pairs)):
+        pairs = [(self._of_reference(tensor), value) for tensor, value in zip(expected, values, strict=False)]
+        if len(expected) != len(values) or not all(map(_are_comparable, pairs)):
             sums.problem = "returns tensors with other shapes than in the reference"
             self._exact.add(call.key)
             return
@@ -175,11 +175,11 @@ class PolicyRun:
                 is_exact = is_exact and not differ
         if is_exact:
             self._exact.add(call.key)
-        for place, (reference, value) in enumerate(pairs):
+        for position, (reference, value) in enumerate(pairs):
             if not is_rounded(reference):
                 continue
             sums.total.add(reference, value)
-            own = introduced.get(("output", place))
+            own = introduced.get(("output", position))
             if own is None:
                 sums.introduced.add(reference, reference)
                 sums.carried.add(reference, value)
@@ -201,17 +201,17 @@ class PolicyRun:
         if not call.tap.has_own_ops or call.output is None or self._is_the_same(call, note):
             return {}
 
-        def rounded(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        def rounded(child: Call | None, position: int, tensor: torch.Tensor) -> torch.Tensor:
             if child is None:
                 dtypes = note.inputs
             else:
                 child_note = self._notes.get(child.key)
                 dtypes = [] if child_note is None else child_note.outputs
             tensor = self._of_reference(tensor)
-            return tensor.to(dtypes[place]) if place < len(dtypes) and is_rounded(tensor) else tensor
+            return tensor.to(dtypes[position]) if position < len(dtypes) and is_rounded(tensor) else tensor
 
-        def rounded_and_back(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
-            return rounded(child, place, tensor).to(tensor.dtype)
+        def rounded_and_back(child: Call | None, position: int, tensor: torch.Tensor) -> torch.Tensor:
+            return rounded(child, position, tensor).to(tensor.dtype)
 
         backward = None
         if gradients is not None:
@@ -339,11 +339,11 @@ class _Backward:
         """Add the errors of the policy's gradients, by parameter."""
         if self.failed:
             return
-        for param, found, expected in zip(self._params, self._found, self._expected, strict=True):
-            if found is not None and expected is not None and expected.layout is torch.strided:
-                found, expected = real(found), real(expected)
+        for param, gradient, expected in zip(self._params, self._found, self._expected, strict=True):
+            if gradient is not None and expected is not None and expected.layout is torch.strided:
+                gradient, expected = real(gradient), real(expected)
                 wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
-                error = (found.to(wide) - expected.to(wide)) / self._scale
+                error = (gradient.to(wide) - expected.to(wide)) / self._scale
                 added[param] = added[param].add_(error) if param in added else error
 
     def _of_params(
@@ -365,13 +365,13 @@ class _Backward:
             return [None] * len(params)
 
 
-def _are_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+def _are_equal(expected: list[torch.Tensor], values: list[torch.Tensor]) -> bool:
+    return len(expected) == len(values) and all(map(torch.equal, expected, values))
 
 
 def _are_comparable(pair: Pair) -> bool:
     reference, value = pair
-    kinds = [(each.is_floating_point(), each.is_complex()) for each in pair]
+    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in pair]
     return reference.shape == value.shape and kinds[0] == kinds[1]
 
 

@@ -157,7 +157,7 @@ class _Variant:
     def parts(self, size: int) -> list[torch.Tensor]:
         """Return the sample indices of each run."""
         if self.vary == "batch_size":
-            return [torch.tensor([place]) for place in range(size)]
+            return [torch.tensor([sample]) for sample in range(size)]
         return [torch.arange(size).flip(0)]
 
 
@@ -189,7 +189,7 @@ class Comparison:
             near = nearest(reference, _REFERENCES) if isinstance(reference, str) else ""
             raise ValueError(f"reference must be one of {listed(_REFERENCES)}, or a policy, got {reference!r}{near}")
         is_pair = isinstance(clip_band, (tuple, list)) and len(clip_band) == 2
-        if not (is_pair and all(isinstance(each, (int, float)) for each in clip_band)):
+        if not (is_pair and all(isinstance(bound, (int, float)) for bound in clip_band)):
             raise TypeError(f"clip_band must be two ratios such as {CLIP_BAND}, got {clip_band!r}")
         low, high = clip_band
         if not 0 <= low < high:
@@ -208,7 +208,7 @@ class Comparison:
             policies: See `compare`.
             progress: Called with the name of the current phase, the number of steps done, and their total.
         """
-        found = self._objective.check(batches)
+        checked = self._objective.check(batches)
         if not isinstance(policies, Mapping):
             raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
         for name in policies:
@@ -218,15 +218,15 @@ class Comparison:
             raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: rename it")
         if not policies and self._vary is None:
             raise ValueError("policies must have at least one policy, got none")
-        with self._prepared(found, policies) as (watch, reference, variants):
-            steps, reference_losses = len(found) * len(variants), []
-            for number, batch in enumerate(found):
+        with self._prepared(checked, policies) as (watch, reference, variants):
+            steps, reference_losses = len(checked) * len(variants), []
+            for number, batch in enumerate(checked):
                 with watch:
                     one = _OneBatch(self._objective, watch, self.device, reference, batch, self._with_gradients)
                     reference_losses.append(one.run_reference(number, self._vary))
-                    for place, variant in enumerate(variants):
+                    for index, variant in enumerate(variants):
                         if progress is not None:
-                            progress("batches", number * len(variants) + place, steps)
+                            progress("batches", number * len(variants) + index, steps)
                         with self._refusals_noted(variant, variants):
                             one.run_beside(variant)
                     one.run_backward(variants)
@@ -237,16 +237,16 @@ class Comparison:
                             one.add_gradients(variant)
             if progress is not None:
                 progress("batches", steps, steps)
-        drifts = [self._of(each, reference_losses, watch) for each in variants]
+        drifts = [self._of(variant, reference_losses, watch) for variant in variants]
         noise = drifts.pop() if self._vary is not None else None
         return Drift(
-            policies={each.name: each for each in drifts},
+            policies={drift.name: drift for drift in drifts},
             reference=self._reference if isinstance(self._reference, str) else "policy",
-            batches=len(found),
+            batches=len(checked),
             noise=noise,
             not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
             notes=(
-                *(f"{each.name}: {each.failure}" for each in drifts if each.failure),
+                *(f"{drift.name}: {drift.failure}" for drift in drifts if drift.failure),
                 *self._notes(variants),
                 *_notes_of_noise(noise),
             ),
@@ -261,7 +261,7 @@ class Comparison:
             if is_out_of_memory(error) or variant.vary:
                 raise
             variant.problem = f"cannot be run: {first_line(error)}"
-            if all(each.problem for each in variants):
+            if all(variant.problem for variant in variants):
                 raise
 
     @contextmanager
@@ -318,7 +318,7 @@ class Comparison:
             ModuleDrift(
                 name=tap.name,
                 type=type(tap.module).__name__,
-                place=place,
+                place=index,
                 calls=sums.calls,
                 computes_in=computes.get(tap.name, str(self._reference) if policy is None else ""),
                 effect=None if sums.problem or sums.lacks_gradient else sums.effect.rms(),
@@ -331,7 +331,7 @@ class Comparison:
                 carried_gradients=sums.carried_gradients.errors() if sums.is_split and not sums.problem else None,
                 problem=sums.problem or sums.lacks_gradient,
             )
-            for place, (tap, sums) in enumerate(_in_order(variant.sums, watch))
+            for index, (tap, sums) in enumerate(_in_order(variant.sums, watch))
             if sums.calls
         ]
         pairs = list(zip(variant.losses, reference_losses, strict=True))
@@ -346,20 +346,22 @@ class Comparison:
             loss_scale=variant.loss_scale if math.isfinite(variant.loss_scale) else 1.0,
             log_probs=variant.log_probs.drift(),
         )
-        modules.sort(key=lambda each: (-math.inf if each.effect is None else each.effect, -each.place), reverse=True)
+        modules.sort(
+            key=lambda module: (-math.inf if module.effect is None else module.effect, -module.place), reverse=True
+        )
         return PolicyDrift(variant.name, policy, summary, tuple(modules))
 
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
         if self._is_compiled:
             yield "compiled modules ran eagerly"
         scripted = [
-            name or "(root)" for name, each in named_modules(self.model) if isinstance(each, torch.jit.ScriptModule)
+            name or "(root)" for name, module in named_modules(self.model) if isinstance(module, torch.jit.ScriptModule)
         ]
         if scripted:
             more = len(scripted) - _NOTED_MODULES
             rest = f" and {more:,} more" if more > 0 else ""
             yield f"{', '.join(scripted[:_NOTED_MODULES])}{rest}: compiled by torch.jit, so without separate figures"
-        if any(sums.lacks_gradient == _NO_GRADIENT for each in variants for sums in each.sums.values()):
+        if any(sums.lacks_gradient == _NO_GRADIENT for other in variants for sums in other.sums.values()):
             yield "the loss has no gradient, so effects are unknown"
         for variant in variants:
             if variant.problem:
@@ -376,11 +378,11 @@ class Comparison:
             for tap, sums in variant.sums.items():
                 if sums.problem or sums.lacks_gradient not in ("", _NO_GRADIENT):
                     names.setdefault(sums.problem or sums.lacks_gradient, []).append(tap.name or "(root)")
-            for problem, of_problem in names.items():
-                more = len(of_problem) - _NOTED_MODULES
+            for problem, affected in names.items():
+                more = len(affected) - _NOTED_MODULES
                 rest = f" and {more:,} more" if more > 0 else ""
-                each = "" if len(of_problem) == 1 else "each of "
-                yield f"{variant.name}: {each}{', '.join(of_problem[:_NOTED_MODULES])}{rest} {problem}"
+                whom = "" if len(affected) == 1 else "each of "
+                yield f"{variant.name}: {whom}{', '.join(affected[:_NOTED_MODULES])}{rest} {problem}"
 
 
 class _OneBatch:
@@ -446,11 +448,11 @@ class _OneBatch:
         def handler(part: torch.Tensor | None = None) -> AbstractContextManager[None]:
             selection = None if part is None else (part, size)
             precisions = self._reference, precision
-            each = PolicyRun(
+            run = PolicyRun(
                 *(self._watch, self._run, precisions, self._device, variant.sums, introduced, selection, self._scale)
             )
-            runs.append(each)
-            return self._watch.handling(each.call)
+            runs.append(run)
+            return self._watch.handling(run.call)
 
         graph = nullcontext() if self._run.runs_backwards else forgetting_graph()
         with precision.weights(self._objective.model), precision.region(), torch.enable_grad(), graph:
@@ -462,9 +464,9 @@ class _OneBatch:
         variant.losses.append(float(loss.detach()))
         expected = self._log_probs
         if expected is not None:
-            found = token_log_probs(outputs, self._batch[1])
-            if found is not None and found.shape == expected.shape:
-                variant.log_probs.add(expected, found)
+            log_probs = token_log_probs(outputs, self._batch[1])
+            if log_probs is not None and log_probs.shape == expected.shape:
+                variant.log_probs.add(expected, log_probs)
         self._runs.append((variant, runs))
 
     def run_backward(self, variants: list[_Variant]) -> None:
@@ -476,20 +478,22 @@ class _OneBatch:
         def on_gradients(call: Call, gradients: Gradients) -> None:
             gradients = {site: _unscaled(gradient, self._scale) for site, gradient in gradients.items()}
             for _, runs in self._runs:
-                for each in runs:
-                    each.add_effect(call, gradients)
+                for policy_run in runs:
+                    policy_run.add_effect(call, gradients)
 
         run.on_gradients = on_gradients
         run.calls.clear()
         params = [self._reference.weight(param) for param in self._params]
         if loss.requires_grad and (params or run.sources):
             with self._reference.weights(self._objective.model), self._watch.handling(run.call):
-                found = _gradients(loss, [*params, *run.sources])
+                gradients = _gradients(loss, [*params, *run.sources])
                 run.end_backward()
-            self._gradients = [None if each is None else _unscaled(each, self._scale) for each in found[: len(params)]]
+            self._gradients = [
+                None if gradient is None else _unscaled(gradient, self._scale) for gradient in gradients[: len(params)]
+            ]
             for _, runs in self._runs:
-                for each in runs:
-                    each.note_missing_gradients()
+                for policy_run in runs:
+                    policy_run.note_missing_gradients()
         elif not loss.requires_grad:
             for variant in variants:
                 for sums in variant.sums.values():
@@ -499,18 +503,20 @@ class _OneBatch:
 
     def add_gradients(self, variant: _Variant) -> None:
         """Run the forward and backward of a variant, and compare the gradients of the weights."""
-        if variant.problem or not self._params or not any(each is not None for each in self._gradients):
+        if variant.problem or not self._params or not any(gradient is not None for gradient in self._gradients):
             return
         precision = variant.precision
-        found, scale = scaled(lambda scale: self._gradients_of(precision, scale, variant), precision.loss_scale)
+        gradients, scale = scaled(lambda scale: self._gradients_of(precision, scale, variant), precision.loss_scale)
         variant.loss_scale = min(scale, variant.loss_scale)
         introduced = self._introduced_gradients.pop(variant.name, None)
         owners: dict[torch.Tensor, list[ModuleSums]] = {}
         for tap, sums in variant.sums.items():
             for param in tap.module.parameters(recurse=False):
                 owners.setdefault(param, []).append(sums)
-        for param, of_reference, of_variant in zip(self._params, self._gradients, found, strict=True):
-            pair = _comparable(of_reference, of_variant, scale)
+        for param, reference_gradient, gradient_of_variant in zip(
+            self._params, self._gradients, gradients, strict=True
+        ):
+            pair = _comparable(reference_gradient, gradient_of_variant, scale)
             if pair is None:
                 continue
             expected, got = pair
@@ -579,10 +585,10 @@ def nonfinite_error(objective: Objective, reference: Precision, batch: Any, numb
         start.restore()
         copied = fresh(batch, reference.cast)
         if objective.loss is None:
-            found = diagnose(_Called(objective), lambda loss: loss, (copied,))
+            diagnosis = diagnose(_Called(objective), lambda loss: loss, (copied,))
         else:
-            found = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), copied[0])
-    return NonfiniteReferenceError(f"{text}\n{found}")
+            diagnosis = diagnose(objective.model, lambda outputs: objective.loss_of(outputs, copied), copied[0])
+    return NonfiniteReferenceError(f"{text}\n{diagnosis}")
 
 
 class _Called(nn.Module):
@@ -618,17 +624,22 @@ def _widened(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _comparable(
-    expected: torch.Tensor | None, found: torch.Tensor | None, scale: float
+    expected: torch.Tensor | None, gradient: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the reference's gradient and the unscaled other one in a common dtype; None if there is neither."""
     # A missing gradient counts as zeros: under plain gradient descent both leave the weight unchanged.
-    expected = torch.zeros_like(found) if expected is None and found is not None else expected
-    found = torch.zeros_like(expected) if found is None and expected is not None else found
-    if expected is None or found is None or expected.layout is not torch.strided or found.layout is not torch.strided:
+    expected = torch.zeros_like(gradient) if expected is None and gradient is not None else expected
+    gradient = torch.zeros_like(expected) if gradient is None and expected is not None else gradient
+    if (
+        expected is None
+        or gradient is None
+        or expected.layout is not torch.strided
+        or gradient.layout is not torch.strided
+    ):
         return None
-    expected, found = real(local(expected)), real(local(found))
-    wide = torch.float64 if torch.float64 in {expected.dtype, found.dtype} else torch.float32
-    return expected.to(wide), found.to(wide) / scale
+    expected, gradient = real(local(expected)), real(local(gradient))
+    wide = torch.float64 if torch.float64 in {expected.dtype, gradient.dtype} else torch.float32
+    return expected.to(wide), gradient.to(wide) / scale
 
 
 def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, ModuleSums]]:
@@ -638,7 +649,7 @@ def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, Modu
 def _is_left_out(tap: Tap, variants: list[_Variant]) -> bool:
     """Return True if a module has a forward that was never called."""
     has_forward = type(tap.module).forward is not nn.Module.forward
-    return has_forward and not any(tap in each.sums and each.sums[tap].calls for each in variants)
+    return has_forward and not any(tap in variant.sums and variant.sums[tap].calls for variant in variants)
 
 
 def _notes_of_noise(noise: PolicyDrift | None) -> Iterator[str]:
@@ -675,7 +686,9 @@ def restored(model: nn.Module, batches: list[Any]) -> Iterator[None]:
         _without_warnings_of_emulation(),
     ):
         guard.before_write([param for param in model.parameters() if local(param) is param])
-        attributes = [(each, vars(each)[name], name) for each in model.modules() for name in attributes_of(each)]
+        attributes = [
+            (module, vars(module)[name], name) for module in model.modules() for name in attributes_of(module)
+        ]
         try:
             yield
         finally:

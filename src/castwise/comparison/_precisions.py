@@ -132,16 +132,16 @@ def _exchanged(module: nn.Module, is_exchanged: Callable[[Any], bool], other: Ca
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     flattened: list[tuple[nn.RNNBase, list[Any]]] = []
     try:
-        for each in module.modules():
-            if isinstance(each, torch.jit.ScriptModule):
+        for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):
                 continue
-            for named in (each._parameters, each._buffers):
+            for named in (part._parameters, part._buffers):
                 if any(map(is_exchanged, named.values())):
                     before.append((named, dict(named)))
                     named.update({name: other(tensor) for name, tensor in named.items()})
-            if isinstance(each, nn.RNNBase):  # which also keeps its weights in a list
-                flattened.append((each, each._flat_weights))
-                each._flat_weights = [other(weight) for weight in each._flat_weights]
+            if isinstance(part, nn.RNNBase):  # which also keeps its weights in a list
+                flattened.append((part, part._flat_weights))
+                part._flat_weights = [other(weight) for weight in part._flat_weights]
         yield
     finally:
         for named, own in before:
@@ -231,9 +231,11 @@ def scaled(compute: Callable[[float], ParamGradients], scale: float) -> tuple[Pa
         scale: The initial scale.
     """
     while True:
-        found = compute(scale)
-        if scale <= _LEAST_SCALE or all(each is None or bool(local(each).isfinite().all()) for each in found):
-            return found, scale
+        gradients = compute(scale)
+        if scale <= _LEAST_SCALE or all(
+            gradient is None or bool(local(gradient).isfinite().all()) for gradient in gradients
+        ):
+            return gradients, scale
         scale *= _BACKOFF
 
 

@@ -78,11 +78,11 @@ class Call:
     def add_known(self, tensors: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
         """Record tensors, and return the new floating-point ones, each with its place."""
         new = []
-        for place, tensor in enumerate(tensors):
+        for position, tensor in enumerate(tensors):
             if id(tensor) not in self.known:
                 self.known[id(tensor)] = tensor
                 if is_rounded(tensor):
-                    new.append((place, tensor))
+                    new.append((position, tensor))
         return new
 
     def outputs(self) -> list[torch.Tensor]:
@@ -91,10 +91,10 @@ class Call:
 
     def made(self, site: Site) -> torch.Tensor:
         """Return the tensor of a site."""
-        kind, place = site
+        kind, position = site
         if kind == "output":
-            return self.outputs()[place]
-        passed = self.passed[place]
+            return self.outputs()[position]
+        passed = self.passed[position]
         return direct_tensors(passed.arguments.with_tensors(passed.arguments.tensors))[passed.place]
 
     def release(self) -> None:
@@ -171,9 +171,9 @@ class ReferenceRun:
     def _add_child(self, parent: Call, call: Call, given: list[torch.Tensor]) -> None:
         parent.children.append(call)
         call.parent = weakref.ref(parent)
-        for place, tensor in parent.add_known(given):
+        for position, tensor in parent.add_known(given):
             self._listen(parent, ("passed", len(parent.passed)), tensor)
-            parent.passed.append(Passed(call, call.arguments, place))
+            parent.passed.append(Passed(call, call.arguments, position))
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module, and record its side effects."""
@@ -209,23 +209,23 @@ class ReferenceRun:
 
     def overwritten(self) -> Written:
         """Return the tensors that the model has overwritten in place, which another run must copy."""
-        found = {}
+        overwritten = {}
         for key, call in self.calls.items():
             places = call.arguments.overwritten(), frozenset() if call.output is None else call.output.overwritten()
             if places[0] or places[1]:
-                found[key] = places
-        return found
+                overwritten[key] = places
+        return overwritten
 
     def drawing(self) -> list[str]:
         """Return the names of the modules whose own ops draw random numbers."""
-        found = [call for call in self.calls.values() if call.draws and not any(each.draws for each in call.children)]
-        return list(dict.fromkeys(call.tap.name for call in found))
+        calls = [call for call in self.calls.values() if call.draws and not any(child.draws for child in call.children)]
+        return list(dict.fromkeys(call.tap.name for call in calls))
 
     # The backward.
 
     def _listen_to_outputs(self, call: Call, output: Any) -> None:
-        for place, leaf in enumerate(returned_tensors(output)):
-            self._listen(call, ("output", place), leaf)
+        for position, leaf in enumerate(returned_tensors(output)):
+            self._listen(call, ("output", position), leaf)
 
     def _listen(self, call: Call, site: Site, tensor: torch.Tensor) -> None:
         if not call.tap.has_own_ops:

@@ -16,8 +16,8 @@ class StartingPoint:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
-        self._names = [(each._buffers, dict(each._buffers)) for each in modules]
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._names = [(module._buffers, dict(module._buffers)) for module in modules]
         self._buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._random = RandomState()
 

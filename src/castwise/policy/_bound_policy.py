@@ -148,9 +148,9 @@ class BoundPolicy:
 
     def _rules(self, decisions: list[Decision]) -> Iterator[tuple[Decision, _Rule]]:
         """Yield each module that the policy changes, once, with its rule."""
-        of_names = {decision.name: decision.effective for decision in decisions}
+        dtype_names = {decision.name: decision.effective for decision in decisions}
         # Rules that repeat what the region does are needed only inside a module with a different rule.
-        needed = set(of_names.values()) - {None, "inherit", self.policy.compute if self.dtype else None}
+        needed = set(dtype_names.values()) - {None, "inherit", self.policy.compute if self.dtype else None}
         seen: set[nn.Module] = set()
         unfused: list[str] = []
         for decision in decisions:
@@ -166,12 +166,12 @@ class BoundPolicy:
             if isinstance(module, _WITH_FAST_PATH):
                 prefix = f"{name}." if name else ""
                 inside = [
-                    each for each in decisions if each.name.startswith(prefix) and not is_never_called(each.module)
+                    inner for inner in decisions if inner.name.startswith(prefix) and not is_never_called(inner.module)
                 ]
-                if any(each.compute != compute or each.recipe for each in inside):
+                if any(inner.compute != compute or inner.recipe for inner in inside):
                     fast_path = False
                 elif self.op_rules and not name.startswith(tuple(unfused)):
-                    fast_path = all(op_rules.calls_no_rule(each, self.op_rules) for each in module.modules())
+                    fast_path = all(op_rules.calls_no_rule(part, self.op_rules) for part in module.modules())
                 if fast_path is False:
                     unfused.append(prefix)
             recipe = RECIPES[decision.recipe] if decision.recipe else None
@@ -257,7 +257,11 @@ class BoundPolicy:
             region: The `castwise.autocast` being entered, with its settings resolved.
         """
         self.check_is_bound()
-        weights = next((each for each in region._extensions if each is not self), None) if self.recipes else None
+        weights = (
+            next((extension for extension in region._extensions if extension is not self), None)
+            if self.recipes
+            else None
+        )
         state = State(
             self.key, self, region.device, region._enabled, region.fast_dtype, region._caches, weights=weights
         )
@@ -319,7 +323,7 @@ class BoundPolicy:
         node = graph_node_running()
         if node is None:
             return None
-        thread, found = THREAD.token, None
+        thread, innermost = THREAD.token, None
         for forward in reversed(self._forwards.copy()):
             # On a CPU a backward runs in the caller's thread; on other devices, in a thread per device.
             if forward.thread is not thread and forward.device == "cpu":
@@ -327,10 +331,10 @@ class BoundPolicy:
             if forward.stop <= node:
                 break
             # Of nested records, use the one in which the checkpoint was created: its native state has been restored.
-            is_inner = forward.start <= node and (found is None or forward.start >= found.start)
+            is_inner = forward.start <= node and (innermost is None or forward.start >= innermost.start)
             if is_inner and forward.native == _compared(native_state_of(forward.device)[:2]):
-                found = forward
-        return found
+                innermost = forward
+        return innermost
 
 
 @only_inlined
@@ -461,8 +465,8 @@ class _Fp32Weights(TorchFunctionMode):
 
 @only_inlined
 def _widened(arg: Any) -> Any:
-    if isinstance(arg, (list, tuple)) and any(isinstance(each, nn.Parameter) for each in arg):  # as for torch.stack
-        return type(arg)([_widened(each) for each in arg])
+    if isinstance(arg, (list, tuple)) and any(isinstance(value, nn.Parameter) for value in arg):  # as for torch.stack
+        return type(arg)([_widened(value) for value in arg])
     return arg.float() if isinstance(arg, nn.Parameter) and arg.dtype in _LOW_PRECISION.values() else arg
 
 
@@ -770,10 +774,10 @@ def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
         return bound
     new = BoundPolicy(policy, model)
     modules = [(name, weakref.ref(module), type(module)) for name, module in _named(model)]
-    of_model = _BOUND.setdefault(model, {})
-    if policy in of_model:
-        of_model[policy][0].unbind()
-    of_model[policy] = (new, modules)
+    bound_to_model = _BOUND.setdefault(model, {})
+    if policy in bound_to_model:
+        bound_to_model[policy][0].unbind()
+    bound_to_model[policy] = (new, modules)
     return new
 
 

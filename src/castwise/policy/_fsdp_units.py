@@ -67,7 +67,7 @@ def gathered(policy: Policy, decisions: list[Decision], units: Iterable[Any]) ->
 
 def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> dict[str, torch.dtype | None]:
     """Return for each unit the low precision in which all its parameters are used; None if they differ or use fp32."""
-    of_ops = {dtype for op, dtype in policy.ops.items() if canonical(op) in _OPS_WITH_WEIGHTS}
+    op_dtypes = {dtype for op, dtype in policy.ops.items() if canonical(op) in _OPS_WITH_WEIGHTS}
     if isinstance(units, str):
         raise TypeError(f"units must be a list of keys, as in [{units!r}]")
     named = [(decision.name, decision.module) for decision in decisions]
@@ -78,7 +78,7 @@ def _dtypes(policy: Policy, decisions: list[Decision], units: Iterable[Any]) -> 
     for decision in decisions:
         if next(decision.module.parameters(recurse=False), None) is not None:
             is_cast = isinstance(decision.module, _WEIGHTS_CAST) and not decision.recipe
-            cast = {decision.compute, *of_ops} if is_cast else {"float32"}
+            cast = {decision.compute, *op_dtypes} if is_cast else {"float32"}
             used[_unit_of(first[id(decision.module)], names)] |= cast
     return {
         name: getattr(torch, next(iter(dtypes))) if len(dtypes) == 1 and dtypes != {"float32"} else None

@@ -132,7 +132,7 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
         ValueError: A layer cannot use its recipe, a rule matches no linear layer, or rules for two names of one layer
             contradict each other.
     """
-    found: dict[str, _Given] = {}
+    given_recipes: dict[str, _Given] = {}
     scopes: dict[str, tuple[str, str] | None] = {}  # the key of the rule that applies, and the module that it names
     for name, module in named:
         scope = scopes.get(name.rpartition(".")[0]) if name else None
@@ -147,39 +147,50 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
             continue
         recipe, why_not = rule.removesuffix("?"), why_not_for(module, rule)
         if why_not is None or rule.endswith("?"):
-            found[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
+            given_recipes[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
         elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             raise ValueError(
                 f"modules[{key!r}] = {rule!r} gives {name!r} a recipe that it cannot use: {why_not}. Write "
                 f"{rule + '?'!r} to run such modules in the surrounding dtype, or give {name!r} another rule"
             )
     for key, rule in policy.modules.items():
-        if recipe_named(rule) and key in scoping.values() and not any(given.key == key for given in found.values()):
+        if (
+            recipe_named(rule)
+            and key in scoping.values()
+            and not any(given.key == key for given in given_recipes.values())
+        ):
             raise ValueError(f"modules[{key!r}] = {rule!r} gives no module a recipe: recipes are for nn.Linear")
-    _agree_on_recipes_of_shared_layers(policy, named, scopes, found)
-    return found
+    _agree_on_recipes_of_shared_layers(policy, named, scopes, given_recipes)
+    return given_recipes
 
 
 def _agree_on_recipes_of_shared_layers(
     policy: Policy,
     named: list[tuple[str, nn.Module]],
     scopes: Mapping[str, tuple[str, str] | None],
-    found: dict[str, _Given],
+    given_recipes: dict[str, _Given],
 ) -> None:
     """Give all names of a layer the recipe that one of them has: the layer has one recipe wherever it is used."""
-    for of_one in _names_by_module(named).values():
-        taken = next((found[name] for name in of_one if name in found and found[name].why_not is None), None)
+    for names_of_one in _names_by_module(named).values():
+        taken = next(
+            (
+                given_recipes[name]
+                for name in names_of_one
+                if name in given_recipes and given_recipes[name].why_not is None
+            ),
+            None,
+        )
         if taken is None:
             continue
-        for name in of_one:
+        for name in names_of_one:
             scope = scopes[name]
             if scope is not None and policy.modules[scope[0]].removesuffix("?") != taken.recipe:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{taken.key!r}] = "
+                    f"{' and '.join(map(repr, names_of_one))} are the same module, but modules[{taken.key!r}] = "
                     f"{policy.modules[taken.key]!r} contradicts modules[{scope[0]!r}] = {policy.modules[scope[0]]!r}: "
                     "give the module one rule by name"
                 )
-            found[name] = taken
+            given_recipes[name] = taken
 
 
 def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules") -> list[str]:
@@ -191,14 +202,14 @@ def matches(key: str, named: list[tuple[str, nn.Module]], where: str = "modules"
     bare = key.removeprefix(_MAYBE)
     kind = next((kind for kind in _KINDS if bare.startswith(kind)), "")
     pattern = bare.removeprefix(kind)
-    found = _FINDERS[kind](pattern, named)
-    if not found and not key.startswith(_MAYBE):
+    names = _FINDERS[kind](pattern, named)
+    if not names and not key.startswith(_MAYBE):
         if kind in {"type:", "last:"}:
             known = {cls.__name__ for _, module in named for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         else:
             known = {name for name, _ in named}
         raise ValueError(f"{where}[{key!r}] matches no module of the model{nearest(pattern, sorted(known))}")
-    return found
+    return names
 
 
 def _by_name(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
@@ -218,12 +229,12 @@ def _by_type(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _last(pattern: str, named: list[tuple[str, nn.Module]]) -> list[str]:
-    found = [
+    linears = [
         name
         for name, module in named
         if _is_of_type(module, pattern) and any(param.ndim > 1 for param in module.parameters(recurse=False))
     ]
-    return found[-1:]
+    return linears[-1:]
 
 
 _FINDERS = {"": _by_name, "re:": _by_expression, "type:": _by_type, "last:": _last}
@@ -318,19 +329,19 @@ def _check_forwards_are_called(
 
 def _agree_on_shared_modules(policy: Policy, named: list[tuple[str, nn.Module]], deciding: dict[str, str]) -> None:
     """Give all names of a module the rule that decides one of them."""
-    for of_one in _names_by_module(named).values():
-        keys = [deciding[name] for name in of_one if name in deciding]
-        if len(of_one) == 1 or not keys:
+    for names_of_one in _names_by_module(named).values():
+        keys = [deciding[name] for name in names_of_one if name in deciding]
+        if len(names_of_one) == 1 or not keys:
             continue
         rank = max(map(_rank, keys))
         first, *others = (key for key in keys if _rank(key) == rank)
         for key in others:
             if policy.modules[key] != policy.modules[first]:
                 raise ValueError(
-                    f"{' and '.join(map(repr, of_one))} are the same module, but modules[{first!r}] = "
+                    f"{' and '.join(map(repr, names_of_one))} are the same module, but modules[{first!r}] = "
                     f"{policy.modules[first]!r} contradicts modules[{key!r}] = {policy.modules[key]!r}"
                 )
-        deciding.update(dict.fromkeys(of_one, first))
+        deciding.update(dict.fromkeys(names_of_one, first))
 
 
 def _names_by_module(named: list[tuple[str, nn.Module]]) -> dict[int, list[str]]:

@@ -170,7 +170,7 @@ class Policy:
             if recipe and self.backend in ("torch", "torchao") and recipe.capability is None:
                 raise ValueError(
                     f"modules[{key!r}] = {rule!r} can only be emulated, got backend={self.backend!r}, which supports "
-                    f"{listed([name for name, each in RECIPES.items() if each.capability])}"
+                    f"{listed([name for name, recipe in RECIPES.items() if recipe.capability])}"
                 )
 
     def bind(self, model: nn.Module) -> BoundPolicy:

@@ -229,7 +229,7 @@ class _Hook:
 
 def inside_fused_layers(model: nn.Module) -> set[nn.Module]:
     """Return all `nn.TransformerEncoderLayer` modules of a model and their submodules, whose hooks torch checks."""
-    layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     return {inner for layer in layers for inner in layer.modules()}
 
 

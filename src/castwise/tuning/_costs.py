@@ -35,8 +35,8 @@ def forwards(kind: str, formats: int) -> int:
     """Return the number of forwards of a batch that it takes to find the costs in a number of formats."""
     if kind == "flops":
         return 1
-    of_reference, of_casting, of_format = 2, 1, _REPETITIONS if kind == "measured" else 1
-    return of_reference + (of_casting + of_format) * formats
+    reference_forwards, casting_forwards, format_forwards = 2, 1, _REPETITIONS if kind == "measured" else 1
+    return reference_forwards + (casting_forwards + format_forwards) * formats
 
 
 class OwnFlops:
@@ -119,8 +119,8 @@ class OutputBytes:
         made = [tensor for tensor in direct_tensors(output) if tensor.is_floating_point()]
         if tap.has_own_ops and made:
             weights = sum(param.numel() for param in tap.module.parameters(recurse=False))
-            of_weight = self._quantized.get(tap.name, made[0].itemsize)
-            nbytes = sum(tensor.nbytes for tensor in made) + weights * of_weight
+            weight_bytes = self._quantized.get(tap.name, made[0].itemsize)
+            nbytes = sum(tensor.nbytes for tensor in made) + weights * weight_bytes
             self._counts[tap] = self._counts.get(tap, 0.0) + nbytes
         return output
 
@@ -133,19 +133,19 @@ def casting(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[s
     Args:
         watch, calls, device, precisions: See `measured`.
     """
-    found = set()
+    casting_taps = set()
     for call in calls:
-        if call.tap.has_own_ops and call.tap not in found:
+        if call.tap.has_own_ops and call.tap not in casting_taps:
             try:
                 made = [run() for run in _runs(watch, call, device, precisions).values()]
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 continue  # it cannot be run in isolation
-            dtypes = {tuple((site, tensor.dtype) for site, tensor in each.items()) for each in made}
+            dtypes = {tuple((site, tensor.dtype) for site, tensor in outputs.items()) for outputs in made}
             if len(dtypes) > 1:
-                found.add(call.tap)
-    return found
+                casting_taps.add(call.tap)
+    return casting_taps
 
 
 def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[str, Precision]) -> Costs:
@@ -163,9 +163,9 @@ def measured(watch: Watch, calls: Sequence[Call], device: str, precisions: dict[
     for call in calls:
         if not call.tap.has_own_ops:
             continue
-        of_module = costs.setdefault(call.tap, dict.fromkeys(precisions, 0.0))
+        module_costs = costs.setdefault(call.tap, dict.fromkeys(precisions, 0.0))
         for name, run in _runs(watch, call, device, precisions).items():
-            of_module[name] += min(_seconds(run, device) for _ in range(_REPETITIONS))
+            module_costs[name] += min(_seconds(run, device) for _ in range(_REPETITIONS))
     return costs
 
 
@@ -183,7 +183,7 @@ def _runs(
     return runs
 
 
-def _unchanged(child: Call | None, place: int, tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(child: Call | None, position: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

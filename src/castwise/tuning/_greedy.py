@@ -30,7 +30,7 @@ class Option:
 
 def exact_choice(options: Mapping[str, list[Option]]) -> Choice:
     """Return for each module the format with the least effect; among equals, the one with the most digits."""
-    return {name: _exact(of_module).format for name, of_module in options.items()}
+    return {name: _exact(module_options).format for name, module_options in options.items()}
 
 
 def path(options: Mapping[str, list[Option]]) -> list[Choice]:
@@ -48,10 +48,10 @@ def path(options: Mapping[str, list[Option]]) -> list[Choice]:
         ['float32', 'float32', 'bfloat16']
     """
     changes: list[tuple[float, int, str, str]] = []
-    for name, of_module in options.items():
-        hull = _hull(of_module)
-        for place, (before, after) in enumerate(pairwise(hull)):
-            changes.append(((after.effect - before.effect) / (before.cost - after.cost), place, name, after.format))
+    for name, module_options in options.items():
+        hull = _hull(module_options)
+        for index, (before, after) in enumerate(pairwise(hull)):
+            changes.append(((after.effect - before.effect) / (before.cost - after.cost), index, name, after.format))
     choices = [exact_choice(options)]
     for _, _, name, chosen in sorted(changes):
         choices.append({**choices[-1], name: chosen})
@@ -71,4 +71,4 @@ def _hull(options: list[Option]) -> list[Option]:
         if not cheaper:
             return hull
         slopes = [(option.effect - last.effect) / (last.cost - option.cost) for option in cheaper]
-        hull.append(min(zip(slopes, cheaper, strict=True), key=lambda each: (each[0], each[1].cost))[1])
+        hull.append(min(zip(slopes, cheaper, strict=True), key=lambda pair: (pair[0], pair[1].cost))[1])

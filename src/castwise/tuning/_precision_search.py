@@ -167,15 +167,15 @@ class Search:
             batches: See `tune`.
             progress: Called with the name of the current phase, the number of steps done, and their total.
         """
-        found = self._objective.check(batches)
-        if len(found) < 2:
+        checked = self._objective.check(batches)
+        if len(checked) < 2:
             raise ValueError("batches must have at least two batches, because every second one is held out, got one")
         self._progress = progress or _no_progress
         with self._comparison.interrupts:
-            return self._search(found)
+            return self._search(checked)
 
-    def _search(self, found: list[Any]) -> Tuned:
-        search, held_out = list(range(0, len(found), 2)), list(range(1, len(found), 2))
+    def _search(self, batches: list[Any]) -> Tuned:
+        search, held_out = list(range(0, len(batches), 2)), list(range(1, len(batches), 2))
         reference = Precision(self._device, dtype=torch.float32)
         reference.dtype = torch.float32 if reference.changes(self._model) else None
         called: set[str] = set()
@@ -185,42 +185,42 @@ class Search:
             return tap.forward(*args, **kwargs)
 
         with (
-            restored(self._model, found),
+            restored(self._model, batches),
             Watch(self._model, self._comparison.interrupts.let_through) as watch,
             watch.handling(noting),
         ):
-            self._reference_losses = [self._loss_in(reference, batch) for batch in found]
+            self._reference_losses = [self._loss_in(reference, batch) for batch in batches]
         for number, reference_loss in enumerate(self._reference_losses):
             if not math.isfinite(reference_loss):
-                with restored(self._model, found):
-                    raise nonfinite_error(self._objective, reference, found[number], number)
+                with restored(self._model, batches):
+                    raise nonfinite_error(self._objective, reference, batches[number], number)
         uniform = {name: self._uniform(name) for name in self._formats}
-        drift = self._comparison.drift([found[place] for place in search], uniform, self._progress)
+        drift = self._comparison.drift([batches[number] for number in search], uniform, self._progress)
         self._formats = [name for name in self._formats if not drift[name].problem]
         if self._formats == ["float32"]:
             raise ValueError("; ".join(("the model runs in no format except float32", *drift.notes)))
-        with restored(self._model, found):
-            self._batches = found
+        with restored(self._model, batches):
+            self._batches = batches
             self._options_by_name = options = self._options(drift, search)
             self._option_of = {(name, option.format): option for name, of in options.items() for option in of}
-            self._mean_loss = mean([abs(self._reference_losses[place]) for place in search]) or 1.0
-            of_costs = costs.forwards(self._kind, len(uniform))
-            spent = len(found) + len(search) * (of_costs + _OF_REFERENCE + _OF_FORMAT * len(uniform))
-            self._forwards = _FORWARDS_FOR_EACH * len(options) * len(found) - spent
+            self._mean_loss = mean([abs(self._reference_losses[number]) for number in search]) or 1.0
+            cost_forwards = costs.forwards(self._kind, len(uniform))
+            spent = len(batches) + len(search) * (cost_forwards + _OF_REFERENCE + _OF_FORMAT * len(uniform))
+            self._forwards = _FORWARDS_FOR_EACH * len(options) * len(batches) - spent
             most = max(_RUNS_FOR_EACH * len(options), 2 * _FRONTIER_POINTS)
             # Reserve half of the remaining budget for the held-out batches.
             self._left = self._total = max(0, min(most, self._forwards // (2 * len(search))))
             for name in self._formats:
-                everywhere = {each: name if (each, name) in self._option_of else self._around for each in options}
+                everywhere = {module: name if (module, name) in self._option_of else self._around for module in options}
                 self._note(everywhere, drift[name].summary.relative_loss_error)
             choice = self._improved(self._on_the_path(search), search)
             choice, error = self._repaired(choice, search, held_out)
-            worth = self._worth_of_recipes(choice, [found[place] for place in search])
+            worth = self._worth_of_recipes(choice, [batches[number] for number in search])
         policy = self._policy(choice)
         point = self._points[policy]
         never_called = tuple(name for name in drift.not_called if name not in called)
-        of_held_out = tuple(name for name in drift.not_called if name in called)
-        calls = {module.name for each in drift for module in each.modules if module.calls}
+        only_held_out = tuple(name for name in drift.not_called if name in called)
+        calls = {module.name for policy_drift in drift for module in policy_drift.modules if module.calls}
         return Tuned(
             policy=policy,
             is_within_tolerance=error <= self._tolerance,
@@ -234,7 +234,7 @@ class Search:
             drift=drift,
             evaluations=len(self._points),
             not_called=never_called,
-            not_tried=tuple(self._not_tried(calls, of_held_out, drift)),
+            not_tried=tuple(self._not_tried(calls, only_held_out, drift)),
             notes=(*drift.notes, *self._notes(), *worth),
         )
 
@@ -250,21 +250,24 @@ class Search:
 
     def _options(self, drift: Drift, places: list[int]) -> dict[str, list[Option]]:
         """Return each module's options with cost and effect, except modules that cost the same in all formats."""
-        of_modules: dict[str, dict[str, float]] = {}
-        for place in places:  # a batch may call modules that another one does not
-            for tap, of_formats in self._costs(self._batches[place]).items():
-                before = of_modules.get(tap.name, {})
-                of_modules[tap.name] = {each: before.get(each, 0.0) + cost for each, cost in of_formats.items()}
-        self._cost_in_fp32 = {name: of_module["float32"] for name, of_module in of_modules.items()}
+        module_costs: dict[str, dict[str, float]] = {}
+        for number in places:  # a batch may call modules that another one does not
+            for tap, format_costs in self._costs(self._batches[number]).items():
+                before = module_costs.get(tap.name, {})
+                module_costs[tap.name] = {name: before.get(name, 0.0) + cost for name, cost in format_costs.items()}
+        self._cost_in_fp32 = {name: costs_by_format["float32"] for name, costs_by_format in module_costs.items()}
         effects = {name: {module.name: module for module in drift[name].modules} for name in self._formats}
         takers = {name: self._takers(name) for name in self._formats if name in RECIPES}
         options = {}
-        for module, of_module in of_modules.items():
-            is_called = all(module in of_format for of_format in effects.values())
-            if is_called and len(set(of_module.values())) > 1:
+        for module, costs_by_format in module_costs.items():
+            is_called = all(module in module_effects for module_effects in effects.values())
+            if is_called and len(set(costs_by_format.values())) > 1:
                 options[module] = [
                     Option(
-                        name, of_module[name], _square(effects[name][module].loss_shift) / drift.batches, _DIGITS[name]
+                        name,
+                        costs_by_format[name],
+                        _square(effects[name][module].loss_shift) / drift.batches,
+                        _DIGITS[name],
                     )
                     for name in self._formats
                     if module in takers.get(name, [module])
@@ -287,26 +290,26 @@ class Search:
                 with flops.counting, watch.handling(flops.call):
                     self._loss(Policy(compute="float32"), batch)
                 return costs.of_flops(flops.counts, names)
-            precisions = {name: Precision(self._device, of_name) for name, of_name in bound.items()}
+            precisions = {name: Precision(self._device, taken_by) for name, taken_by in bound.items()}
             calls = self._calls(watch, batch)
             casting = costs.casting(watch, calls, self._device, precisions)
             takers = {name: self._takers(name) for name in names if name in RECIPES}
-            casting |= {call.tap for call in calls if any(call.tap.name in of_name for of_name in takers.values())}
+            casting |= {call.tap for call in calls if any(call.tap.name in taken_by for taken_by in takers.values())}
             if self._kind == "measured":
-                found = costs.measured(watch, calls, self._device, precisions)
+                by_tap = costs.measured(watch, calls, self._device, precisions)
             else:
-                of_formats: dict[str, dict[Tap, float]] = {name: {} for name in names}
-                for name, counts in of_formats.items():
+                format_costs: dict[str, dict[Tap, float]] = {name: {} for name in names}
+                for name, counts in format_costs.items():
                     quantized = dict.fromkeys(takers.get(name, ()), costs.bytes_of_weight(name))
                     with watch.handling(costs.OutputBytes(counts, quantized).call):
                         self._loss(self._uniform(name), batch)
-                found = {
-                    tap: {name: of_formats[name].get(tap, of_fp32) for name in names}
-                    for tap, of_fp32 in of_formats["float32"].items()
+                by_tap = {
+                    tap: {name: format_costs[name].get(tap, fp32_cost) for name in names}
+                    for tap, fp32_cost in format_costs["float32"].items()
                 }
             return {
-                tap: of_module if tap in casting else dict.fromkeys(names, of_module["float32"])
-                for tap, of_module in found.items()
+                tap: tap_costs if tap in casting else dict.fromkeys(names, tap_costs["float32"])
+                for tap, tap_costs in by_tap.items()
             }
 
     def _calls(self, watch: Watch, batch: Any) -> list[Call]:
@@ -326,14 +329,16 @@ class Search:
         for name in [name for name in RECIPES if name in choice.values()]:
             layers = {layer for layer, chosen in choice.items() if chosen == name}
             with ExitStack() as stack:
-                policies = {each: self._uniform(each) for each in (name, self._around)}
-                bound = {each: stack.enter_context(temporarily_bound(of, self._model)) for each, of in policies.items()}
+                policies = {option: self._uniform(option) for option in (name, self._around)}
+                bound = {
+                    key: stack.enter_context(temporarily_bound(policy, self._model)) for key, policy in policies.items()
+                }
                 watch = stack.enter_context(Watch(self._model, self._comparison.interrupts.let_through))
                 calls: list[Call] = []
                 for batch in batches:  # until each layer has been called
                     missing = layers - {call.tap.name for call in calls}
                     calls += [call for call in self._calls(watch, batch) if call.tap.name in missing] if missing else []
-                precisions = {each: Precision(self._device, of_each) for each, of_each in bound.items()}
+                precisions = {key: Precision(self._device, bound_policy) for key, bound_policy in bound.items()}
                 seconds = costs.measured(watch, calls, self._device, precisions).values()
             ratio = sum(of[name] for of in seconds) / sum(of[self._around] for of in seconds)
             label = labelled(RECIPES[name], policies[name].backend, self._device)
@@ -361,7 +366,9 @@ class Search:
 
     def _cost(self, choice: Choice) -> float:
         rest = sum(cost for name, cost in self._cost_in_fp32.items() if name not in choice)
-        return (rest + sum(self._option_of[each].cost for each in choice.items())) / sum(self._cost_in_fp32.values())
+        return (rest + sum(self._option_of[option].cost for option in choice.items())) / sum(
+            self._cost_in_fp32.values()
+        )
 
     def _error(self, choice: Choice, places: list[int]) -> float:
         """Return the error of a choice on the search batches, running its policy if it has not run yet."""
@@ -380,7 +387,7 @@ class Search:
     def _mean_error(self, policy: Policy, places: list[int]) -> float:
         self._forwards -= len(places)
         try:
-            pairs = [(self._loss(policy, self._batches[place]), self._reference_losses[place]) for place in places]
+            pairs = [(self._loss(policy, self._batches[number]), self._reference_losses[number]) for number in places]
         except Exception as error:  # for example in code that does not accept mixed dtypes
             if is_out_of_memory(error):
                 raise
@@ -410,14 +417,14 @@ class Search:
         """Return the cheapest choice on the greedy path that keeps the loss, or the closest if none does."""
         choices = path(self._options_by_name)
         last = len(choices) - 1
-        for place in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
+        for index in sorted({round(last * number / _FRONTIER_POINTS) for number in range(_FRONTIER_POINTS + 1)}):
             if self._left > 0:
-                self._error(choices[place], places)
-        kept = [place for place in range(last + 1) if self._is_kept(choices[place])]
+                self._error(choices[index], places)
+        kept = [index for index in range(last + 1) if self._is_kept(choices[index])]
         if not kept:  # module errors can cancel, so the most exact choice need not be the closest
-            return self._choices[min(self._points.values(), key=lambda each: (each.error, each.cost)).policy]
+            return self._choices[min(self._points.values(), key=lambda point: (point.error, point.cost)).policy]
         low, high = max(kept), last + 1
-        run = [place for place in range(low + 1, last + 1) if self._policy(choices[place]) in self._points]
+        run = [index for index in range(low + 1, last + 1) if self._policy(choices[index]) in self._points]
         high = min(run, default=high)
         while high - low > 1 and self._left > 0:
             middle = (low + high) // 2
@@ -462,8 +469,8 @@ class Search:
         options = self._options_by_name
         changes = [
             {name: option.format}
-            for name, of_module in options.items()
-            for option in of_module
+            for name, module_options in options.items()
+            for option in module_options
             if option.format != choice[name] and math.isfinite(option.effect)
         ]
         if math.prod(map(len, options.values())) <= _MOST_CHOICES:
@@ -473,9 +480,9 @@ class Search:
             pairs = [{**a, **b} for a, b in itertools.combinations(changes, 2)] if len(changes) <= 64 else []
             others = [{**choice, **change} for change in [*changes, *pairs]]
         cost = self._cost(choice)
-        rated = [(self._cost(other), self._expected_error(other), place) for place, other in enumerate(others)]
-        rated = [each for each in rated if each[0] < cost * (1 - 1e-9) and each[1] <= most_error]
-        return [others[place] for _, _, place in sorted(rated)]
+        rated = [(self._cost(other), self._expected_error(other), index) for index, other in enumerate(others)]
+        rated = [entry for entry in rated if entry[0] < cost * (1 - 1e-9) and entry[1] <= most_error]
+        return [others[index] for _, _, index in sorted(rated)]
 
     def _expected_error(self, choice: Choice) -> float:
         """Return the error of a choice that the effects predict, if the errors of modules are independent."""
@@ -503,8 +510,8 @@ class Search:
 
         self._error(choice, places)
         first = self._policy(choice)
-        kept = [each for each in self._points.values() if each.error <= self._tolerance and each.policy != first]
-        kept.sort(key=lambda each: (each.cost, each.error))
+        kept = [point for point in self._points.values() if point.error <= self._tolerance and point.policy != first]
+        kept.sort(key=lambda point: (point.cost, point.error))
         for policy in [first, *(point.policy for point in kept[: _HELD_OUT_RUNS - 1])]:
             if error_of(policy) <= self._tolerance:
                 return self._choices[policy], errors[policy]
@@ -514,27 +521,27 @@ class Search:
             if error_of(self._policy(raised)) <= self._tolerance:
                 return raised, errors[self._policy(raised)]
             raised = self._raised(raised)
-        by_error = sorted(self._points.values(), key=lambda each: (each.error, each.cost))
+        by_error = sorted(self._points.values(), key=lambda point: (point.error, point.cost))
         for point in [*by_error[:_HELD_OUT_RUNS], *self._frontier(first).points]:
             error_of(point.policy)
         return self._choices[nearest_run()], errors[nearest_run()]
 
     def _raised(self, choice: Choice) -> Choice | None:
         """Return a choice with one module raised, where the least cost removes the most effect; None if none can be."""
-        found: list[tuple[float, str, str]] = []
-        for name, of_module in self._options_by_name.items():
+        raises: list[tuple[float, str, str]] = []
+        for name, module_options in self._options_by_name.items():
             now = self._option_of[name, choice[name]]
-            for option in of_module:
+            for option in module_options:
                 if (option.effect, -option.digits) < (now.effect, -now.digits):
                     gain = now.effect - option.effect if math.isfinite(now.effect) else math.inf
-                    found.append((gain / max(option.cost - now.cost, 1e-9 * now.cost), name, option.format))
-        return {**choice, max(found)[1]: max(found)[2]} if found else None
+                    raises.append((gain / max(option.cost - now.cost, 1e-9 * now.cost), name, option.format))
+        return {**choice, max(raises)[1]: max(raises)[2]} if raises else None
 
     def _frontier(self, chosen: Policy) -> Frontier:
         points: list[Point] = []
-        for point in sorted(self._points.values(), key=lambda each: (each.cost, each.error)):
+        for point in sorted(self._points.values(), key=lambda other: (other.cost, other.error)):
             is_chosen = point.policy == chosen
-            if is_chosen or not points or point.error < min(each.error for each in points):
+            if is_chosen or not points or point.error < min(other.error for other in points):
                 points.append(Point(point.cost, point.error, point.policy, is_chosen))
         return Frontier(tuple(points))
 
@@ -543,17 +550,19 @@ class Search:
             return []
         return [f"{several(len(self._refusals), 'policy run')} failed, the first with: {self._refusals[0]}"]
 
-    def _not_tried(self, called: set[str], of_held_out: tuple[str, ...], drift: Drift) -> list[str]:
-        numbers = Counter(len(of_module) for of_module in self._options_by_name.values())
+    def _not_tried(self, called: set[str], only_held_out: tuple[str, ...], drift: Drift) -> list[str]:
+        numbers = Counter(len(module_options) for module_options in self._options_by_name.values())
         policies = " * ".join(f"{formats}^{modules}" for formats, modules in sorted(numbers.items()))
         left_out = [
             f"{policies} policies, except the {len(self._points)} that were run",
             "op rules, other formats, and other precisions of the loss function",
         ]
-        left_out += [f"{each.name}: the model {each.problem}" for each in drift if each.problem]
-        if of_held_out:
-            left_out.append(f"formats for modules that only held-out batches call: {', '.join(of_held_out)}")
-        unknown = {module.name for each in drift for module in each.modules if module.effect is None}
+        left_out += [
+            f"{policy_drift.name}: the model {policy_drift.problem}" for policy_drift in drift if policy_drift.problem
+        ]
+        if only_held_out:
+            left_out.append(f"formats for modules that only held-out batches call: {', '.join(only_held_out)}")
+        unknown = {module.name for policy_drift in drift for module in policy_drift.modules if module.effect is None}
         unknown &= set(self._options_by_name)
         if unknown:
             left_out.append(f"lower formats for modules with an unknown effect: {', '.join(sorted(unknown))}")

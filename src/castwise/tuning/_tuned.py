@@ -109,7 +109,7 @@ class Tuned:
         ]
         if not self.is_within_tolerance:
             lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
-        lines += ["", *(f"not tried: {each}" for each in self.not_tried)]
+        lines += ["", *(f"not tried: {format_name}" for format_name in self.not_tried)]
         if self.not_called:
             lines.append(f"never called, so left at the default: {', '.join(self.not_called)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -160,7 +160,7 @@ def _rules(policy: Policy) -> list[str]:
     """Return a line for each format with rules, listing its modules."""
     lines = []
     for chosen in dict.fromkeys(policy.modules.values()):
-        names = [name or "(root)" for name, each in policy.modules.items() if each == chosen]
+        names = [name or "(root)" for name, format_name in policy.modules.items() if format_name == chosen]
         more = len(names) - SHOWN_MODULES
         rest = f", and {more:,} more: best.policy.modules" if more > 0 else ""
         lines.append(f"in {chosen}: {', '.join(names[:SHOWN_MODULES])}{rest}")

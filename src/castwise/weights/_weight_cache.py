@@ -125,29 +125,29 @@ class _Layer:
         dtype, copies = torch.get_autocast_dtype(device), self.copies
         if torch.is_grad_enabled():
             return self._in_training(dtype, device)
-        of_weight, of_bias, of_device = self.found
+        weight_copy, bias_copy, copied_to = self.found
         if (
-            of_weight.dtype is not dtype
-            or not of_weight.is_current()
-            or (bias is not None and not of_bias.is_current())
+            weight_copy.dtype is not dtype
+            or not weight_copy.is_current()
+            or (bias is not None and not bias_copy.is_current())
             or copies.verify is True
         ):
-            of_weight, of_bias, of_device = self._find(dtype, device)
-        if of_device != device:
+            weight_copy, bias_copy, copied_to = self._find(dtype, device)
+        if copied_to != device:
             return None
         if bias is None:
             copies.uses += 1
-            return of_weight.low, None
+            return weight_copy.low, None
         copies.uses += 2
-        return of_weight.low, of_bias.low
+        return weight_copy.low, bias_copy.low
 
     def _find(self, dtype: torch.dtype, device: str) -> tuple[Copy, Copy, str]:
-        of_weight = of_bias = _NO_COPY
+        weight_copy = bias_copy = _NO_COPY
         if self.weight.device.type == device:
-            of_bias = of_weight if self.bias is None else self.copies.find(self.bias, dtype)
-            if self.bias is None or of_bias.device:
-                of_weight = self.copies.find(self.weight, dtype)
-        self.found = of_weight, of_bias, of_weight.device
+            bias_copy = weight_copy if self.bias is None else self.copies.find(self.bias, dtype)
+            if self.bias is None or bias_copy.device:
+                weight_copy = self.copies.find(self.weight, dtype)
+        self.found = weight_copy, bias_copy, weight_copy.device
         return self.found
 
     def _in_training(self, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -157,13 +157,13 @@ class _Layer:
         # Selective checkpointing expects the same ops when it recomputes the forward, which happens outside the region.
         if not all(hasattr(mode, "sees_copies") for mode in dispatch_modes()):
             return None
-        of_weight, of_bias, of_device = self._find(dtype, device)
-        if of_device != device:
+        weight_copy, bias_copy, copied_to = self._find(dtype, device)
+        if copied_to != device:
             return None
-        weight = self._in_graph(of_weight)
+        weight = self._in_graph(weight_copy)
         if self.bias is None or self._is_left_to_autocast(self.bias):
             return weight, self.bias
-        return weight, self._in_graph(of_bias)
+        return weight, self._in_graph(bias_copy)
 
     def _is_left_to_autocast(self, param: torch.Tensor) -> bool:
         return param.requires_grad and param.numel() < _MIN_TRAINED
@@ -360,8 +360,8 @@ class WeightCache:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(verify, bool) and verify != "rolling":
             raise ValueError(f"verify must be 'rolling', True or False, got {verify!r}")
-        of_layers = [module for module in model.modules() if isinstance(module, tuple(OPS))]
-        dtypes = {param.dtype for module in of_layers for param in module.parameters(recurse=False)}
+        layers = [module for module in model.modules() if isinstance(module, tuple(OPS))]
+        dtypes = {param.dtype for module in layers for param in module.parameters(recurse=False)}
         if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
             warn(
                 "the weights of all layers are 16-bit already, so autocast casts none and this WeightCache can keep "
@@ -472,8 +472,10 @@ class WeightCache:
         left_alone = compiled.union(self._sharded)
         children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
         parts = {kind: parts_of(kind) for kind in {type(module) for module in modules}.intersection(OPS)}
-        kinds = frozenset(kind for kind, of_kind in parts.items() if all(part.is_torchs for part in of_kind))
-        code = [part for of_kind in parts.values() for part in of_kind]
+        kinds = frozenset(
+            kind for kind, parts_of_kind in parts.items() if all(part.is_torchs for part in parts_of_kind)
+        )
+        code = [part for parts_of_kind in parts.values() for part in parts_of_kind]
         plan = _Plan([], [], kinds, code, children, [weakref.ref(module, drop_plan) for module in modules])
         for module in modules:
             if module not in left_alone and _is_plain(module, kinds):
@@ -522,15 +524,15 @@ def _refused(model: nn.Module, held: set[int]) -> dict[str, str]:
     refused: dict[str, str] = {}
     for prefix, module in model.named_modules():
         kind = next((kind for kind in OPS if isinstance(module, kind)), None)
-        of_layer = None
+        layer_problem = None
         if kind is not None and type(module) is not kind:
-            of_layer = f"of a {type(module).__name__}, not a plain {kind.__name__}"
+            layer_problem = f"of a {type(module).__name__}, not a plain {kind.__name__}"
         elif getattr(vars(module).get("forward"), "__module__", __name__) != __name__:
-            of_layer = f"of a {type(module).__name__} with its own forward"
+            layer_problem = f"of a {type(module).__name__} with its own forward"
         elif kind is not None and (patch := patch_of(kind)) is not None:
-            of_layer = f"of a {kind.__name__}, but {patch}"
+            layer_problem = f"of a {kind.__name__}, but {patch}"
         for name, param in module.named_parameters(prefix, recurse=False) if kind is not None else ():
-            reason = of_layer or why_not(param)
+            reason = layer_problem or why_not(param)
             if reason is not None and id(param) not in held:  # the weights of layers with recipes are held
                 refused[name] = reason
     return refused
