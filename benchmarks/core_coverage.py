@@ -31,7 +31,7 @@ def coverage(*arguments: str) -> None:
 def measure() -> dict[str, dict[str, list[int]]]:
     """Run the tests; return the number of lines and branches, and of covered ones, by folder and in total."""
     coverage("erase")
-    coverage("run", "-m", "pytest", "--hypothesis-profile=quick", "-q", *TESTS)
+    coverage("run", "-m", "pytest", "-q", *TESTS)
     coverage("combine", "--quiet")
     coverage("report")
     coverage("json", "--quiet", "-o", ".coverage.json")
