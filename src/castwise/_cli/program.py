@@ -1,0 +1,81 @@
+"""The script that `castwise run` is to run. Nothing here needs torch, so a wrong name is answered at once."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+
+from castwise._user_error import UserError
+
+
+class Program:
+    """A script and its arguments.
+
+    Args:
+        name: A file, or the name of a module.
+        arguments: The script's arguments.
+        is_module: Whether `name` is a module.
+
+    Raises:
+        UserError: There is no such file or module, or the file is not a Python script.
+    """
+
+    def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
+        self.name, self.arguments, self.is_module = name, arguments, is_module
+        if is_module:
+            _check_module(name)
+            return
+        path = Path(name)
+        try:
+            if path.is_dir() and (path / "__main__.py").is_file():
+                path = path / "__main__.py"
+            self._path = path.absolute()  # as tracebacks show it without castwise
+            self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
+        except OSError as error:
+            raise UserError(_unreadable(path, error.strerror, arguments)) from None
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{path} is not a Python script: {error}") from None
+
+    def execute(self) -> None:
+        """Run the script as Python itself would."""
+        sys.argv = [self.name, *self.arguments]
+        if self.is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        sys.path[0] = str(self._path.parent)
+        main = types.ModuleType("__main__")
+        loader = SourceFileLoader("__main__", str(self._path))
+        main.__dict__.update(
+            __file__=str(self._path), __builtins__=__builtins__, __cached__=None, __loader__=loader, __annotations__={}
+        )
+        sys.modules["__main__"] = main
+        exec(self._code, main.__dict__)
+
+
+def _unreadable(path: Path, why: str | None, arguments: list[str]) -> str:
+    if path.name.startswith("python") and arguments and not path.suffix:
+        rest = arguments[1:] if arguments[0] == "-u" else arguments
+        return f"leave out {path}, because castwise runs the script itself: castwise run {' '.join(rest)}"
+    return f"cannot read {path}: {why}; give the path of a script, or -m and the name of a module"
+
+
+def _check_module(name: str) -> None:
+    """Raise UserError if there is no such package; looking inside it would already run it."""
+    package, before = name.partition(".")[0], sys.path[0]
+    sys.path[0] = os.getcwd()
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError, OSError):
+        spec = None
+    finally:
+        sys.path[0] = before
+    if spec is None:
+        raise UserError(
+            f"there is no module {package!r}: check its name; it must be installed or in the current folder"
+        )
