@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise._number_text import percent, several
-from castwise._text_table import aligned
+from castwise._shown import Block, Shown, Table
 from castwise.comparison._errors import Errors
 from castwise.comparison._log_probs import LogProbDrift
 
@@ -158,8 +158,8 @@ class PolicyDrift:
         return [tuple(row[column] for column in shown) for row in (header, *rows)]
 
 
-@dataclass(frozen=True)
-class Drift:
+@dataclass(frozen=True, repr=False)
+class Drift(Shown):
     """The effect of precisions on a model, module by module; prints as tables.
 
     Args:
@@ -185,20 +185,26 @@ class Drift:
     def __iter__(self) -> Iterator[PolicyDrift]:
         return iter(self.policies.values())
 
-    def __str__(self) -> str:
-        parts = [self.headline(), aligned(self.summary_rows(), right=range(1, 20))]
+    def __repr__(self) -> str:
+        return f"Drift({', '.join(self.policies)}: {self.headline()})"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield self.headline()
+        yield Table(self.summary_rows(), right=range(1, 20))
         for policy_drift in self:
             if policy_drift.problem:  # listed in the notes
                 continue
             rows = policy_drift.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
-            table = aligned(rows[: SHOWN_MODULES + 1], {column for column in MODULE_NUMBERS if column < len(rows[0])})
-            rest = f"\nand {several(more, 'more module')}: drift[{policy_drift.name!r}].modules" if more > 0 else ""
-            parts.append(f"{policy_drift.name}: modules by effect on the loss\n{table}{rest}")
+            yield Table(
+                rows[: SHOWN_MODULES + 1],
+                MODULE_NUMBERS,
+                f"{policy_drift.name}: modules by effect on the loss",
+                f"and {several(more, 'more module')}: drift[{policy_drift.name!r}].modules" if more > 0 else "",
+            )
         if self.not_called:
-            parts.append(f"never called: {', '.join(self.not_called)}")
-        parts += [f"note: {note}" for note in self.notes]
-        return "\n\n".join(parts)
+            yield f"never called: {', '.join(self.not_called)}"
+        yield from (f"note: {note}" for note in self.notes)
 
     def headline(self) -> str:
         """Return one line with the reference, its loss, and the number of batches."""

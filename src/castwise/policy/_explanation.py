@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from castwise._recipes.recipe import RECIPES, labelled
-from castwise._text_table import aligned
+from castwise._shown import ShownText, Table
 from castwise.policy import _fsdp_units as fsdp_units
 from castwise.policy import _op_rules as op_rules
 from castwise.policy._module_rules import Decision, decide
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from castwise.policy._policy import Policy
 
 
-def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
+def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> ShownText:
     """Return a table of the effective dtypes of a model's modules, followed by those of ops and outputs."""
     decisions = decide(policy, model)
     op_rules.rules_of(policy)
@@ -37,14 +37,14 @@ def table(policy: Policy, model: nn.Module, units: Iterable[Any] | None) -> str:
         gathered = fsdp_units.gathered(policy, decisions, units)
         for row, decision in zip(rows, decisions, strict=True):
             row.insert(4, gathered[decision.name])
-    lines = [aligned([header, *rows], right={2})]
+    lines = []
     if policy.ops:
         lines.append("ops: " + ", ".join(f"{op} in {dtype}" for op, dtype in policy.ops.items()))
     if policy.in_place == "cast":
         lines.append("in-place writes: the source is cast to the destination's dtype")
     if policy.output is not None:
         lines.append(f"outputs: {policy.output}")
-    return "\n".join(lines)
+    return ShownText.of(Table([header, *rows], right={2}), *lines, between="\n")
 
 
 def _computes_in(policy: Policy, decision: Decision) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from castwise._text_table import aligned
+from castwise._shown import Block, Shown, Table
 
 AGAIN = "cast before"
 BACK = "back again"
@@ -60,8 +60,8 @@ class Cast:
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Trace(Shown):
     """The ops and casts of one forward and backward; prints as a table of casts, a table of ops, and totals.
 
     Args:
@@ -105,11 +105,13 @@ class Trace:
         ]
         return [("module", "phase", "cast of", "dtypes", "count", "bytes", "redundant"), *rows]
 
-    def __str__(self) -> str:
-        tables = [
-            aligned(rows, right) for rows, right in ((self.cast_rows(), CAST_NUMBERS), (self.op_rows(), OP_NUMBERS))
-        ]
-        return "\n\n".join([*tables, self.summary()])
+    def __repr__(self) -> str:
+        return f"Trace({self.summary().splitlines()[0]}, of {len(self.ops)} kinds of ops)"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield Table(self.cast_rows(), CAST_NUMBERS)
+        yield Table(self.op_rows(), OP_NUMBERS)
+        yield self.summary()
 
     def summary(self) -> str:
         """Return the totals as three lines."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from castwise._number_text import several
-from castwise._text_table import aligned
+from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
 from castwise.policy._policy import Policy
 
@@ -33,7 +33,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Shown):
     """The policies for which no other policy that was run is both cheaper and closer to the reference.
 
     Args:
@@ -50,12 +50,12 @@ class Frontier:
         ]
         return [("cost", "error", "policy", ""), *rows]
 
-    def __str__(self) -> str:
-        return aligned(self.rows(), right={0, 1})
+    def _blocks(self) -> Iterator[Block]:
+        yield Table(self.rows(), right=(0, 1))
 
 
-@dataclass(frozen=True)
-class Tuned:
+@dataclass(frozen=True, repr=False)
+class Tuned(Shown):
     """The cheapest policy found that keeps the loss; prints as a summary.
 
     The search compares losses of single steps. These do not show that a long run ends where one in float32 ends.
@@ -98,21 +98,29 @@ class Tuned:
         """The unit of the cost: "flops", "bytes" or "measured time"."""
         return "measured time" if self.cost_kind == "measured" else self.cost_kind
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"Tuned({self._headline()})"
+
+    def _headline(self) -> str:
+        return f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_in_words} of float32"
+
+    def _blocks(self) -> Iterator[Block]:
         verdict = "within" if self.is_within_tolerance else "not within"
         lines = [
-            f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_in_words} of float32",
+            self._headline(),
             f"error on held-out batches: {self.error:.2e}, {verdict} the tolerance of {self.tolerance:g}",
             *_rules(self.policy),
-            "",
-            str(self.frontier),
         ]
         if not self.is_within_tolerance:
             lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
-        lines += ["", *(f"not tried: {format_name}" for format_name in self.not_tried)]
+        yield "\n".join(lines)
+        yield from self.frontier._blocks()
+        lines = [f"not tried: {reason}" for reason in self.not_tried]
         if self.not_called:
             lines.append(f"never called, so left at the default: {', '.join(self.not_called)}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines += [f"note: {note}" for note in self.notes]
+        if lines:
+            yield "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON-serializable lists and dicts."""

@@ -1,0 +1,102 @@
+"""Results as text and, in notebooks, as HTML: both are made of the same blocks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from typing_extensions import Self
+
+from castwise._text_table import aligned
+
+# Colours are those of the page, so that tables can be read on light and on dark ones.
+_CELL = "padding:2px 10px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
+
+
+class Table(NamedTuple):
+    """A block with rows of text.
+
+    Args:
+        rows: The rows, of equal lengths, header first.
+        right: Indices of the columns of numbers.
+        title: A line above the table.
+        more: A line below it.
+    """
+
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+    title: str = ""
+    more: str = ""
+
+
+Block = Table | str
+
+
+def as_text(blocks: Iterable[Block]) -> str:
+    """Return blocks as text, with an empty line between two of them."""
+    return "\n\n".join(block if isinstance(block, str) else _text(block) for block in blocks)
+
+
+def as_html(blocks: Iterable[Block]) -> str:
+    """Return blocks as HTML without scripts, for `_repr_html_`."""
+    return "<div>" + "".join(_lines(block) if isinstance(block, str) else _html(block) for block in blocks) + "</div>"
+
+
+def _text(table: Table) -> str:
+    right = {column for column in table.right if column < len(table.rows[0])}
+    return "\n".join(filter(None, [table.title, aligned(table.rows, right), table.more]))
+
+
+def _lines(text: str) -> str:
+    return f'<p style="white-space:pre-line;margin:.5em 0">{html.escape(text)}</p>'
+
+
+def _html(table: Table) -> str:
+    head, *rows = table.rows
+    caption = f'<caption style="text-align:left;padding:.4em 0">{html.escape(table.title)}</caption>'
+    return (
+        f'<table style="border-collapse:collapse">{caption if table.title else ""}'
+        f"<thead>{_row(head, table.right, 'th')}</thead>"
+        f"<tbody>{''.join(_row(cells, table.right, 'td') for cells in rows)}</tbody></table>"
+        f"{_lines(table.more) if table.more else ''}"
+    )
+
+
+def _row(cells: Sequence[str], right: Collection[int], tag: str) -> str:
+    sides = ["right" if column in right else "left" for column in range(len(cells))]
+    return f"<tr>{''.join(map(_cell, cells, sides, repeat(tag)))}</tr>"
+
+
+def _cell(text: str, side: str, tag: str) -> str:
+    return f'<{tag} style="{_CELL};text-align:{side}">{html.escape(text)}</{tag}>'
+
+
+class Shown:
+    """A base of results that print as text and are shown as HTML in notebooks."""
+
+    def _blocks(self) -> Iterable[Block]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+
+class ShownText(str):
+    """A text that is shown as HTML in notebooks. It is a plain `str` in all else."""
+
+    _blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, *blocks: Block, between: str = "\n\n") -> Self:
+        """Return the text of blocks, which `between` separates."""
+        text = cls(between.join(as_text([block]) for block in blocks))
+        text._blocks = blocks
+        return text
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks)
