@@ -45,11 +45,12 @@ class KnownOptimizers:
         self._count = 0
         self.shared = SharedParams()
 
-    def info(self, optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-        """Return the facts about an optimizer; determine them if it is new."""
+    def info(self, optimizer: torch.optim.Optimizer, *, is_scaled: bool = True) -> OptimizerInfo:
+        """Return the facts about an optimizer; a new one is watched if its gradients are scaled."""
         info = self._infos.get(optimizer)
         if info is None:
-            self.shared.add(params_of(optimizer), map(params_of, self._infos))
+            if is_scaled:
+                self.shared.add(params_of(optimizer), map(params_of, self._infos))
             info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count)
             self._count += 1
         return info
@@ -276,6 +277,8 @@ class Iteration:
     def expect_later_backward(self) -> None:
         """Take a snapshot of the clipped gradients, now that the backward of another scaled loss may add to them."""
         for record in self.records.values():
+            if record.before_later_loss is not None:
+                continue  # the gradients to compare with are those before the first later loss
             state = record.state
             if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
                 record.before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])

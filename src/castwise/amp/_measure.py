@@ -318,6 +318,17 @@ def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype:
     return Clip(norm, of_norm.float(), divisor_here, nonfinite([divisor_here if max_norm else norm]))
 
 
+def fp16_overflows(groups: Iterable[Group], divisor: torch.Tensor) -> list[torch.Tensor]:
+    """Return, per group of fp16 gradients, 1 if dividing one of them makes it infinite, else 0: fp32, shape ()."""
+    flags = []
+    for group in groups:
+        if group.dtype is torch.float16:
+            largest = torch.stack(_norms(group._replace(is_complex=False), math.inf)).amax()
+            # Halfway to the number after the largest one, from where fp16 rounds to inf.
+            flags.append((largest * reciprocal(divisor).to(largest.device) >= 65_520.0).float())
+    return flags
+
+
 def nonfinite(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 1 if any norm is not finite in fp32, else 0: fp32, shape ()."""
     if len(norms) == 1:

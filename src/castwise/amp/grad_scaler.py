@@ -138,7 +138,9 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._init_trackers: dict[str, float] = {}
-        self._rule: Schedule = Dynamic() if schedule is None else schedule
+        self._rule: Schedule = (
+            Dynamic() if schedule is None else schedule
+        )  # of a disabled scaler: its numbers are not checked
         if schedule is not None:
             _check_schedule(schedule)
             if enabled:
@@ -341,7 +343,10 @@ class GradScaler(torch.amp.GradScaler):
             {params[index] for index in later}
         )
         if isinstance(record.state, Clipped):
-            measure.multiply_(earlier.groups, measure.reciprocal(record.state.divisor), {})
+            found_inf = measure.combine(record.found_inf_per_device.values(), record.state.divisor)
+            # A divisor that overflows would make zeros of gradients whose step is to be skipped.
+            factor = torch.where(found_inf != 0, math.nan, measure.reciprocal(record.state.divisor))
+            measure.multiply_(earlier.groups, factor, {})
         self._optimizers.shared.mark(earlier.params)
         return self._new_record(record.optimizer, was_shown=record.was_shown)
 
@@ -450,7 +455,9 @@ class GradScaler(torch.amp.GradScaler):
         unscaled = {param: unscaled[param] for param in grads.params if param in unscaled} if unscaled else {}
         if not unscaled:
             return [(factor, grads.groups)]
-        parts, clips_only = [(factor, grads.without(unscaled).groups)], factor * scale
+        # What is left for gradients that are unscaled already: 1, or the clipping, rounded.
+        clips_only = factor * scale if isinstance(record.state, Clipped) else torch.ones_like(scale)
+        parts = [(factor, grads.without(unscaled).groups)]
         for param, unless in unscaled.items():
             of_param = clips_only if unless is None else torch.where(unless.to(scale.device) != 0, factor, clips_only)
             parts.append((of_param, grads.only({param}).groups))
@@ -552,7 +559,7 @@ class GradScaler(torch.amp.GradScaler):
             scaled_by = record.state.divisor
         else:
             scaled_by = scale if record.state.awaits_unscaling else torch.ones_like(scale)
-        clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type)
+        clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type, not is_left_to_step)
         if error_if_nonfinite and (clip.found_inf or not clip.norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {clip.norm.item()}, so they cannot be clipped: "
@@ -589,17 +596,22 @@ class GradScaler(torch.amp.GradScaler):
         scaled_by: torch.Tensor,
         max_norm: float,
         norm_type: float,
+        unscales_here: bool,
     ) -> tuple[measure.Clip, measure.Norms]:
         """Return the numbers that clip, the same on all ranks, and the norm of each parameter's gradient on this one.
 
-        An inf that was found before stays found, as it still skips the step.
+        An inf that was found before stays found, as it still skips the step. With `unscales_here`, so does one that the
+        unscaling of fp16 gradients will make.
         """
         scaled_norm, norms = measure.norm_of(grads.groups, norm_type, scaled_by, max_norm)
         found_before = list(record.found_inf_per_device.values())
         if self._agreement is not None:
-            if not record.is_reduced:
-                found_here = measure.combine(found_before, scaled_by)
-                scaled_norm = torch.where(found_here != 0, math.inf, scaled_norm)
+            found_here = [] if record.is_reduced else list(found_before)
+            if unscales_here and record.state.awaits_unscaling:
+                found_here += measure.fp16_overflows(grads.groups, scaled_by)
+            if found_here:  # an inf of this rank alone travels in the norm
+                found = measure.combine(found_here, scaled_by)
+                scaled_norm = torch.where(found.to(scaled_norm.device) != 0, math.inf, scaled_norm)
             call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
         clip = measure.clip(scaled_norm, scaled_by, max_norm, torch.float64 if grads.is_double() else torch.float32)
@@ -698,7 +710,8 @@ class GradScaler(torch.amp.GradScaler):
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._enabled:
             returned = optimizer.step(*args, **kwargs)
-            self._last_step = self._optimizers.info(optimizer).last_step = LastStep(self.iteration)
+            info = self._optimizers.info(optimizer, is_scaled=False)
+            self._last_step = info.last_step = LastStep(self.iteration)
             return returned
         closure = closures.closure_of(args, kwargs) if args or kwargs else None
         if closure is None:
@@ -816,9 +829,11 @@ class GradScaler(torch.amp.GradScaler):
         if self._rule.needs_largest:
             self._note_largest(record, grads)
         divisor = self._grad_scale(record)
-        found, norms = measure.check(grads.groups, scale if divisor is None else divisor)
+        found, norms = measure.check(grads.groups, torch.ones_like(scale) if divisor is None else divisor)
         record.norms = norms
-        if isinstance(record.state, Clipped):  # the result of clipping still counts, as it does for other optimizers
+        state = record.state
+        if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
+            # The result of clipping still counts, as it does for other optimizers.
             flags = [*record.found_inf_per_device.values(), *found.values()]
             found = {scale.device: measure.combine(flags, scale)}
         self._note(record, found)
@@ -1102,7 +1117,7 @@ class GradScaler(torch.amp.GradScaler):
     def _schedule(self) -> Schedule:
         """Return the schedule with the numbers that subclasses and frameworks may have set on the scaler."""
         rule = self._rule
-        if isinstance(rule, Dynamic):
+        if isinstance(rule, Dynamic) and self._enabled:
             now = (self._growth_factor, self._backoff_factor, self._growth_interval)
             if now != (rule.growth_factor, rule.backoff_factor, rule.growth_interval):
                 growth_factor, backoff_factor, growth_interval = now
