@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from castwise.monitor.packing import in_full, shortened
 from torch import nn
 
 import castwise
-from castwise.monitor import JSONL, Run
-from castwise.monitor import _packing as packing
+from castwise.monitor import JSONL, Run, packing
 from castwise.monitor import _record_file as record_file
-from castwise.monitor._packing import in_full, shortened
 
 Record = dict[str, Any]
 

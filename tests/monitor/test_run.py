@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from castwise.monitor.packing import MOST_BYTES
 from tests.monitor import recorded
 
 import castwise
 from castwise.monitor import JSONL, Run
-from castwise.monitor._packing import MOST_BYTES
 from castwise.report._summary import Summary
 
 HEADER = {"kind": "run", "format": 1, "castwise": "0", "torch": "0", "device": "cpu", "settings": {"every": 10}}

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from castwise.monitor.packing import in_full
 from tests.monitor import recorded
 
 from castwise.monitor import JSONL, Sinks, TensorBoard
 from castwise.monitor import _tensorboard_events as tensorboard_events
-from castwise.monitor._packing import in_full
 
 WRITE_FOR_EVER = """
 import itertools, sys
-from castwise.monitor._packing import in_full
+from castwise.monitor.packing import in_full
 from castwise.monitor._sinks import JSONL
 sink = JSONL(sys.argv[1])
 for step in itertools.count(1):

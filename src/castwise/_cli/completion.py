@@ -22,7 +22,7 @@ RECIPES = (
 )
 LEVELS: tuple[Literal["mistake"], Literal["warning"], Literal["critical"]] = ("mistake", "warning", "critical")
 POLICIES = ("bf16", "bf16_stable", "fp16", "fp16_stable")
-RECORDS = "monitor.jsonl"
+RECORDS = "monitor.jsonl.gz"
 RUNS = "castwise-run"
 """The folder of runs of `castwise run` and `castwise report`."""
 REFERENCES = ("float32", "float64")

@@ -30,9 +30,9 @@ def print_runs(runs: list[Run], console: Console) -> None:
         if worst_modules(facts):
             console.print(_worst(facts))
         for mistake in run.mistakes:
-            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
-            console.print(Text("mistake: ", style="bold red").append(f"{where}{mistake['text']}", style="default"))
-            corrected = mistake["corrected"].replace("\n", "\n           ")
+            text = f"{mistake.where}{mistake.text}"
+            console.print(Text("mistake: ", style="bold red").append(text, style="default"))
+            corrected = mistake.corrected.replace("\n", "\n           ")
             console.print(Text(f"  correct: {corrected}", style="dim"))
         for advice in judge(facts):
             line = Text(f"{advice.severity}: ", style=STYLES[advice.severity])
@@ -53,9 +53,7 @@ def _summary(facts: RunFacts) -> str:
     parts.append(several(len(facts.run.samples), "sample"))
     if facts.run.lost:
         parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
-    parts += [
-        f"from step {each['step']:,} on, ranks are not recorded together: {each['why']}" for each in facts.run.alone
-    ]
+    parts += [f"from step {alone.step:,} on, ranks are not recorded together: {alone.why}" for alone in facts.run.alone]
     return "; ".join(parts)
 
 

@@ -23,6 +23,7 @@ from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise.amp._schedules import Schedule
 from castwise.monitor._ranks import rank_now
+from castwise.monitor._records import MistakeRecord
 from castwise.policy._policy import Policy
 from castwise.report._summary import Level, Summary
 
@@ -127,7 +128,7 @@ class Script:
         lines = [f"recorded in {account.run or out}"] if summary is None or summary.report is None else []
         if seen is not None:
             lines = [] if account.failure else [_without_records(account.run, seen)]
-        mistakes = [mistake.record() for mistake in WATCH.found]  # including those found only now
+        mistakes = [MistakeRecord.of(mistake) for mistake in WATCH.found]  # including those found only now
         notes = [*account.notes, *settings.notes]
         self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
 

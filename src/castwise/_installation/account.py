@@ -34,6 +34,7 @@ from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
 from castwise.monitor._record_file import FILE_NAME
+from castwise.monitor._records import EndRecord
 from castwise.monitor._sinks import JSONL
 
 if TYPE_CHECKING:
@@ -333,5 +334,5 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
 def _end_record(sink: JSONL) -> None:
     """End the record of a model that was garbage-collected."""
     with suppress(OSError):
-        sink({"kind": "end"})
+        sink.write_record(EndRecord())
         sink.close()

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from castwise import _files
-from castwise.monitor._record_shape import LAST_SECOND
+from castwise.monitor._records import LAST_SECOND
 from castwise.monitor._run_files import LATEST, MARK, is_latest, run_in
 
 _LAUNCHES = ".launches"

@@ -11,7 +11,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -72,19 +71,6 @@ class Mistake:
 
     def _correct(self) -> str:
         return "correct: " + self.corrected.replace("\n", "\n             ")
-
-    def record(self) -> dict[str, Any]:
-        """Return the record that a monitor writes."""
-        place = self.place or Place("", 0)
-        return {
-            "kind": "mistake",
-            "name": self.name,
-            "text": self.text,
-            "corrected": self.corrected,
-            "file": place.file,
-            "line": place.line,
-            "source": place.source,
-        }
 
 
 @never_traced

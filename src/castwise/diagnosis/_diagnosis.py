@@ -140,11 +140,6 @@ class Diagnosis:
         at = f", at {self.line}" if self.line else ""
         return f"{what[:1].upper()}{what[1:]}{at}."
 
-    def record(self) -> dict[str, str]:
-        """Return the record that a run stores; see "diagnosis" in the manual's page on formats."""
-        names = ("phase", "module", "op", "advice", "summary", "remedy", "code")
-        return {**{name: getattr(self, name) for name in names}, "text": str(self)}
-
     def _gives(self) -> str:
         return f"{'gives' if self.outputs else 'reads'} {self.value}"
 

@@ -150,7 +150,7 @@ def report(
 
     Args:
         accelerator: An accelerator set up with `prepare`; without a scaler (bf16, fp32), any accelerator.
-        folder: Folder for the records (`monitor.jsonl`) and the report.
+        folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
         on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
 

@@ -108,9 +108,9 @@ class ReportCallback(Report, pl.Callback):
     trainer = lightning.Trainer(plugins=MixedPrecision("16-mixed", "cuda"), callbacks=[ReportCallback("run")])
     ```
 
-    A `castwise.Monitor` writes its records to `run/monitor.jsonl`, and the report goes to `run/report.html`. A resumed
-    run continues the same file. Only the first rank writes. The report requires the extra `castwise[report]`; if it
-    cannot be written, there is a warning.
+    A `castwise.Monitor` writes its records to `run/monitor.jsonl.gz`, and the report goes to `run/report.html`. A
+    resumed run continues the same file. Only the first rank writes. The report requires the extra `castwise[report]`;
+    if it cannot be written, there is a warning.
 
     Args:
         folder: Folder for the records and the report.

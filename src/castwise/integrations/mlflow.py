@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
 from castwise.monitor._curves import norm_of_sample, of_step
+from castwise.monitor._records import DiagnosisRecord, EndRecord, Record, RunRecord, SampleRecord, StepRecord
 
 __all__ = ["MLflow"]
 
@@ -52,12 +53,12 @@ class MLflow:
         self._given = run_id
         self._run: _Run | None = None
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
+    def write_record(self, record: Record) -> None:
         """Log a record, and send the pending numbers if it is time."""
         if self._run is None:
             self._run = _Run(self._given)
         self._run.take(record)
-        if record["kind"] == "end":
+        if isinstance(record, EndRecord):
             self.close()
 
     def close(self) -> None:
@@ -86,23 +87,22 @@ class _Run:
         self._tags: dict[str, str] = {}
         self._sent_at = time.monotonic()
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def take(self, record: Record) -> None:
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
-        kind, step = record["kind"], record.get("step", 0)
-        if kind == "run":
+        is_sample = isinstance(record, SampleRecord)
+        if isinstance(record, RunRecord):
             self._log_settings(record)
-        elif kind == "step":
-            self._add(of_step(record).items(), step)
-            if record["skipped"]:
-                self._tags["castwise.last_skip"] = f"step {step}: {record['cause']} {' '.join(record['parameters'])}"
-        elif kind == "sample":
-            self._add(_of_sample(record), step)
-        elif kind == "diagnosis":
-            text = f"{record['text']}\n\n{record['advice']}"
-            self._client.log_text(self._id, text, f"castwise/diagnosis of step {step}.txt")
+        elif isinstance(record, StepRecord):
+            self._add(of_step(record).items(), record.step)
+            if record.skipped:
+                self._tags["castwise.last_skip"] = f"step {record.step}: {record.skip_in_words}"
+        elif isinstance(record, SampleRecord):
+            self._add(_of_sample(record), record.step)
+        elif isinstance(record, DiagnosisRecord):
+            self._client.log_text(self._id, record.with_advice, f"castwise/diagnosis of step {record.step}.txt")
         is_time = time.monotonic() - self._sent_at > _SECONDS_BETWEEN_REQUESTS
-        if kind == "sample" or is_time or len(self._metrics) >= MAX_METRICS_PER_BATCH:
+        if is_sample or is_time or len(self._metrics) >= MAX_METRICS_PER_BATCH:
             self.send()
 
     def _add(self, curves: Iterable[tuple[str, float]], step: int) -> None:
@@ -111,15 +111,14 @@ class _Run:
         now = int(time.time() * 1000)
         self._metrics += [Metric(self._names.of(name), value, now, step) for name, value in curves]
 
-    def _log_settings(self, record: Mapping[str, Any]) -> None:
+    def _log_settings(self, record: RunRecord) -> None:
         """Log the training settings that the MLflow run lacks. MLflow does not allow parameters to change."""
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         known = self._client.get_run(self._id).data.params
-        settings = {name: record[name] for name in ("castwise", "torch", "device") if name in record}
         values = {
-            self._names.of(f"castwise/{name}"): value for name, value in {**settings, **record["settings"]}.items()
+            self._names.of(f"castwise/{name}"): value for name, value in {**record.versions, **record.settings}.items()
         }
         params = [Param(name, str(value)[:MAX_PARAM_VAL_LENGTH]) for name, value in values.items() if name not in known]
         self._client.log_batch(self._id, params=params)
@@ -170,14 +169,14 @@ def _candidates(name: str) -> Iterator[str]:
         yield f"{group}/{rest}"[: MAX_ENTITY_KEY_LENGTH - len(suffix)] + suffix
 
 
-def _of_sample(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _of_sample(record: SampleRecord) -> Iterator[tuple[str, float]]:
     """Yield the name and value of each metric, separately for each module, because MLflow has no histograms."""
     yield from norm_of_sample(record).items()
-    for prefix, kind in (("", "modules"), ("activation ", "activations")):
-        for module, statistics in record[kind].items():
-            for number_format, fit in statistics["formats"].items():
-                for name in ("flush", "headroom_bits"):
-                    yield f"{prefix}{name} {number_format}/{module}", fit[name]
-    for parameter, facts in record["weights"].items():
-        for name, value in facts.items():
-            yield f"{name}/{parameter}", value
+    for prefix, modules in (("", record.modules), ("activation ", record.activations)):
+        for module, stats in modules.items():
+            for number_format, fit in stats.formats.items():
+                yield f"{prefix}flush {number_format}/{module}", fit.flush
+                yield f"{prefix}headroom_bits {number_format}/{module}", fit.headroom_bits
+    for parameter, update in record.weights.items():
+        yield f"update_to_weight/{parameter}", update.update_to_weight
+        yield f"lost_in_bf16/{parameter}", update.lost_in_bf16

@@ -39,7 +39,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     `close()`, by the next `train()`, when the callback is garbage-collected, or when the process ends.
 
     Args:
-        folder: Folder for the records (`monitor.jsonl`) and the report.
+        folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
         on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
 

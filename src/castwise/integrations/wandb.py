@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from castwise.monitor._curves import Histogram, exponents, norm_of_sample, of_sample, of_step
+from castwise.monitor._records import DiagnosisRecord, EndRecord, Record, RunRecord, SampleRecord, StepRecord
 
 __all__ = ["WandB"]
 
@@ -51,24 +52,22 @@ class WandB:
         self._run: Any = None
         self._is_ours = False
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
+    def write_record(self, record: Record) -> None:
         """Log a record."""
         if self._run is None:
             self._begin()
-        kind, summary = record["kind"], self._run.summary
-        if kind == "run":
-            about = {name: record[name] for name in ("castwise", "torch", "device") if name in record}
-            self._run.config.update({"castwise": {**about, **record["settings"]}}, allow_val_change=True)
-        elif kind == "step":
-            self._log(of_step(record), record["step"])
-            if record["skipped"]:
-                text = f"step {record['step']}: {record['cause']} {' '.join(record['parameters'])}"
-                summary["castwise/last skip"] = text
-        elif kind == "sample":
+        summary = self._run.summary
+        if isinstance(record, RunRecord):
+            self._run.config.update({"castwise": {**record.versions, **record.settings}}, allow_val_change=True)
+        elif isinstance(record, StepRecord):
+            self._log(of_step(record), record.step)
+            if record.skipped:
+                summary["castwise/last skip"] = f"step {record.step}: {record.skip_in_words}"
+        elif isinstance(record, SampleRecord):
             self._log_sample(record)
-        elif kind == "diagnosis":
-            summary["castwise/last diagnosis"] = f"step {record['step']}: {record['text']}\n\n{record['advice']}"
-        elif kind == "end":
+        elif isinstance(record, DiagnosisRecord):
+            summary["castwise/last diagnosis"] = f"step {record.step}: {record.with_advice}"
+        elif isinstance(record, EndRecord):
             self.close()
 
     def close(self) -> None:
@@ -89,15 +88,15 @@ class WandB:
         self._run.define_metric(_STEP, hidden=True)
         self._run.define_metric("castwise/*", step_metric=_STEP)
 
-    def _log_sample(self, record: Mapping[str, Any]) -> None:
+    def _log_sample(self, record: SampleRecord) -> None:
         spreads = of_sample(record)
         values: dict[str, Any] = {**norm_of_sample(record)}
         values |= {f"{each.group}/{each.name}": each.worst_value for each in spreads}
         values |= {f"{each.group}/all {each.name}": _drawn(each.histogram()) for each in spreads}
-        of_gradients = exponents(record["modules"].values())
+        of_gradients = exponents(record.modules.values())
         if of_gradients is not None:
             values["gradients/log2"] = _drawn(of_gradients)
-        self._log(values, record["step"])
+        self._log(values, record.step)
         self._run.summary["castwise/worst"] = {f"{each.group} {each.name}": each.worst for each in spreads}
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from castwise.monitor._records import SampleRecord, Stats, StepRecord, added_up
 
 _BINS = 30
 _WORST = {"flush": max, "headroom_bits": min, "update_to_weight": max, "lost_in_bf16": max}
@@ -49,55 +51,44 @@ class Spread:
         return Histogram([lowest + width * index for index in range(_BINS + 1)], counts)
 
 
-def of_step(record: Mapping[str, Any]) -> dict[str, float]:
+def of_step(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a step by curve name; at most five."""
     names = ("scale", "loss", "grad_norm", "seconds", "skipped")
-    return {f"step/{name}": float(record[name]) for name in names if record[name] is not None}
+    known = {name: getattr(record, name) for name in names}
+    return {f"step/{name}": float(number) for name, number in known.items() if number is not None}
 
 
-def norm_of_sample(record: Mapping[str, Any]) -> dict[str, float]:
+def norm_of_sample(record: SampleRecord) -> dict[str, float]:
     """Return the gradient norm of a sampled step by curve name; empty if the step was clipped."""
-    norm = record.get("grad_norm")
-    return {} if norm is None else {"step/grad_norm": norm}
+    return {} if record.grad_norm is None else {"step/grad_norm": record.grad_norm}
 
 
-def of_sample(record: Mapping[str, Any]) -> list[Spread]:
+def of_sample(record: SampleRecord) -> list[Spread]:
     """Return the statistics of a sample; at most 18."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for group, where, name, value in _numbers(record):
-        if value is not None and math.isfinite(value):
+        if math.isfinite(value):
             found.setdefault((group, name), {})[where] = value
     return [_spread(group, name, values) for (group, name), values in found.items()]
 
 
-def exponents(statistics: Iterable[Mapping[str, Any]]) -> Histogram | None:
+def exponents(statistics: Iterable[Stats]) -> Histogram | None:
     """Return the histogram of binary exponents of several modules together; None if there are no numbers."""
-    lowest, counts = added_up((each["exponents"]["lowest"], each["exponents"]["counts"]) for each in statistics)
+    lowest, counts = added_up((stats.lowest, stats.counts) for stats in statistics)
     if not counts:
         return None
     return Histogram([float(lowest + index) for index in range(len(counts) + 1)], counts)
 
 
-def added_up(histograms: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[int]]:
-    """Return the sum of histograms, each given as its lowest exponent and the counts from there on."""
-    found = [(low, counts) for low, counts in histograms if counts]
-    lowest = min((low for low, _ in found), default=0)
-    total = [0] * (max((low + len(counts) for low, counts in found), default=0) - lowest)
-    for low, counts in found:
-        for place, count in enumerate(counts, low - lowest):
-            total[place] += count
-    return lowest, total
-
-
-def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float | None]]:
-    for group, kind in (("gradients", "modules"), ("outputs", "activations")):
-        for module, statistics in record[kind].items():
-            for number_format, fit in statistics["formats"].items():
-                for name in ("flush", "headroom_bits"):
-                    yield group, module or "whole model", f"{name} {number_format}", fit[name]
-    for parameter, facts in record["weights"].items():
-        for name, value in facts.items():
-            yield "updates", parameter, name, value
+def _numbers(record: SampleRecord) -> Iterator[tuple[str, str, str, float]]:
+    for group, modules in (("gradients", record.modules), ("outputs", record.activations)):
+        for module, stats in modules.items():
+            for number_format, fit in stats.formats.items():
+                yield group, module or "whole model", f"flush {number_format}", fit.flush
+                yield group, module or "whole model", f"headroom_bits {number_format}", fit.headroom_bits
+    for parameter, update in record.weights.items():
+        yield "updates", parameter, "update_to_weight", update.update_to_weight
+        yield "updates", parameter, "lost_in_bf16", update.lost_in_bf16
 
 
 def _spread(group: str, name: str, values: Mapping[str, float]) -> Spread:

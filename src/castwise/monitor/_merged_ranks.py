@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from castwise.monitor import _causes as causes
 from castwise.monitor._record_file import RUN_NAME
-from castwise.monitor._recorded_run import Record, Run
+from castwise.monitor._recorded_run import Run, distinct_mistakes, first_record
+from castwise.monitor._records import DiagnosisRecord, RunRecord
 from castwise.monitor._skips import Skip, agreed
-
-_LONGEST_LINE = 1 << 16
 
 
 def merge_ranks(runs: Iterable[Run]) -> list[Run]:
@@ -68,7 +65,7 @@ def _join_folders(by_rank: dict[tuple[Path, str, str], dict[int, Run]]) -> None:
 
 
 def _began(run: Run) -> float:
-    return float(run.about.get("time", 0.0))
+    return 0.0 if run.about is None else run.about.time or 0.0
 
 
 def name_and_rank(file: Path) -> tuple[str, int]:
@@ -81,10 +78,10 @@ def name_and_rank(file: Path) -> tuple[str, int]:
 def ranks_of(file: Path) -> int:
     """Return the number of ranks in a record's first line; 1 if it cannot be read."""
     try:
-        with file.open("rb") as lines:
-            return _size(Run(file, settings=dict(json.loads(lines.readline(_LONGEST_LINE))["settings"])))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        first = first_record(file)
+    except (OSError, ValueError):
         return 1
+    return _size(Run(file, settings=first.settings)) if isinstance(first, RunRecord) else 1
 
 
 def _are_alike(first: Run, other: Run, rank: int) -> bool:
@@ -92,7 +89,7 @@ def _are_alike(first: Run, other: Run, rank: int) -> bool:
     size = _size(first)
     if not rank < size == _size(other):
         return False
-    last = min(run.steps[-1]["step"] if run.steps else 0 for run in (first, other))
+    last = min(run.steps[-1].step if run.steps else 0 for run in (first, other))
     return _skipped_until(last, first) == _skipped_until(last, other)
 
 
@@ -102,32 +99,30 @@ def _size(run: Run) -> int:
 
 
 def _skipped_until(last: int, run: Run) -> list[tuple[int, bool]]:
-    return [(step["step"], step["skipped"]) for step in run.steps if step["step"] <= last]
+    return [(step.step, step.skipped) for step in run.steps if step.step <= last]
 
 
 def _merged(ranks: Mapping[int, Run]) -> Run:
     first = ranks[0]
     known = {rank: dict(_skips(run)) for rank, run in ranks.items()}
-    steps, diagnoses = [], [each for each in first.diagnoses if each["step"] not in known[0]]
+    steps, diagnoses = [], [found for found in first.diagnoses if found.step not in known[0]]
     for step in first.steps:
-        number = step["step"]
+        number = step.step
         if number in known[0]:
             knowing = {rank: skips[number] for rank, skips in known.items() if number in skips}
             skip = agreed(knowing, _size(first))
-            step = {**step, "cause": skip.cause, "rank": skip.rank, "parameters": list(skip.parameters)}
-            diagnoses += [{**each, "cause": skip.cause} for each in skip.diagnoses]
+            step = replace(step, cause=skip.cause, rank=skip.rank, parameters=skip.parameters)
+            diagnoses += skip.diagnoses
         steps.append(step)
-    diagnoses.sort(key=lambda each: int(each["step"]))
-    mistakes = {(each["name"], each["file"], each["line"]): each for run in ranks.values() for each in run.mistakes}
-    return replace(first, steps=steps, diagnoses=diagnoses, mistakes=list(mistakes.values()))
+    diagnoses.sort(key=lambda found: found.step)
+    return replace(first, steps=steps, diagnoses=diagnoses, mistakes=distinct_mistakes(ranks.values()))
 
 
 def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
     """Yield the number and facts of each skipped step of a rank."""
-    diagnoses: dict[int, list[Record]] = {}
-    for each in run.diagnoses:
-        diagnoses.setdefault(each["step"], []).append(each)
+    diagnoses: dict[int, list[DiagnosisRecord]] = {}
+    for found in run.diagnoses:
+        diagnoses.setdefault(found.step, []).append(found)
     for step in run.steps:
-        if step["skipped"]:
-            cause, named = step.get("cause") or causes.UNKNOWN, step.get("parameters") or []
-            yield step["step"], Skip(cause, tuple(named), tuple(diagnoses.get(step["step"], ())))
+        if step.skipped:
+            yield step.step, Skip(step.why_skipped, step.parameters, tuple(diagnoses.get(step.step, ())))

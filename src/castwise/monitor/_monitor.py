@@ -26,10 +26,11 @@ from castwise.monitor._iterations import Iteration, Iterations
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
+from castwise.monitor._records import AloneRecord, DiagnosisRecord, EndRecord, MistakeRecord, Record, StepRecord
 from castwise.monitor._run_header import run_record
 from castwise.monitor._sample import Sample, sample_record
 from castwise.monitor._scaler_steps import ScalerSteps
-from castwise.monitor._sinks import Record, Sink, Sinks
+from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, Skip, agreed
 from castwise.monitor._step_numbers import StepNumbers
 from castwise.monitor._step_sources import ScaledSteps, StepsByHand, steps_of
@@ -90,8 +91,8 @@ class Monitor:
             optimizer takes on its own after `scaler.unscale_`, in a script that skips by hand. Steps that such a script
             skips are not recorded.
         every: Steps between two samples, >= 1; samples are denser at the start of a run.
-        sinks: Where records go: paths, each opened as a `sinks.JSONL`, or functions that accept one record (a dict). A
-            sink that fails is dropped with a warning.
+        sinks: Where records go: paths, each opened as a `sinks.JSONL`, functions that accept one record as a dict, or
+            other sinks (`sinks.RecordSink`). A sink that fails is dropped with a warning.
         on_skip: `"diagnose"` replays the batch of a skipped step and records the module and op that made the first inf
             or NaN. The last result is in `diagnosis`. This keeps the inputs of a step's last 64 forwards, and the
             gradients of the outputs of the last 8 (each as large as the model's output, such as logits), until the
@@ -354,21 +355,20 @@ class Monitor:
     def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
         skip = self._skip(facts, iteration, diagnosis)
         self._write(
-            {
-                "kind": "step",
-                "step": facts.number,
-                "scale": facts.scale if self._steps.is_scaled else None,
-                "skipped": facts.skipped,
-                "cause": skip and skip.cause,
-                "rank": skip and skip.rank,
-                "parameters": list(skip.parameters)[:PARAMETERS_NAMED] if skip else [],
-                "grad_norm": facts.grad_norm,
-                "loss": facts.loss,
-                "seconds": iteration and iteration.seconds,
-            }
+            StepRecord(
+                step=facts.number,
+                scale=facts.scale if self._steps.is_scaled else None,
+                skipped=facts.skipped,
+                cause=skip.cause if skip else None,
+                rank=skip.rank if skip else None,
+                parameters=skip.parameters[:PARAMETERS_NAMED] if skip else (),
+                grad_norm=facts.grad_norm,
+                loss=facts.loss,
+                seconds=iteration.seconds if iteration else None,
+            )
         )
-        for fields in skip.diagnoses if skip else ():
-            self._write({"kind": "diagnosis", "step": facts.number, "cause": skip and skip.cause, **fields})
+        for found in skip.diagnoses if skip else ():
+            self._write(found)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class Monitor:
 
     def _write_end(self) -> None:
         if self._has_begun:
-            self._write({"kind": "end", "step": self._numbers.last})
+            self._write(EndRecord(self._numbers.last))
 
     def _skip(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> Skip | None:
         if facts.cause is None:
@@ -401,7 +401,8 @@ class Monitor:
         with self._guard:  # so that this rank joins the others in any case
             bad = set(facts.parameters)
             named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
-            mine = Skip(facts.cause.value, named, () if diagnosis is None else (diagnosis.record(),))
+            found = () if diagnosis is None else (DiagnosisRecord.of(facts.number, facts.cause.value, diagnosis),)
+            mine = Skip(facts.cause.value, named, found)
         has_sample = iteration is not None and iteration.sample is not None
         known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
         self._note_alone(facts.number)
@@ -425,7 +426,7 @@ class Monitor:
         """Record once from which step on, and why, the ranks' results are not combined."""
         why, self._ranks.why_alone = self._ranks.why_alone, None
         if why is not None:
-            self._write({"kind": "alone", "step": step, "why": why})
+            self._write(AloneRecord(step, why))
 
     def _write(self, record: Record) -> None:
         if self._ranks.is_first:
@@ -433,7 +434,7 @@ class Monitor:
 
     @guarded
     def _on_mistake(self, mistake: Mistake) -> None:
-        self._write(mistake.record())
+        self._write(MistakeRecord.of(mistake))
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is one for one in self._optimizers)

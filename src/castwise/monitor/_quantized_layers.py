@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from castwise._recipes.scalings import Float8, Quantized, Scaling
 from castwise._torch_private import is_backward_running
 from castwise.monitor import _module_names as names
 from castwise.monitor._host_copies import HostCopies
+from castwise.monitor._records import Operand, QuantizedLayer
 
 _OPERANDS = ("input", "weight", "grad_output")
 
@@ -80,7 +82,7 @@ class QuantizedSample:
             {(of_layer[layer], operand): one for (layer, operand), one in found.items() if layer in of_layer}
         )
 
-    def layers(self) -> dict[str, dict[str, Any]]:
+    def layers(self) -> dict[str, QuantizedLayer]:
         """Return the record of layers with recipes. Waits for the copies from an accelerator.
 
         Returns:
@@ -89,11 +91,11 @@ class QuantizedSample:
             `relative_error`, the 2-norm of the error over that of the operand; `scale`, the smallest and the largest
             number that elements were divided by.
         """
-        layers: dict[str, dict[str, Any]] = {name: {"recipe": label} for name, label in self._labels.items()}
+        layers = {name: QuantizedLayer(label) for name, label in self._labels.items()}
         for (name, operand), numbers in self._copies.wait().items():
             saturated, flushed, error, smallest, largest = (float(f"{number:.4g}") for number in numbers.tolist())
-            shares = {"saturated": saturated, "flushed": flushed, "relative_error": error}
-            layers[name][operand] = {**shares, "scale": [smallest, largest]}
+            measured: dict[str, Any] = {operand: Operand(saturated, flushed, error, (smallest, largest))}
+            layers[name] = replace(layers[name], **measured)
         return layers
 
 

@@ -10,17 +10,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import NamedTuple
 
 from castwise import _files
 from castwise._locks import try_lock, unlock
 from castwise._number_text import several
 from castwise._warnings import warn_or_print
+from castwise.monitor._gzip_members import HEADER, end_of_whole, packed, samples
 
-FILE_NAME = "monitor.jsonl"
+FILE_NAME = "monitor.jsonl.gz"
+FILE_NAME_0_2 = "monitor.jsonl"
+"""The name of the files of castwise 0.2, which are read."""
+_SUFFIX = ".jsonl.gz"
 RUN_NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 """Names of the folders that `castwise run` and `castwise.install` create, one for each run."""
 SAMPLES_BYTES = 8 << 20
@@ -30,33 +35,32 @@ BACKLOG_BYTES = 1 << 20
 CHECK_SECONDS = 1.0
 """Seconds between two looks whether the file is still where it was: one `stat`, as costly as writing a line."""
 
-_KINDS = "run|step|names|sample|diagnosis|mistake|lost|alone|end"
-_FIRST_LINE = re.compile(rb'\{"kind": ?"(%s)"[,}]' % _KINDS.encode())
-_BROKEN_LINE = re.compile(rb'\{("(k(i(n(d(":?( ?("[a-z]*)?)?)?)?)?)?)?)?')  # `{"kind": "r`, cut off anywhere
-_KIND = re.compile(rb'\{"kind":"(\w+)"')
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 
 
 def is_record(head: bytes) -> bool:
-    """Return True for the start of a record that castwise has written, also if a crash cut it off."""
-    if _FIRST_LINE.match(head):
-        return True
-    is_all = len(head) < _files.HEAD and b"\n" not in head
-    return is_all and (not head.strip(b"\0") or _BROKEN_LINE.fullmatch(head) is not None)
+    """Return True for the start of a file of records that castwise has written, also if a crash cut it off."""
+    return head.startswith(HEADER) or (len(head) < _files.HEAD and HEADER.startswith(head.rstrip(b"\0")))
+
+
+class _Line(NamedTuple):
+    kind: str
+    member: bytes
 
 
 class RecordFile:
-    """Appends lines to a file, each in one unbuffered write, so that a killed process loses at most the last.
+    """Appends records to a file, each as a gzip member of one line in one unbuffered write.
 
-    * A file of which the first line is not a record's is never changed.
-    * A second writer of one file, in any process, gets a file beside it: `runs/x-2/monitor.jsonl`.
-    * A forked child that trains writes beside its parent's file: `runs/x-process71/monitor.jsonl`.
-    * A file that was deleted or renamed is begun again, with the run's first line.
-    * Lines that a full disk does not take are kept, up to `BACKLOG_BYTES`, and written as soon as possible. The number
-      of those that were dropped is recorded.
+    * A killed process loses at most the record that it is writing.
+    * A file that castwise has not written is never changed.
+    * A second writer of one file, in any process, gets a file beside it: `runs/x-2/monitor.jsonl.gz`.
+    * A forked child that trains writes beside its parent's file: `runs/x-process71/monitor.jsonl.gz`.
+    * A file that was deleted or renamed is begun again, with the `run` record.
+    * Records that a full disk does not take are kept, up to `BACKLOG_BYTES`, and written as soon as possible. The
+      number of those that were dropped is recorded.
 
     Args:
-        path: The file. It is created with the first line.
+        path: The file. It is created with the first record.
 
     Raises:
         FileExistsError: The file exists and is not a record.
@@ -64,7 +68,7 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with suppress(NotADirectoryError, IsADirectoryError, PermissionError):  # the first line shows these
+        with suppress(NotADirectoryError, IsADirectoryError, PermissionError):  # the first record shows these
             if path.is_file():
                 _files.refuse_foreign(path, "a record", is_record)
         self._file: int | None = None
@@ -72,31 +76,34 @@ class RecordFile:
         self._ours: tuple[int, int] | None = None
         self._checked = 0.0
         self._samples_bytes = 0
-        self._cut_to: int | None = None  # where a line begins that could not be written completely
-        self._backlog: deque[bytes] = deque()
+        self._cut_to: int | None = None  # where a member begins that could not be written completely
+        self._backlog: deque[_Line] = deque()
         self._lost = 0
-        self._queued: dict[bytes, bytes] = {}  # the last `run` line and the last `names` line
-        self._written: dict[bytes, bytes] = {}
+        self._run: _Line | None = None  # the last `run` record, and the last one that was written
+        self._written_run: _Line | None = None
         self._is_child = False
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         _IN_THIS_PROCESS.add(self)
 
-    def append(self, line: bytes) -> None:
-        """Append a line, or keep it in memory while the disk is full.
+    def append(self, kind: str, line: bytes) -> None:
+        """Append a record, or keep it in memory while the disk is full.
+
+        Args:
+            kind: The kind of the record.
+            line: The record as a line of JSON.
 
         Raises:
             OSError: The file cannot be opened, or is not a record.
         """
         with self._lock:
-            kind = _kind_of(line)
             if self._is_child and self._file is None and not self._backlog:
-                if kind not in (b"run", b"step"):
+                if kind not in ("run", "step"):
                     return  # a child that only loads data, or ends
                 self._leave_parent()
-            self._backlog.append(line)
-            if kind in (b"run", b"names"):
-                self._queued[kind] = line
+            self._backlog.append(_Line(kind, packed(line, is_sample=kind == "sample")))
+            if kind == "run":
+                self._run = self._backlog[-1]
             self._flush()
 
     def close(self) -> None:
@@ -125,15 +132,15 @@ class RecordFile:
             if self._file is None:
                 self._open()
             while self._backlog or self._lost:
-                if self._lost and (not self._backlog or _kind_of(self._backlog[0]) not in (b"run", b"names")):
-                    self._write(b'{"kind":"lost","records":%d}\n' % self._lost)
+                if self._lost and (not self._backlog or self._backlog[0].kind != "run"):
+                    self._write(_Line("lost", packed(b'{"kind":"lost","records":%d}\n' % self._lost)))
                     self._lost = 0
                     continue
                 line = self._backlog[0]
                 self._write(line)
                 self._backlog.popleft()
-                if (kind := _kind_of(line)) in (b"run", b"names"):
-                    self._written[kind] = line
+                if line.kind == "run":
+                    self._written_run = line
         except OSError as error:
             self._drop_oldest()
             if error.errno not in _MAY_PASS:
@@ -144,20 +151,20 @@ class RecordFile:
                 "and written when that is possible",
             )
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, line: _Line) -> None:
         assert self._file is not None
         self._cut()
-        if line.startswith(b'{"kind":"sample"'):
-            if self._samples_bytes + len(line) > SAMPLES_BYTES and self._is_regular:
+        if line.kind == "sample":
+            if self._samples_bytes + len(line.member) > SAMPLES_BYTES and self._is_regular:
                 self._thin()
-            self._samples_bytes += len(line)
-        rest = line
+            self._samples_bytes += len(line.member)
+        rest = line.member
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError:
-            if len(rest) < len(line) and self._is_regular:  # a nearly full disk takes a part
-                self._cut_to = os.fstat(self._file).st_size - (len(line) - len(rest))
+            if len(rest) < len(line.member) and self._is_regular:  # a nearly full disk takes a part
+                self._cut_to = os.fstat(self._file).st_size - (len(line.member) - len(rest))
                 self._cut()
             raise
 
@@ -167,15 +174,15 @@ class RecordFile:
             self._cut_to = None
 
     def _drop_oldest(self) -> None:
-        """Drop lines, down to three quarters of the limit; the first lines of a file and names cannot be spared."""
-        excess = sum(map(len, self._backlog)) - BACKLOG_BYTES
+        """Drop records, down to three quarters of the limit; the first one of a file cannot be spared."""
+        excess = sum(len(line.member) for line in self._backlog) - BACKLOG_BYTES
         if excess <= 0:
             return
         excess += BACKLOG_BYTES // 4
-        kept: deque[bytes] = deque()
+        kept: deque[_Line] = deque()
         for line in self._backlog:
-            if excess > 0 and _kind_of(line) not in (b"run", b"names"):
-                excess -= len(line)
+            if excess > 0 and line.kind != "run":
+                excess -= len(line.member)
                 self._lost += 1
             else:
                 kept.append(line)
@@ -214,13 +221,11 @@ class RecordFile:
         self._file, self._checked, self._cut_to = file, time.monotonic(), None
         status = os.fstat(file)
         self._ours = status.st_dev, status.st_ino
-        self._samples_bytes = _bytes_of_samples(file)
-        again = [self._written[b"run"]] if not status.st_size and b"run" in self._written else []
-        again += [self._written[b"names"]] if b"names" in self._written else []
-        self._backlog.extendleft(reversed(again))
+        if self._written_run is not None and not status.st_size:
+            self._backlog.appendleft(self._written_run)
 
     def _take(self, path: Path, flags: int = 0) -> int | None:
-        """Open and lock a file, and cut off a broken last line; None if another writer has locked it."""
+        """Open and lock a file, and cut off a broken last record; None if another writer has locked it."""
         while True:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _files.AS_IT_IS | flags, 0o666)
             try:
@@ -234,7 +239,7 @@ class RecordFile:
                     os.close(file)
                     continue
                 self._check(file, path)
-                _cut_off_broken_line(file)
+                self._samples_bytes = _cut_off_broken_end(file)
             except BaseException:
                 os.close(file)
                 raise
@@ -252,10 +257,11 @@ class RecordFile:
     def _thin(self) -> None:
         """Drop every second sample except in the latest quarter, replacing the file atomically."""
         assert self._file is not None
-        lines = _content(self._file).splitlines(keepends=True)
-        samples = [row for row, line in enumerate(lines) if line.startswith(b'{"kind":"sample"')]
-        dropped = set(samples[1 : len(samples) * 3 // 4 : 2])
-        kept = b"".join(line for row, line in enumerate(lines) if row not in dropped)
+        content = _content(self._file)
+        places = [*samples(content)]
+        dropped = places[1 : len(places) * 3 // 4 : 2]
+        edges = [0, *chain.from_iterable(dropped), len(content)]
+        kept = b"".join(content[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
         self._samples_bytes = 0  # where the disk is full: as many samples again before the next try
         with suppress(OSError):
             if not _files.is_at(self._file, self.path):
@@ -265,7 +271,7 @@ class RecordFile:
             thinned = _files.exchange(Path(os.path.realpath(self.path)), kept)
             self._close()
             self._file = thinned
-            self._samples_bytes = _bytes_of_samples(thinned)
+            self._samples_bytes = sum(end - start for start, end in samples(kept))
             status = os.fstat(thinned)
             self._ours = status.st_dev, status.st_ino
         if self._file is None:
@@ -287,7 +293,7 @@ class RecordFile:
     def _leave_parent(self) -> None:
         self._is_child = False
         self.path = beside(self.path, f"-process{os.getpid()}")
-        self._written = dict(self._queued)  # what the child's samples refer to
+        self._written_run = self._run
 
     def _warn(self, about: str, text: str) -> None:
         if about not in self._warned:
@@ -312,9 +318,24 @@ if hasattr(os, "register_at_fork"):
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:
-    """Return the file of records for a path: the path itself, or `monitor.jsonl` in a folder."""
+    """Return the file to write for a path: the path itself, or `monitor.jsonl.gz` in a folder.
+
+    Raises:
+        ValueError: The path ends in `.jsonl`, as files of castwise 0.2 did.
+    """
     path = Path(path)
-    return path if path.suffix == ".jsonl" and not path.is_dir() else path / FILE_NAME
+    if path.suffix == ".jsonl" and not path.is_dir():
+        raise ValueError(f"records are compressed: give {path}.gz instead of {path}, or a folder")
+    return path if path.name.endswith(_SUFFIX) and not path.is_dir() else path / FILE_NAME
+
+
+def record_in(path: str | os.PathLike[str]) -> Path:
+    """Return the file to read for a path: a file itself, or that in a folder, which castwise 0.2 may have written."""
+    path = Path(path)
+    if path.is_file() or (path.name.endswith((_SUFFIX, ".jsonl")) and not path.is_dir()):
+        return path
+    older = path / FILE_NAME_0_2
+    return older if older.is_file() and not (path / FILE_NAME).is_file() else path / FILE_NAME
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -322,12 +343,7 @@ def beside(path: Path, suffix: str) -> Path:
     path = path.absolute()
     if path.name == FILE_NAME and path.parent.name:
         return path.parent.with_name(path.parent.name + suffix) / FILE_NAME
-    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
-
-
-def _kind_of(line: bytes) -> bytes:
-    found = _KIND.match(line)
-    return found[1] if found else b""
+    return path.with_name(f"{path.name.removesuffix(_SUFFIX)}{suffix}{_SUFFIX}")
 
 
 def _content(file: int) -> bytes:
@@ -336,30 +352,12 @@ def _content(file: int) -> bytes:
         return opened.read()
 
 
-def _bytes_of_samples(file: int) -> int:
-    if not os.fstat(file).st_size:  # a device file may be endless
+def _cut_off_broken_end(file: int) -> int:
+    """Cut off what a crash has left of a record, and return the bytes of all samples."""
+    size = os.fstat(file).st_size
+    if not size:
         return 0
-    os.lseek(file, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(file), "rb") as lines:
-        return sum(len(line) for line in lines if line.startswith(b'{"kind":"sample"'))
-
-
-def _cut_off_broken_line(file: int) -> None:
-    end = os.fstat(file).st_size
-    for start, block in _blocks_from_the_end(file, end):
-        if block.endswith(b"\n") and start + len(block) == end:
-            return
-        newline = block.rfind(b"\n")
-        if newline >= 0:
-            os.ftruncate(file, start + newline + 1)
-            return
-    if end:
-        os.ftruncate(file, 0)
-
-
-def _blocks_from_the_end(file: int, end: int, size: int = 2**16) -> Iterator[tuple[int, bytes]]:
-    while end > 0:
-        start = max(0, end - size)
-        os.lseek(file, start, os.SEEK_SET)
-        yield start, os.read(file, end - start)
-        end = start
+    with mmap(file, size, access=ACCESS_READ) as content:
+        end, of_samples = end_of_whole(content), sum(end - start for start, end in samples(content))
+    os.ftruncate(file, end)
+    return max(0, of_samples - (size - end))

@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from castwise.monitor._exchange import Exchange, Headers, NoExchangeError, ranks_text
+from castwise.monitor._records import QuantizedLayer
 from castwise.monitor._sample import Measured, OfGradient
 from castwise.monitor._tally import Tally
 
@@ -125,7 +126,7 @@ def pack(layout: Layout, of_all: torch.Tensor, measured: Measured) -> Packed:
     )
 
 
-def unpack(layout: Layout, of_all: torch.Tensor, packed: Packed, quantized: Mapping[str, Any]) -> Measured:
+def unpack(layout: Layout, of_all: torch.Tensor, packed: Packed, quantized: Mapping[str, QuantizedLayer]) -> Measured:
     """Return the measurements of all ranks together: parts of a tensor add up, copies count once.
 
     Args:

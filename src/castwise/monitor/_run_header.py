@@ -12,24 +12,22 @@ from torch.nn.parameter import is_lazy
 
 from castwise._version import __version__
 from castwise.monitor import _module_names as names
-from castwise.monitor._record_shape import LAST_SECOND
-from castwise.monitor._recorded_run import FORMAT
+from castwise.monitor._records import FORMAT, LAST_SECOND, RunRecord
 
 
 def run_record(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, every: int, ranks: int
-) -> dict[str, Any]:
+) -> RunRecord:
     """Return the first record of a run. Does not read tensors on an accelerator."""
     parameters = list(model.parameters())
     is_scaled = scaler is not None and scaler.is_enabled()
-    return {
-        "kind": "run",
-        "format": FORMAT,
-        "time": min(max(0.0, time.time()), LAST_SECOND - 1.0),  # some clocks were never set
-        "castwise": __version__,
-        "torch": torch.__version__,
-        "device": _device_name(parameters[0].device if parameters else torch.device("cpu")),
-        "settings": {
+    return RunRecord(
+        format=FORMAT,
+        time=min(max(0.0, time.time()), LAST_SECOND - 1.0),  # some clocks were never set
+        castwise=__version__,
+        torch=str(torch.__version__),
+        device=_device_name(parameters[0].device if parameters else torch.device("cpu")),
+        settings={
             "model": type(names.modules(model)[""]).__name__,
             "parameters": sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)),
             "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
@@ -38,7 +36,7 @@ def run_record(
             "every": every,
             "ranks": ranks,
         },
-    }
+    )
 
 
 def _learning_rate(lr: Any) -> float | str:

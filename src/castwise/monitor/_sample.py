@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,9 @@ from castwise.monitor._exponents import count, sum_of_squares, tally
 from castwise.monitor._host_copies import HostCopies
 from castwise.monitor._local_shards import is_partial, part_of
 from castwise.monitor._quantized_layers import QuantizedSample
+from castwise.monitor._records import QuantizedLayer, SampleRecord
 from castwise.monitor._tally import Tally
-from castwise.monitor._updates import Updates, update_record
+from castwise.monitor._updates import Updates, update_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Measured:
     modules: Mapping[str, list[str]] = field(default_factory=dict)
     activations: Mapping[str, Tally] = field(default_factory=dict)
     updates: Mapping[str, list[float]] = field(default_factory=dict)
-    quantized: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     left_out: Sequence[str] = ()
 
 
@@ -175,7 +175,7 @@ class Sample:
         return gradients
 
 
-def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool = False) -> dict[str, Any]:
+def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool = False) -> SampleRecord:
     """Return the record of a sampled step.
 
     Args:
@@ -186,12 +186,12 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
     Returns:
         grad_norm: The 2-norm of all unscaled gradients together; None if the step was clipped, has no gradients, or has
             some that are partial sums, which are left out.
-        gradients, modules: Results of `Tally.record` by parameter, and for all parameters that a module owns together.
+        gradients, modules: Results of `Tally.stats` by parameter, and for all parameters that a module owns together.
             Magnitudes are unscaled, formats refer to scaled ones. On an accelerator the exponents are accurate to
             within one if the scale is not a power of two (see `Tally.divided_by`); the rest is exact.
         owned: Names of the parameters that each module owns.
-        activations: Results of `Tally.record` for modules' outputs, which are not scaled.
-        weights: Results of `updates.update_record` by parameter.
+        activations: Results of `Tally.stats` for modules' outputs, which are not scaled.
+        weights: Results of `updates.update_of` by parameter.
         quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
     gradients = found.gradients
@@ -200,19 +200,18 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
     for module, own in found.modules.items():
         parts = [gradients[name] for name in own]
         unscaled = sum((part.unscaled for part in parts), Tally())
-        modules[module] = unscaled.record(sum((part.scaled for part in parts), Tally()))
-    return {
-        "kind": "sample",
-        "step": step,
-        "scale": scale,
-        "grad_norm": math.sqrt(sum(part.squares for part in gradients.values())) if has_norm else None,
-        "gradients": {name: part.unscaled.record(part.scaled) for name, part in gradients.items()},
-        "modules": modules,
-        "owned": dict(found.modules),
-        "activations": {name: of_module.record() for name, of_module in found.activations.items()},
-        "weights": {name: update_record(numbers) for name, numbers in found.updates.items()},
-        **({"quantized": dict(found.quantized)} if found.quantized else {}),
-    }
+        modules[module] = unscaled.stats(sum((part.scaled for part in parts), Tally()))
+    return SampleRecord(
+        step=step,
+        scale=scale,
+        grad_norm=math.sqrt(sum(part.squares for part in gradients.values())) if has_norm else None,
+        gradients={name: part.unscaled.stats(part.scaled) for name, part in gradients.items()},
+        modules=modules,
+        owned={module: tuple(own) for module, own in found.modules.items()},
+        activations={name: outputs.stats() for name, outputs in found.activations.items()},
+        weights={name: update_of(numbers) for name, numbers in found.updates.items()},
+        quantized=found.quantized,
+    )
 
 
 def _mantissa(scale: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Destinations of records: a file of JSON lines, TensorBoard, or any function of a dict."""
+"""Destinations of records: a compressed file of JSON lines, TensorBoard, or any function of a dict."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from castwise._warnings import warn_or_print
-from castwise.monitor import _packing as packing
 from castwise.monitor._record_file import RecordFile, beside, file_in
+from castwise.monitor._records import Record
 from castwise.monitor._tensorboard_events import TensorBoard
 
-__all__ = ["JSONL", "Record", "Sink", "Sinks", "TensorBoard"]
+__all__ = ["JSONL", "RecordSink", "Sink", "Sinks", "TensorBoard"]
 
-Record: TypeAlias = dict[str, Any]
-"""A record passed to a sink: a dict of plain values, including `kind`."""
-Sink: TypeAlias = Callable[[Record], object]
-"""A callable that accepts a record. Its `close` method, if it has one, is called at the end."""
+
+@runtime_checkable
+class RecordSink(Protocol):
+    """A sink that accepts records as objects. Its `close` method, if it has one, is called at the end."""
+
+    def write_record(self, record: Record) -> None:
+        """Write a record."""
+
+
+Sink: TypeAlias = RecordSink | Callable[[dict[str, Any]], object]
+"""A `RecordSink`, or a callable that accepts a record as a dict of plain values, including its `kind`."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 class JSONL:
-    """Appends each record to a file as one compact line of JSON (`castwise.monitor._packing`).
+    """Appends each record to a file, as one compact line of JSON in a gzip member of its own.
 
-    Each line is one unbuffered write, so a killed process loses at most the line it is writing, and other programs can
-    read the file while it grows. The remains of a broken last line are removed before the next line is written.
-    Non-finite numbers become the strings "nan", "inf" and "-inf", because JSON cannot represent them.
+    `zcat` prints the file, also while it grows. Each record is one unbuffered write, so a killed process loses at most
+    the one it is writing. The remains of a broken last record are removed before the next one is written. Non-finite
+    numbers become the strings "nan", "inf" and "-inf", because JSON cannot represent them.
 
     A file has one writer. A second one gets a folder beside it (`x-2` beside `x`), and a forked child that trains gets
     `x-process71`; `path` is the file that is written. A full disk loses nothing as long as the records fit into 1 MiB
@@ -37,24 +44,24 @@ class JSONL:
     renamed is begun again.
 
     Args:
-        path: A file that ends in `.jsonl`, or a folder, which then gets a `monitor.jsonl`. It is created when the first
-            record arrives. Records are appended to those of an earlier monitor.
+        path: A file that ends in `.jsonl.gz`, or a folder, which then gets a `monitor.jsonl.gz`. It is created when the
+            first record arrives. Records are appended to those of an earlier monitor.
 
     Raises:
-        FileExistsError: The file exists, and its first line is not a record.
+        FileExistsError: The file exists, and castwise has not written it.
+        ValueError: The path ends in `.jsonl`.
 
     Example:
-        >>> import tempfile
+        >>> import gzip, tempfile
         >>> folder = tempfile.mkdtemp()
         >>> with JSONL(folder) as sink:
         ...     sink({"kind": "step", "step": 1, "loss": float("nan")})
-        >>> print(Path(folder, "monitor.jsonl").read_text(), end="")
+        >>> print(gzip.decompress(Path(folder, "monitor.jsonl.gz").read_bytes()).decode(), end="")
         {"kind":"step","step":1,"loss":"nan"}
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = RecordFile(file_in(path))
-        self._names: Record | None = None  # the last `names` record written
 
     @property
     def path(self) -> Path:
@@ -62,24 +69,22 @@ class JSONL:
         return self._file.path
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Append a record.
+        """Append a record that is given as a dict.
 
         Raises:
-            OSError: The file cannot be opened, or is not a record. A full disk raises no error, but warns once.
+            OSError: The file cannot be opened, or castwise has not written it. A full disk raises no error, but warns
+                once.
             TypeError: The record has a value that JSON cannot represent.
         """
-        if record.get("kind") == "step":
-            record = packing.shortened(record)
-        elif record.get("kind") == "sample" and packing.can_be_packed(record):
-            names = packing.names_with(record, self._names or packing.NO_NAMES)
-            if names != self._names:
-                self._append(names)
-                self._names = names
-            record = packing.pack(record, names)
-        self._append(record)
+        self._file.append(record.get("kind", ""), _ENCODER.encode(_as_json(record)).encode() + b"\n")
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        self._file.append(_ENCODER.encode(_spelled(record)).encode() + b"\n")
+    def write_record(self, record: Record) -> None:
+        """Append a record, rounded and without fields that have their default value.
+
+        Raises:
+            OSError, TypeError: As for a dict.
+        """
+        self(record.in_file())
 
     def set_apart(self, rank: int) -> None:
         """Write into a folder beside this one that has the rank in its name, as `castwise run` does.
@@ -91,7 +96,7 @@ class JSONL:
             FileExistsError: As for a new `JSONL`.
         """
         self._file.close()
-        self._file, self._names = RecordFile(beside(self.path, f"-rank{rank}")), None
+        self._file = RecordFile(beside(self.path, f"-rank{rank}"))
 
     def close(self) -> None:
         """Close the file. A later record opens it again."""
@@ -111,14 +116,14 @@ class Sinks:
     """Passes each record to several sinks. A sink that fails is dropped with a warning, and training continues.
 
     Args:
-        sinks: Functions of one record, or paths, which become `JSONL` sinks.
+        sinks: Sinks, or paths, which become `JSONL` sinks.
 
     Raises:
         TypeError: A sink is neither.
     """
 
     def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
-        self._sinks = [_sink(each) for each in sinks]
+        self._sinks = [_sink(sink) for sink in sinks]
 
     def __repr__(self) -> str:
         return repr(self._sinks)
@@ -137,7 +142,7 @@ class Sinks:
         """Pass a record to all sinks."""
         for sink in list(self._sinks):
             try:
-                sink(record)
+                sink.write_record(record) if isinstance(sink, RecordSink) else sink(record.to_json())
             except Exception as error:
                 self._sinks.remove(sink)
                 warn_or_print(
@@ -158,16 +163,16 @@ class Sinks:
 def _sink(given: object) -> Sink:
     if isinstance(given, (str, os.PathLike)):
         return JSONL(given)
-    if not callable(given):
+    if not (isinstance(given, RecordSink) or callable(given)):
         raise TypeError(f"a sink must be a path or a function of one record (a dict), got {given!r}")
     return given
 
 
-def _spelled(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {key: _spelled(each) for key, each in value.items()}
+        return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return value if all(type(each) is int for each in value) else [_spelled(each) for each in value]
+        return value if all(type(item) is int for item in value) else [_as_json(item) for item in value]
     return value

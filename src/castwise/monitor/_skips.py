@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from castwise.monitor import _causes as causes
+from castwise.monitor._records import DiagnosisRecord
 
 PARAMETERS_NAMED = 8
 """The number of parameters that a record names; the first of all ranks are among the first of each."""
@@ -28,19 +28,19 @@ class Skip:
 
     cause: str
     parameters: tuple[str, ...]
-    diagnoses: tuple[dict[str, Any], ...] = ()
+    diagnoses: tuple[DiagnosisRecord, ...] = ()
     rank: int | None = None
 
     def to_numbers(self) -> tuple[int, bytes]:
         """Return the cause as a number, and the rest as JSON for another rank; empty if there is no rest."""
-        rest = [self.parameters[:PARAMETERS_NAMED], self.diagnoses]
+        rest = [self.parameters[:PARAMETERS_NAMED], [found.to_json() for found in self.diagnoses]]
         return _place(self.cause), json.dumps(rest).encode() if any(rest) else b""
 
     @classmethod
     def from_numbers(cls, cause: int, rest: bytes) -> Skip:
         """Return the skip that a rank has sent."""
         parameters, diagnoses = json.loads(rest) if rest else ((), ())
-        return cls(_BY_WEIGHT[cause], tuple(parameters), tuple(diagnoses))
+        return cls(_BY_WEIGHT[cause], tuple(parameters), tuple(map(DiagnosisRecord.from_json, diagnoses)))
 
 
 def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
@@ -60,7 +60,7 @@ def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
     return Skip(
         cause,
         tuple(named),
-        tuple(_diagnoses({rank: ranks[rank] for rank in at_fault}, size)),
+        tuple(_diagnoses({rank: ranks[rank] for rank in at_fault}, size, cause)),
         at_fault[0] if are_all_known and len(at_fault) == 1 < size else None,
     )
 
@@ -69,11 +69,11 @@ def _place(cause: str) -> int:
     return _BY_WEIGHT.index(cause if cause in _BY_WEIGHT else causes.UNKNOWN)
 
 
-def _diagnoses(at_fault: Mapping[int, Skip], size: int) -> list[dict[str, Any]]:
+def _diagnoses(at_fault: Mapping[int, Skip], size: int, cause: str) -> list[DiagnosisRecord]:
     """Return the diagnoses with a fault, one per place; without any, one clean diagnosis."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    by_place: dict[tuple[str, ...], DiagnosisRecord] = {}
     for rank, skip in at_fault.items():
-        for fields in skip.diagnoses:
-            place = tuple(fields[name] for name in ("phase", "module", "op"))
-            found.setdefault(place, {**fields, "rank": rank if size > 1 else None})
-    return [fields for fields in found.values() if fields["phase"]] or list(found.values())
+        for found in skip.diagnoses:
+            place = found.phase, found.module, found.op
+            by_place.setdefault(place, replace(found, cause=cause, rank=rank if size > 1 else None))
+    return [found for found in by_place.values() if found.phase] or list(by_place.values())

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from castwise.monitor._formats import LOW_PRECISION, Format
+from castwise.monitor._records import Fit, Stats
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Tally:
     def _share(self, n: int) -> float:
         return n / self.numel if self.numel else 0.0
 
-    def fit(self, number_format: Format) -> dict[str, float]:
+    def fit(self, number_format: Format) -> Fit:
         """Return how these magnitudes fit into a format.
 
         Returns:
@@ -95,11 +95,11 @@ class Tally:
                 -inf if any element is inf or NaN, inf if all are zero.
         """
         rounds_to_zero = number_format.smallest_subnormal / 2
-        return {
-            "flush": self.share_between(0.0, rounds_to_zero),
-            "subnormal": self.share_between(rounds_to_zero, number_format.smallest_normal),
-            "headroom_bits": self._headroom_bits(number_format),
-        }
+        return Fit(
+            flush=self.share_between(0.0, rounds_to_zero),
+            subnormal=self.share_between(rounds_to_zero, number_format.smallest_normal),
+            headroom_bits=self._headroom_bits(number_format),
+        )
 
     def _headroom_bits(self, number_format: Format) -> float:
         if self.nonfinite:
@@ -107,33 +107,23 @@ class Tally:
         # A difference of logarithms, because the quotient may overflow fp64.
         return math.log2(number_format.largest) - math.log2(self.largest) if self.largest else math.inf
 
-    def record(self, given: Tally | None = None) -> dict[str, Any]:
-        """Return the record of these elements.
+    def stats(self, given: Tally | None = None) -> Stats:
+        """Return the statistics of these elements for a record.
 
         Args:
             given: The tally to use for formats instead, such as that of the gradients while they are scaled.
-
-        Returns:
-            numel: Number of elements.
-            largest: The largest finite magnitude; 0 if there is none.
-            smallest: The smallest non-zero magnitude; None if there is none.
-            zero, nonfinite: Shares of all elements.
-            exponents: The lowest exponent, and the number of elements for each exponent from there on.
-            formats: Results of `fit` by name of the format.
         """
         lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
-        return {
-            "numel": self.numel,
-            "largest": self.largest,
-            "smallest": self.smallest if math.isfinite(self.smallest) else None,
-            "zero": self._share(self.zero),
-            "nonfinite": self._share(self.nonfinite),
-            "exponents": {
-                "lowest": lowest,
-                "counts": [self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)],
-            },
-            "formats": {name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
-        }
+        return Stats(
+            numel=self.numel,
+            largest=self.largest,
+            smallest=self.smallest if math.isfinite(self.smallest) else None,
+            zero=self._share(self.zero),
+            nonfinite=self._share(self.nonfinite),
+            lowest=lowest,
+            counts=[self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)],
+            formats={name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
+        )
 
 
 def _ldexp(number: float, power: int) -> float:

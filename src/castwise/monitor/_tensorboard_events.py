@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from castwise.monitor._curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
+from castwise.monitor._records import DiagnosisRecord, Record, RunRecord, SampleRecord, StepRecord
 
 _EACH = {"gradients": "module", "outputs": "module", "updates": "parameter"}
 
@@ -38,21 +38,22 @@ class TensorBoard:
         self._folder = Path(folder)
         self._writer: Any = None
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
+    def write_record(self, record: Record) -> None:
         """Write a record."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder))
-        write = {
-            "run": self._write_run,
-            "step": self._write_step,
-            "sample": self._write_sample,
-            "diagnosis": self._write_diagnosis,
-        }.get(record["kind"])
-        if write is not None:
-            write(record)
-        if record["kind"] != "step":
+        if isinstance(record, RunRecord):
+            rows = [f"|{name}|{value}|" for name, value in record.settings.items()]
+            self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]))
+        elif isinstance(record, StepRecord):
+            self._write_step(record)
+        elif isinstance(record, SampleRecord):
+            self._write_sample(record)
+        elif isinstance(record, DiagnosisRecord):
+            self._writer.add_text("diagnosis", record.with_advice, record.step)
+        if not isinstance(record, StepRecord):
             self._writer.flush()
 
     def close(self) -> None:
@@ -61,25 +62,21 @@ class TensorBoard:
             self._writer.close()
             self._writer = None
 
-    def _write_run(self, record: Mapping[str, Any]) -> None:
-        rows = [f"|{name}|{value}|" for name, value in record["settings"].items()]
-        self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]))
-
-    def _write_step(self, record: Mapping[str, Any]) -> None:
+    def _write_step(self, record: StepRecord) -> None:
         for name, value in of_step(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-        if record["skipped"]:
-            self._writer.add_text("skipped", f"{record['cause']} {' '.join(record['parameters'])}", record["step"])
+            self._writer.add_scalar(name, value, record.step)
+        if record.skipped:
+            self._writer.add_text("skipped", record.skip_in_words, record.step)
 
-    def _write_sample(self, record: Mapping[str, Any]) -> None:
-        step, spreads = record["step"], of_sample(record)
+    def _write_sample(self, record: SampleRecord) -> None:
+        step, spreads = record.step, of_sample(record)
         for name, value in norm_of_sample(record).items():
             self._writer.add_scalar(name, value, step)
         for spread in spreads:
             self._writer.add_scalar(f"{spread.group}/{spread.name}", spread.worst_value, step)
             name = f"{spread.group} of each {_EACH[spread.group]}/{spread.name}"
             self._write_histogram(name, spread.histogram(), step)
-        for module, statistics in record["modules"].items():
+        for module, statistics in record.modules.items():
             self._write_histogram(f"log2 gradient/{module}", exponents([statistics]), step)
         self._writer.add_text("worst", _table(spreads), step)
 
@@ -99,9 +96,6 @@ class TensorBoard:
             bucket_counts=counts,
             global_step=step,
         )
-
-    def _write_diagnosis(self, record: Mapping[str, Any]) -> None:
-        self._writer.add_text("diagnosis", f"{record['text']}\n\n{record['advice']}", record["step"])
 
 
 def _table(spreads: list[Spread]) -> str:

@@ -10,11 +10,12 @@ from castwise.amp._gradients import params_and_grads
 from castwise.amp._measure import wide
 from castwise.monitor._exponents import piece_size
 from castwise.monitor._local_shards import is_partial, part_of
+from castwise.monitor._records import Update
 
 
 @torch.no_grad()
 def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Compare weights before and after a step. Read the result with `update_record`. Does not sync with an accelerator.
+    """Compare weights before and after a step. Read the result with `update_of`. Does not sync with an accelerator.
 
     Args:
         before: w, a plain tensor, floating-point or complex. Real and imaginary parts count as separate elements.
@@ -43,7 +44,7 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def update_record(found: list[float]) -> dict[str, float]:
+def update_of(found: list[float]) -> Update:
     """Return the record of a parameter's update.
 
     Args:
@@ -57,10 +58,10 @@ def update_record(found: list[float]) -> dict[str, float]:
     """
     of_change, of_weight, changed, lost = found
     from_nothing = math.inf if of_change else 0.0
-    return {
-        "update_to_weight": math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
-        "lost_in_bf16": lost / changed if changed else lost,
-    }
+    return Update(
+        update_to_weight=math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
+        lost_in_bf16=lost / changed if changed else lost,
+    )
 
 
 class Updates:

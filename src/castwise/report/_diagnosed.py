@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from castwise.report._record_numbers import Record, on_ranks
+from castwise.monitor._records import DiagnosisRecord
+from castwise.report._ranks import on_ranks
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Diagnosed:
         return replace(self, advice="", code="")
 
 
-def diagnosed(records: Iterable[Record]) -> list[Diagnosed]:
+def diagnosed(records: Iterable[DiagnosisRecord]) -> list[Diagnosed]:
     """Group diagnosis records by origin, in order of first occurrence."""
-    grouped: dict[tuple[object, ...], list[Record]] = {}
+    grouped: dict[tuple[object, ...], list[DiagnosisRecord]] = {}
     for record in records:
-        key = tuple(record.get(name) for name in ("cause", "phase", "module", "op"))
+        key = record.cause, record.phase, record.module, record.op
         grouped.setdefault(key, []).append(record)
     return [_of(same) for same in grouped.values()]
 
@@ -86,21 +87,21 @@ def first_and_last(found: Sequence[Diagnosed]) -> tuple[Diagnosed, ...]:
     return (found[0],) if last is found[0] else (found[0], last)
 
 
-def _of(same: Sequence[Record]) -> Diagnosed:
+def _of(same: Sequence[DiagnosisRecord]) -> Diagnosed:
     record = same[0]
-    advice = record["advice"].strip().rstrip(".")
-    lines = [line for line in record["text"].splitlines() if line.strip().rstrip(".") != advice]
-    summary = record.get("summary") or (lines[0] if lines else "The origin is unknown.")
+    advice = record.advice.strip().rstrip(".")
+    lines = [line for line in record.text.splitlines() if line.strip().rstrip(".") != advice]
+    summary = record.summary or (lines[0] if lines else "The origin is unknown.")
     return Diagnosed(
-        cause=record["cause"],
-        steps=list(dict.fromkeys(each["step"] for each in same)),
-        module=record["module"],
-        op=record["op"],
+        cause=record.cause,
+        steps=list(dict.fromkeys(one.step for one in same)),
+        module=record.module,
+        op=record.op,
         summary=summary,
         advice=advice,
-        code=record.get("code") or "",
+        code=record.code,
         details="\n".join(line.strip() for line in lines[1:]),
         # Records from versions before 0.2 do not name the remedy.
-        is_due_to_scale=record["remedy"] == "scale" if "remedy" in record else advice.startswith("lower the scale"),
+        is_due_to_scale=advice.startswith("lower the scale") if record.remedy is None else record.remedy == "scale",
         where=on_ranks(same),
     )

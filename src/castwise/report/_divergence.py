@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from castwise.report._record_numbers import Record, number
+from castwise.monitor._records import StepRecord
 
 # Relative to the usual value and to the first one, which is that of an untrained model. Noise and hard batches stay far
 # below ten times the loss; gradient norms vary more.
@@ -51,14 +51,16 @@ class Growth:
     def __str__(self) -> str:
         (first_step, first), (last_step, last) = self.first, self.last
         if self.name == "update":
-            return f"the update of step {last_step:,} was {_spelled(last)} times as large as the weights"
+            return f"the update of step {last_step:,} was {_in_words(last)} times as large as the weights"
         return (
-            f"the {self.name} grew from {_spelled(first)} at step {first_step:,} to {_spelled(last)} at step "
+            f"the {self.name} grew from {_in_words(first)} at step {first_step:,} to {_in_words(last)} at step "
             f"{last_step:,}"
         )
 
 
-def find_divergence(steps: Sequence[Record], norms: Sequence[Point], updates: Sequence[Point]) -> tuple[Growth, ...]:
+def find_divergence(
+    steps: Sequence[StepRecord], norms: Sequence[Point], updates: Sequence[Point]
+) -> tuple[Growth, ...]:
     """Return the numbers that grew before steps failed, the loss first; empty if the run did not diverge.
 
     Args:
@@ -69,7 +71,7 @@ def find_divergence(steps: Sequence[Record], norms: Sequence[Point], updates: Se
     failures = _Failures.of(steps)
     if not failures.steps:
         return ()
-    losses = _usable((record["step"], number(record.get("loss"))) for record in steps)
+    losses = _usable((record.step, record.loss) for record in steps if record.loss is not None)
     of_loss = _growth("loss", losses, _largest_by_update(steps), failures)
     norms = _usable(norms)
     of_norm = _growth("gradient norm", norms, norms, failures)
@@ -89,11 +91,11 @@ class _Failures:
     row_at_end: int
 
     @classmethod
-    def of(cls, steps: Sequence[Record]) -> _Failures:
-        failed = [bool(record["skipped"] or _is_nonfinite(record.get("loss"))) for record in steps]
-        found = [record["step"] for record, has_failed in zip(steps, failed, strict=True) if has_failed]
-        row = next((place for place, has_failed in enumerate(reversed(failed)) if not has_failed), len(failed))
-        return cls(found, steps[-1]["step"] if steps else 0, row)
+    def of(cls, steps: Sequence[StepRecord]) -> _Failures:
+        failed = [record.skipped or record.has_bad_loss for record in steps]
+        numbers = [record.step for record, has_failed in zip(steps, failed, strict=True) if has_failed]
+        row = next((index for index, has_failed in enumerate(reversed(failed)) if not has_failed), len(failed))
+        return cls(numbers, steps[-1].step if steps else 0, row)
 
     def after(self, step: int) -> list[int]:
         return [failure for failure in self.steps if failure > step]
@@ -147,20 +149,20 @@ def _sudden_growth(name: str, points: Sequence[Point], by_update: Sequence[Point
     return max(at for at, (step, value) in enumerate(points) if step < end and value <= SUDDENLY_USUAL * largest)
 
 
-def _largest_by_update(steps: Sequence[Record]) -> list[Point]:
+def _largest_by_update(steps: Sequence[StepRecord]) -> list[Point]:
     """Return first step and largest loss for each state of the weights; a skipped step leaves the state unchanged."""
-    found: list[Point] = []
+    points: list[Point] = []
     is_new = True
     for record in steps:
-        loss = number(record.get("loss"))
-        if 0.0 < loss < math.inf:
+        loss = record.loss
+        if loss is not None and 0.0 < loss < math.inf:
             if is_new:
-                found.append((record["step"], loss))
+                points.append((record.step, loss))
             else:
-                found[-1] = found[-1][0], max(loss, found[-1][1])
+                points[-1] = points[-1][0], max(loss, points[-1][1])
             is_new = False
-        is_new = is_new or not record["skipped"]
-    return found
+        is_new = is_new or not record.skipped
+    return points
 
 
 def _large_update(updates: Sequence[Point], failures: _Failures) -> tuple[Growth, ...]:
@@ -175,7 +177,7 @@ def _large_update(updates: Sequence[Point], failures: _Failures) -> tuple[Growth
 
 
 def _usable(points: Iterable[Point]) -> list[Point]:
-    return [(step, value) for step, value in points if 0.0 < value < math.inf]
+    return [(step, float(value)) for step, value in points if 0.0 < value < math.inf]
 
 
 def _rises(losses: Sequence[Point], since: int) -> bool:
@@ -183,9 +185,5 @@ def _rises(losses: Sequence[Point], since: int) -> bool:
     return not before or losses[-1][1] > statistics.median(before)
 
 
-def _is_nonfinite(value: object) -> bool:
-    return value is not None and not math.isfinite(number(value))
-
-
-def _spelled(value: float) -> str:
+def _in_words(value: float) -> str:
     return f"{value:,.4g}" if value < 1e4 else f"{value:.3g}"

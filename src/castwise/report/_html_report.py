@@ -24,7 +24,7 @@ from castwise import _files
 from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two
 from castwise.monitor._formats import LOW_PRECISION
-from castwise.monitor._recorded_run import Run
+from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._run_files import read_runs
 from castwise.report._diagnosed import Diagnosed
 from castwise.report._figures import Figure, align
@@ -32,7 +32,6 @@ from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report._figures.maps import KINDS, MEASURES, heat_map
 from castwise.report._figures.timeline import timeline
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
-from castwise.report._record_numbers import number
 from castwise.report._run_facts import RunFacts, shown
 from castwise.report._verdicts import Verdict, judge
 from castwise.report._worst_modules import WorstModule, worst_modules
@@ -99,12 +98,10 @@ class RunView:
     def settings(self) -> list[tuple[str, object]]:
         """Return the run's settings by name."""
         about = self.facts.run.about
-        known: list[tuple[str, object]] = [
-            (name, about[name]) for name in ("castwise", "torch", "device") if name in about
-        ]
-        if "time" in about:
-            known.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"]))))
-        alone = [(f"ranks alone from step {each['step']:,}", each["why"]) for each in self.facts.run.alone]
+        known: list[tuple[str, object]] = [] if about is None else [*about.versions.items()]
+        if about is not None and about.time is not None:
+            known.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(about.time))))
+        alone = [(f"ranks alone from step {record.step:,}", record.why) for record in self.facts.run.alone]
         return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
 
     def key_numbers(self) -> list[tuple[str, str, str]]:
@@ -127,7 +124,7 @@ class RunView:
             leaking = max(finite, key=lambda ranges: ranges.mean_flush)
             tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), shown(tightest.module)))
             tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), shown(leaking.module)))
-        losses = [number(record["loss"]) for record in steps if record.get("loss") is not None]
+        losses = [record.loss for record in steps if record.loss is not None]
         if losses:
             tiles.append(("Last loss", f"{losses[-1]:.4g}", f"first {losses[0]:.4g}"))
         return tiles
@@ -176,7 +173,7 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     modules.
 
     Args:
-        runs: Folders, of a record, a run or several (then the latest), `monitor.jsonl` files, or
+        runs: Folders, of a record, a run or several (then the latest), `monitor.jsonl.gz` files, or
             `castwise.monitor.Run` objects; at least one.
         path: File to write; an existing page of castwise is replaced.
 
@@ -263,7 +260,7 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
     figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
     return environment.get_template("report.html.j2").render(
         views=views,
-        mistakes=_mistakes(views),
+        mistakes=distinct_mistakes(view.facts.run for view in views),
         measures=MEASURES,
         kinds=list(KINDS),
         formats=list(LOW_PRECISION),
@@ -279,12 +276,6 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
         script_hashes=[_hash(plotly_js), _hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-
-
-def _mistakes(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Return the mistakes of all runs without duplicates."""
-    found = {(each["name"], each["file"], each["line"]): each for view in views for each in view.facts.run.mistakes}
-    return list(found.values())
 
 
 def _packed(value: object) -> str:

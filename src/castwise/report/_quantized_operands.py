@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from castwise.report._record_numbers import number
+from castwise.monitor._records import Operand, SampleRecord
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -35,27 +34,27 @@ class QuantizedOperand:
     scale: tuple[float, float]
 
 
-def quantized_operands(samples: Iterable[Any]) -> list[QuantizedOperand]:
+def quantized_operands(samples: Iterable[SampleRecord]) -> list[QuantizedOperand]:
     """Collect the samples of layers with recipes, in model order."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    measured: dict[tuple[str, str], list[Operand]] = {}
     recipes: dict[str, str] = {}
     for sample in samples:
-        for layer, numbers in sample.get("quantized", {}).items():
-            recipes[layer] = numbers["recipe"]
-            for operand in OPERANDS:
-                if operand in numbers:
-                    found.setdefault((layer, operand), []).append(numbers[operand])
+        for layer, quantized in sample.quantized.items():
+            recipes[layer] = quantized.recipe
+            for name in OPERANDS:
+                if (operand := getattr(quantized, name)) is not None:
+                    measured.setdefault((layer, name), []).append(operand)
     return [
         QuantizedOperand(
             layer,
             recipes[layer],
             operand,
-            _mean([number(each["relative_error"]) for each in of_samples]),
-            max(number(each["flushed"]) for each in of_samples),
-            max(number(each["saturated"]) for each in of_samples),
-            _range([number(scale) for each in of_samples for scale in each["scale"]]),
+            _mean([one.relative_error for one in same]),
+            max(one.flushed for one in same),
+            max(one.saturated for one in same),
+            _range([scale for one in same for scale in one.scale]),
         )
-        for (layer, operand), of_samples in found.items()
+        for (layer, operand), same in measured.items()
     ]
 
 

@@ -190,7 +190,7 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
-    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}  # reported by cause
+    skipped = facts.skipped_steps  # reported by cause
     broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
     for ranges in broken[:1]:
         yield Advice(

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from castwise.monitor import _causes as causes
 from castwise.monitor._recorded_run import Run
+from castwise.monitor._records import SampleRecord, Stats, StepRecord
 from castwise.report._diagnosed import Diagnosed, diagnosed
 from castwise.report._divergence import Growth, find_divergence
-from castwise.report._record_numbers import Record, number, on_ranks
+from castwise.report._skips import Finding, Skips, assign, by_cause, skips_at_end
 from castwise.report._underflow import Underflow
 
 WHOLE_MODEL = "(whole model)"
@@ -25,23 +26,6 @@ WHOLE_MODEL = "(whole model)"
 def shown(module: str) -> str:
     """Return a module's display name; torch has no name for the model itself."""
     return module or WHOLE_MODEL
-
-
-@dataclass(frozen=True)
-class Skips:
-    """The skipped steps of one cause.
-
-    Args:
-        cause: The recorded cause: one of `castwise.monitor._causes`, or one from a later version of castwise.
-        steps: Step numbers, ascending.
-        parameters: Parameters with non-finite gradients and their number of such steps, most frequent first.
-        where: " on rank 1" if every one of the records names a rank; else "".
-    """
-
-    cause: str
-    steps: Sequence[int]
-    parameters: Sequence[tuple[str, int]]
-    where: str = ""
 
 
 @dataclass
@@ -109,19 +93,18 @@ class Ranges:
         below = sum(count for bin_exponent, count in self.exponents.items() if bin_exponent < exponent)
         return below / self.elements if self.elements else 0.0
 
-    def add(self, step: int, stats: Record, underflow: Underflow) -> None:
-        """Add one sample's STATS record; `underflow` belongs to the same sample."""
-        if number(stats["nonfinite"]) > 0:
+    def add(self, step: int, stats: Stats, underflow: Underflow) -> None:
+        """Add the statistics of one sample; `underflow` belongs to the same sample."""
+        if stats.nonfinite > 0:
             self.nonfinite_steps.append(step)
             return
-        numel, fp16 = int(stats["numel"]), stats["formats"]["fp16"]
+        numel, fp16 = stats.numel, stats.formats["fp16"]
         self.samples += 1
         self.elements += numel
-        for exponent, count in enumerate(stats["exponents"]["counts"], stats["exponents"]["lowest"]):
-            if count:
-                self.exponents[exponent] += count
+        for exponent, count in stats.by_exponent().items():
+            self.exponents[exponent] += count
         self.scale = underflow.scale
-        largest, headroom = number(stats["largest"]), number(fp16["headroom_bits"])
+        largest, headroom = stats.largest, fp16.headroom_bits
         flush = underflow.share(self.module, stats, "fp16")
         if not self.largest and largest and not underflow.is_cut_off(self.module):
             # All zero so far and healthy now: these are gradients behind a weight that started at zero.
@@ -133,9 +116,9 @@ class Ranges:
         if flush > self.flush:
             self.flush, self.flush_step = flush, step
         self.flushed += flush * numel
-        self.cut_off += (flush - number(fp16["flush"])) * numel
+        self.cut_off += (flush - fp16.flush) * numel
         self.vanished_samples += flush == 1.0 and not largest
-        self.subnormal += number(fp16["subnormal"]) * numel
+        self.subnormal += fp16.subnormal * numel
 
 
 class RunFacts:
@@ -151,7 +134,7 @@ class RunFacts:
     @cached_property
     def skips(self) -> list[Skips]:
         """Skipped steps by cause, most frequent first."""
-        return _skips_of(self.run.steps)
+        return by_cause(self.run.steps)
 
     @cached_property
     def divergence(self) -> tuple[Growth, ...]:
@@ -159,12 +142,9 @@ class RunFacts:
         return find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
 
     @cached_property
-    def skips_before_divergence(self) -> list[Skips]:
-        """`skips` without those explained by divergence."""
-        if not self.divergence:
-            return self.skips
-        since = self.divergence[0].since
-        return _skips_of(record for record in self.run.steps if record["step"] < since)
+    def findings(self) -> Mapping[Finding, list[Skips]]:
+        """Skipped steps by the one finding that each belongs to, and by cause."""
+        return assign(self.run.steps, self.divergence[0].since if self.divergence else None)
 
     @cached_property
     def diagnosed(self) -> list[Diagnosed]:
@@ -176,14 +156,19 @@ class RunFacts:
         """`diagnosed` without results explained by divergence."""
         if not self.divergence:
             return self.diagnosed
-        return diagnosed(each for each in self.run.diagnoses if each["step"] < self.divergence[0].since)
+        return diagnosed(record for record in self.run.diagnoses if record.step < self.divergence[0].since)
 
     @cached_property
     def diagnosed_in_divergence(self) -> list[Diagnosed]:
         """Results of replays that are explained by divergence."""
         if not self.divergence:
             return []
-        return diagnosed(each for each in self.run.diagnoses if each["step"] >= self.divergence[0].since)
+        return diagnosed(record for record in self.run.diagnoses if record.step >= self.divergence[0].since)
+
+    @cached_property
+    def skipped_steps(self) -> frozenset[int]:
+        """The numbers of the skipped steps."""
+        return frozenset(record.step for record in self.run.steps if record.skipped)
 
     @property
     def skipped(self) -> int:
@@ -195,37 +180,36 @@ class RunFacts:
         """Length of the longest run of consecutive skips, and its first step; (0, 0) if no step was skipped."""
         best, length = (0, 0), 0
         for record in self.run.steps:
-            length = length + 1 if record["skipped"] else 0
+            length = length + 1 if record.skipped else 0
             if length > best[0]:
-                best = (length, record["step"] - length + 1)
+                best = (length, record.step - length + 1)
         return best
 
     @cached_property
-    def skips_to_the_end(self) -> Sequence[Record]:
+    def skips_to_the_end(self) -> Sequence[StepRecord]:
         """Records of the skips after the last step that was taken."""
-        taken = max((place for place, record in enumerate(self.run.steps) if not record["skipped"]), default=-1)
-        return self.run.steps[taken + 1 :]
+        return skips_at_end(self.run.steps)
 
     @cached_property
     def scales(self) -> list[tuple[int, float]]:
         """Step and scale of every scaled step."""
-        pairs = [(record["step"], number(record.get("scale"))) for record in self.run.steps]
-        return [(step, scale) for step, scale in pairs if math.isfinite(scale)]
+        pairs = [(record.step, record.scale) for record in self.run.steps if record.scale is not None]
+        return [(step, float(scale)) for step, scale in pairs if math.isfinite(scale)]
 
     @cached_property
     def grad_norms(self) -> list[tuple[int, float]]:
         """Step and gradient norm of every clipped or sampled step."""
-        sampled = {sample["step"]: sample.get("grad_norm") for sample in self.run.samples}
-        known = ((record["step"], record.get("grad_norm")) for record in self.run.steps)
+        sampled = {sample.step: sample.grad_norm for sample in self.run.samples}
+        known = ((record.step, record.grad_norm) for record in self.run.steps)
         norms = ((step, sampled.get(step) if norm is None else norm) for step, norm in known)
-        return [(step, number(norm)) for step, norm in norms if norm is not None]
+        return [(step, float(norm)) for step, norm in norms if norm is not None]
 
     @cached_property
     def typical_updates(self) -> list[tuple[int, float]]:
         """Step and median update/weight ratio over the parameters, for every sampled step that was taken."""
-        weights = ((sample["step"], sample.get("weights", {}).values()) for sample in self.run.samples)
-        ratios = ((step, [number(stats.get("update_to_weight")) for stats in found]) for step, found in weights)
-        return [(step, statistics.median(found)) for step, found in ratios if found and not any(map(math.isnan, found))]
+        updates = ((sample.step, sample.weights.values()) for sample in self.run.samples)
+        ratios = ((step, [float(update.update_to_weight) for update in group]) for step, group in updates)
+        return [(step, statistics.median(group)) for step, group in ratios if group and not any(map(math.isnan, group))]
 
     @property
     def is_scaled(self) -> bool:
@@ -240,8 +224,7 @@ class RunFacts:
     @cached_property
     def nonfinite_losses(self) -> list[int]:
         """Steps whose recorded loss is inf or NaN."""
-        losses = ((record["step"], record.get("loss")) for record in self.run.steps)
-        return [step for step, loss in losses if loss is not None and not math.isfinite(number(loss))]
+        return [record.step for record in self.run.steps if record.has_bad_loss]
 
     @property
     def has_nonfinite(self) -> bool:
@@ -257,19 +240,18 @@ class RunFacts:
     @cached_property
     def poisoned(self) -> list[int]:
         """Sampled steps that were taken with non-finite gradients."""
-        skipped = {record["step"] for record in self.run.steps if record["skipped"]}
-        bad = (sample["step"] for sample in self.run.samples if _has_nonfinite_gradients(sample))
-        return [step for step in bad if step not in skipped]
+        bad = (sample.step for sample in self.run.samples if _has_nonfinite_gradients(sample))
+        return [step for step in bad if step not in self.skipped_steps]
 
     @cached_property
     def gradients(self) -> dict[str, Ranges]:
         """Ranges of the gradients of each module's own parameters, in model order."""
-        return self._ranges("modules")
+        return self._ranges("modules", [sample.modules for sample in self.run.samples])
 
     @cached_property
     def activations(self) -> dict[str, Ranges]:
         """Ranges of each module's outputs, in model order."""
-        return self._ranges("activations")
+        return self._ranges("activations", [sample.activations for sample in self.run.samples])
 
     @cached_property
     def underflows(self) -> Mapping[str, list[Underflow]]:
@@ -278,35 +260,34 @@ class RunFacts:
             kind: [Underflow.of(sample, kind) for sample in self.run.samples] for kind in ("modules", "activations")
         }
 
-    def _ranges(self, kind: str) -> dict[str, Ranges]:
-        found: dict[str, Ranges] = {}
-        for sample, underflow in zip(self.run.samples, self.underflows[kind], strict=True):
-            for module, stats in sample.get(kind, {}).items():
-                found.setdefault(module, Ranges(module)).add(sample["step"], stats, underflow)
-        return found
+    def _ranges(self, kind: str, modules: Sequence[Mapping[str, Stats]]) -> dict[str, Ranges]:
+        ranges: dict[str, Ranges] = {}
+        for sample, by_module, underflow in zip(self.run.samples, modules, self.underflows[kind], strict=True):
+            for module, stats in by_module.items():
+                ranges.setdefault(module, Ranges(module)).add(sample.step, stats, underflow)
+        return ranges
 
     @cached_property
     def lost_in_bf16(self) -> dict[str, float]:
         """Mean share of updates that bf16 weights would lose, by parameter."""
         lost: dict[str, list[float]] = {}
         for sample in self.run.samples:
-            for name, stats in sample.get("weights", {}).items():
-                share = number(stats["lost_in_bf16"])
-                if math.isfinite(share):
-                    lost.setdefault(name, []).append(share)
+            for name, update in sample.weights.items():
+                if math.isfinite(update.lost_in_bf16):
+                    lost.setdefault(name, []).append(update.lost_in_bf16)
         return {name: sum(shares) / len(shares) for name, shares in lost.items()}
 
     @cached_property
     def has_16_bit_weights(self) -> bool:
         """Whether some weights are themselves 16-bit, and so have no share in `lost_in_bf16`."""
-        shares = (stats["lost_in_bf16"] for sample in self.run.samples for stats in sample.get("weights", {}).values())
-        return any(math.isnan(number(share)) for share in shares)
+        updates = (update for sample in self.run.samples for update in sample.weights.values())
+        return any(math.isnan(update.lost_in_bf16) for update in updates)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Number of elements of each parameter whose gradient was sampled."""
-        gradients = (pair for sample in self.run.samples for pair in sample.get("gradients", {}).items())
-        return {name: int(stats["numel"]) for name, stats in gradients}
+        gradients = (pair for sample in self.run.samples for pair in sample.gradients.items())
+        return {name: stats.numel for name, stats in gradients}
 
     def blamed(self, module: str) -> int:
         """Return the number of recorded overflows that name one of the module's own parameters.
@@ -325,17 +306,5 @@ class RunFacts:
         return counts
 
 
-def _skips_of(records: Iterable[Record]) -> list[Skips]:
-    by_cause: dict[str, list[Record]] = {}
-    for record in records:
-        if record["skipped"]:
-            by_cause.setdefault(record.get("cause") or causes.UNKNOWN, []).append(record)
-    found = []
-    for cause, skipped in by_cause.items():
-        named = Counter(name for record in skipped for name in record.get("parameters") or ())
-        found.append(Skips(cause, sorted(each["step"] for each in skipped), named.most_common(), on_ranks(skipped)))
-    return sorted(found, key=lambda skips: -len(skips.steps))
-
-
-def _has_nonfinite_gradients(sample: Record) -> bool:
-    return any(number(stats["nonfinite"]) > 0 for stats in sample.get("modules", {}).values())
+def _has_nonfinite_gradients(sample: SampleRecord) -> bool:
+    return any(stats.nonfinite > 0 for stats in sample.modules.values())

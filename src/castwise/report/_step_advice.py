@@ -10,19 +10,15 @@ from castwise.monitor import _causes as causes
 from castwise.report._advice import Advice, Measured, Severity
 from castwise.report._diagnosed import Diagnosed, first_and_last
 from castwise.report._range_advice import innermost
-from castwise.report._record_numbers import number, on_ranks
-from castwise.report._run_facts import RunFacts, Skips, shown
+from castwise.report._ranks import on_ranks
+from castwise.report._run_facts import RunFacts, shown
+from castwise.report._skips import COLLAPSED_BELOW, STREAK_MATTERS, Finding, Skips, is_endless
 
 # Dynamic probes the scale with at most one overflow per growth_interval (2000) steps, 0.05% of them. At twenty times
 # that, 1%, the skipped work is worth more than the higher scale.
 OVERFLOWS_MATTER = 0.01
 # An initial scale of 2^16 that is too high by 2^16 needs 16 halvings: that many skips at the start are a normal search.
 WARM_UP_SKIPS = 16
-# The number of consecutive skips after which a scaler warns by default (`Schedule.patience`): 20 halvings divide the
-# scale by a million.
-STREAK_MATTERS = 20
-# A scale below 1 shrinks gradients, so an overflow there cannot be due to the scale.
-COLLAPSED_BELOW = 1.0
 NAMES_SHOWN = 3
 
 
@@ -54,7 +50,7 @@ def divergence(facts: RunFacts) -> Iterator[Advice]:
 
 def lost_weights(facts: RunFacts) -> Iterator[Advice]:
     """Report when weights became inf or NaN."""
-    for skips in [skips for skips in facts.skips if skips.cause == causes.NONFINITE_WEIGHTS]:
+    for skips in facts.findings[Finding.LOST_WEIGHTS]:
         yield Advice(
             f"Training is lost from step {skips.steps[0]:,} on: weights are inf or NaN{skips.where}. Resume from an "
             "earlier checkpoint, and see the findings for the steps before.",
@@ -66,12 +62,11 @@ def lost_weights(facts: RunFacts) -> Iterator[Advice]:
 
 def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     """Report steps that were taken with non-finite gradients; without a scaler nothing skips them."""
-    if not facts.poisoned or _of_cause(facts, causes.NONFINITE_WEIGHTS):
+    if not facts.poisoned or facts.findings[Finding.LOST_WEIGHTS]:
         return
     first = facts.poisoned[0]
-    later = [sample["step"] for sample in facts.run.samples if sample["step"] > first]
-    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
-    before = {sample["step"] for sample in facts.run.samples if sample["step"] < first} - skipped
+    later = [sample.step for sample in facts.run.samples if sample.step > first]
+    before = {sample.step for sample in facts.run.samples if sample.step < first} - facts.skipped_steps
     last_finite = max(before, default=0)
     is_lost = set(later) <= set(facts.poisoned)
     guard = "GradScaler(device, schedule=castwise.schedules.Guard())"
@@ -108,9 +103,7 @@ def _since(last_finite: int, first: int) -> str:
 
 def bad_losses(facts: RunFacts) -> Iterator[Advice]:
     """Report non-finite losses, which are not due to the scale."""
-    for skips in _of_cause(facts, causes.NONFINITE_LOSS):
-        if _reported_by_collapse(facts).issuperset(skips.steps):
-            continue
+    for skips in facts.findings[Finding.BAD_LOSSES]:
         found = _diagnosed(facts, causes.NONFINITE_LOSS)
         evidence = _evidence(facts, skips)
         bad = set(skips.steps)
@@ -125,9 +118,8 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
             "warning",
             found,
         )
-    skipped = {record["step"] for record in facts.run.steps if record["skipped"]}
     since = facts.divergence[0].since if facts.divergence else math.inf
-    taken = [step for step in facts.nonfinite_losses if step not in skipped and step < since]
+    taken = [step for step in facts.nonfinite_losses if step not in facts.skipped_steps and step < since]
     if taken:
         yield Advice(
             f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
@@ -139,20 +131,17 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
 
 def overflows(facts: RunFacts) -> Iterator[Advice]:
     """Report how many steps were lost to overflow, and whether that is normal."""
-    unfinished = {record["step"] for record in facts.skips_to_the_end}
-    for skips in _of_cause(facts, causes.OVERFLOW):
-        counted = [step for step in skips.steps if step not in _reported_by_collapse(facts)]
-        if not counted:
-            continue
+    unfinished = {record.step for record in facts.skips_to_the_end}
+    for skips in facts.findings[Finding.OVERFLOWS]:
         found = _diagnosed(facts, causes.OVERFLOW)
-        share = sum(step > WARM_UP_SKIPS for step in counted) / len(facts.run.steps)
+        share = sum(step > WARM_UP_SKIPS for step in skips.steps) / len(facts.run.steps)
         skipped = f"{several(len(skips.steps), 'step')} skipped for overflow{skips.where}"
         severity: Severity = "note"
         if any(each.advice and not each.is_due_to_scale for each in found):
             text, severity = f"{skipped}, and a lower scale does not help.", "warning"
         elif share > OVERFLOWS_MATTER:
-            text, severity = _cost_of_overflows(facts, counted, share), "warning"
-        elif unfinished.issuperset(counted):
+            text, severity = _cost_of_overflows(facts, skips.steps, share), "warning"
+        elif unfinished.issuperset(skips.steps):
             text = f"{skipped}, and none was taken since: the right scale is not known yet."
         else:
             text = f"{skipped}: the normal cost of finding the scale."
@@ -162,8 +151,9 @@ def overflows(facts: RunFacts) -> Iterator[Advice]:
 
 def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) -> str:
     records = facts.run.steps
-    if list(skipped) == [record["step"] for record in records[: len(skipped)]]:
-        fits = number(records[len(skipped)].get("scale"))
+    if list(skipped) == [record.step for record in records[: len(skipped)]]:
+        scale = records[len(skipped)].scale
+        fits = math.nan if scale is None else scale
         return (
             f"The first {several(len(skipped), 'step')} were skipped for overflow, until the scale had dropped to "
             f"{power_of_two(fits)}: start with a lower scale."
@@ -176,31 +166,26 @@ def _cost_of_overflows(facts: RunFacts, skipped: Sequence[int], share: float) ->
 
 def other_skips(facts: RunFacts) -> Iterator[Advice]:
     """Report all other skips: those due to another rank and those of unknown cause."""
-    have_findings = {causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW}
-    for skips in facts.skips_before_divergence:
-        if skips.cause not in have_findings:
-            is_elsewhere = skips.cause == causes.ANOTHER_RANK
-            why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
-            text = f"{several(len(skips.steps), 'step')} skipped{skips.where}: {why}."
-            yield Advice(text, _evidence(facts, skips), "note", _diagnosed(facts, skips.cause))
+    for skips in facts.findings[Finding.OTHER]:
+        is_elsewhere = skips.cause == causes.ANOTHER_RANK
+        why = "because another rank's gradients were not finite" if is_elsewhere else skips.cause
+        text = f"{several(len(skips.steps), 'step')} skipped{skips.where}: {why}."
+        yield Advice(text, _evidence(facts, skips), "note", _diagnosed(facts, skips.cause))
 
 
 def collapse(facts: RunFacts) -> Iterator[Advice]:
     """Report that the scale collapsed, or that every recent step was skipped."""
-    if facts.divergence:
-        return
-    if not _is_endless(facts):
-        yield from _long_rows(facts)
+    if not facts.findings[Finding.ENDLESS_ROW]:
+        if not (facts.divergence or is_endless(facts.run.steps)):
+            yield from _long_rows(facts)
         return
     skips = facts.skips_to_the_end
-    met = {record.get("cause") or causes.UNKNOWN for record in skips}
-    if met == {causes.NONFINITE_WEIGHTS}:
-        return  # `lost_weights` reports them
+    met = {record.why_skipped for record in skips}
     found = _diagnosed(facts, *met)
-    scales = [number(record.get("scale")) for record in skips]
+    scales = [record.scale for record in skips if record.scale is not None]
     lowest = min((scale for scale in scales if math.isfinite(scale)), default=COLLAPSED_BELOW)
     first = facts.scales[0][1] if facts.scales else lowest
-    begun, last = skips[0]["step"], skips[-1]["step"]
+    begun, last = skips[0].step, skips[-1].step
     no_scale = "No scale helps when numbers are inf or NaN before scaling"
     if met == {causes.NONFINITE_LOSS}:
         no_scale += f": the loss was inf or NaN{on_ranks(skips)}, so the cause is the forward or the data."
@@ -208,7 +193,7 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
         no_scale += "." if found else ": see the causes of the skips."
     if lowest < COLLAPSED_BELOW and lowest < first:
         text = f"The scale collapsed to {power_of_two(lowest)} at step {last:,}; below 1 it can only hurt. {no_scale}"
-    elif all(record.get("cause") == causes.OVERFLOW for record in skips) and lowest > COLLAPSED_BELOW:
+    elif met == {causes.OVERFLOW} and lowest > COLLAPSED_BELOW:
         text = (
             f"{len(skips)} steps in a row were skipped for overflow from step {begun:,} on, down to a scale of "
             f"{power_of_two(lowest)}: start with a much lower scale. If steps are also skipped below 1, no scale helps."
@@ -226,23 +211,10 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
     yield Advice(text, evidence, "critical", found)
 
 
-def _reported_by_collapse(facts: RunFacts) -> set[int]:
-    """Return the steps since the last one that was taken, if `collapse` reports them."""
-    return {record["step"] for record in facts.skips_to_the_end} if _is_endless(facts) else set()
-
-
-def _is_endless(facts: RunFacts) -> bool:
-    """Return True if skips at the end of the run are so many, or the scale so low, that waiting is pointless."""
-    skips = facts.skips_to_the_end
-    scales = [number(record.get("scale")) for record in skips]
-    first = facts.scales[0][1] if facts.scales else COLLAPSED_BELOW
-    return len(skips) >= STREAK_MATTERS or any(scale < min(COLLAPSED_BELOW, first) for scale in scales)
-
-
 def _long_rows(facts: RunFacts) -> Iterator[Advice]:
     """Report a long run of skips that ended; `overflows` reports runs of overflows."""
     streak, begun = facts.longest_streak
-    overflowed = {step for skips in _of_cause(facts, causes.OVERFLOW) for step in skips.steps}
+    overflowed = {step for skips in facts.findings[Finding.OVERFLOWS] for step in skips.steps}
     if streak >= STREAK_MATTERS and not overflowed.issuperset(range(begun, begun + streak)):
         yield Advice(
             f"{streak} steps in a row were skipped from step {begun:,} on: see the causes of the skips.",
@@ -279,10 +251,6 @@ def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
 
 def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
     return first_and_last([each for each in facts.diagnosed_before_divergence if each.cause in causes])
-
-
-def _of_cause(facts: RunFacts, cause: str) -> list[Skips]:
-    return [skips for skips in facts.skips_before_divergence if skips.cause == cause]
 
 
 def _evidence(facts: RunFacts, skips: Skips) -> dict[str, Measured]:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from castwise._number_text import several
 from castwise._warnings import warn
 from castwise._width import width_of
-from castwise.monitor._recorded_run import Run
+from castwise.monitor._recorded_run import Run, distinct_mistakes
+from castwise.monitor._records import MistakeRecord
 from castwise.monitor._run_files import read_runs
 from castwise.report._advice import SEVERITIES, Advice, Measured
 from castwise.report._html_report import labels, write_report
@@ -44,15 +45,14 @@ class Summary:
 
     runs: Sequence[Run] = ()
     verdicts: Sequence[Verdict] = ()
-    mistakes: Sequence[dict[str, Any]] = ()
+    mistakes: Sequence[MistakeRecord] = ()
     report: Path | None = None
     notes: Sequence[str] = ()
 
     @classmethod
     def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
         """Judge runs and summarize them."""
-        mistakes = {(each["name"], each["file"], each["line"]): each for run in runs for each in run.mistakes}
-        return cls(runs, [judge(RunFacts(run)) for run in runs], list(mistakes.values()), report)
+        return cls(runs, [judge(RunFacts(run)) for run in runs], distinct_mistakes(runs), report)
 
     @property
     def first_finding(self) -> Advice | None:
@@ -75,7 +75,7 @@ class Summary:
         Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each.
         """
         steps = [step for run in self.runs for step in run.steps]
-        causes = Counter(str(step.get("cause") or "unknown") for step in steps if step["skipped"])
+        causes = Counter(step.why_skipped for step in steps if step.skipped)
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
         lost = sum(run.lost for run in self.runs)
         of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
@@ -87,8 +87,7 @@ class Summary:
             ranges = "".join(f" Input {place}: {found}." for place, found in inputs)
             lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}{ranges}")
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
-            where = f"{mistake['file']}:{mistake['line']}: " if mistake["file"] else ""
-            lines.append(f"mistake: {where}{mistake['text']}")
+            lines.append(f"mistake: {mistake.where}{mistake.text}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
             lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
         lines = [_wrapped(line) for line in [*lines, *self.notes]]
@@ -100,15 +99,15 @@ class Summary:
         """Return the same facts and all findings as JSON-compatible values."""
         return {
             "report": None if self.report is None else str(self.report),
-            "mistakes": list(self.mistakes),
+            "mistakes": [mistake.to_json() for mistake in self.mistakes],
             "notes": list(self.notes),
             "runs": [
                 {
                     "run": name,
                     "steps": len(run.steps),
                     **({"lost": run.lost} if run.lost else {}),
-                    **({"alone": [each["why"] for each in run.alone]} if run.alone else {}),
-                    "skipped": dict(Counter(step.get("cause") or "unknown" for step in run.steps if step["skipped"])),
+                    **({"alone": [alone.why for alone in run.alone]} if run.alone else {}),
+                    "skipped": dict(Counter(step.why_skipped for step in run.steps if step.skipped)),
                     "findings": [
                         {
                             "severity": piece.severity,

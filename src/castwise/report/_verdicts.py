@@ -58,7 +58,7 @@ def verdict(run: str | os.PathLike[str] | Run) -> Verdict:
     If too little was recorded to judge the run, the verdict says so.
 
     Args:
-        run: A folder with a `monitor.jsonl`, that file, or a `castwise.monitor.Run`. The run may still be in
+        run: A folder with a `monitor.jsonl.gz`, that file, or a `castwise.monitor.Run`. The run may still be in
             progress. Of the folder of `castwise run` or `castwise.install`, the latest run, if it has one model.
 
     Raises:

@@ -10,8 +10,8 @@ from typing import Any
 
 from castwise._number_text import percent, power_of_two
 from castwise.monitor._formats import FP16, LOW_PRECISION
+from castwise.monitor._records import SampleRecord, nearest_exponent
 from castwise.report._figures import Figure, Trace, power_label
-from castwise.report._record_numbers import Record, exponent_counts, log2_scale, number
 
 ALL_MODULES = "*"
 MOMENTS = {"whole": "whole run", "first": "first sample", "last": "last sample"}
@@ -61,20 +61,20 @@ class Histogram:
         )
 
 
-def _histograms(samples: Iterable[Record]) -> dict[str, Histogram]:
+def _histograms(samples: Iterable[SampleRecord]) -> dict[str, Histogram]:
     """Sum the finite samples of each module, and of all modules together."""
     counts: dict[str, dict[int, dict[int, int]]] = {ALL_MODULES: {}}
     elements: Counter[str] = Counter()
     for sample in samples:
-        shift = log2_scale(number(sample["scale"]))
-        for module, stats in sample.get("modules", {}).items():
-            if stats["nonfinite"] > 0:
+        shift = nearest_exponent(sample.scale)
+        for module, stats in sample.modules.items():
+            if stats.nonfinite > 0:
                 continue
-            elements[module] += stats["numel"]
-            elements[ALL_MODULES] += stats["numel"]
+            elements[module] += stats.numel
+            elements[ALL_MODULES] += stats.numel
             mine = counts.setdefault(module, {}).setdefault(shift, {})
             whole = counts[ALL_MODULES].setdefault(shift, {})
-            for exponent, count in exponent_counts(stats).items():
+            for exponent, count in stats.by_exponent().items():
                 mine[exponent] = mine.get(exponent, 0) + count
                 whole[exponent] = whole.get(exponent, 0) + count
     return {module: _histogram(by_shift, elements[module]) for module, by_shift in counts.items()}
@@ -89,7 +89,7 @@ def _histogram(by_shift: Mapping[int, Mapping[int, int]], elements: int) -> Hist
     return Histogram(plain, scaled, elements, tuple(2.0**shift for shift in by_shift))
 
 
-def histogram(samples: Sequence[Record], modules: Sequence[str]) -> Figure:
+def histogram(samples: Sequence[SampleRecord], modules: Sequence[str]) -> Figure:
     """Return the histogram of one run; its choices are moments and modules, such as "last/blocks.0.attn"."""
     nothing = _histogram({}, 0)
     found = {

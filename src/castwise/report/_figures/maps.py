@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from castwise.monitor._formats import LOW_PRECISION
+from castwise.monitor._records import SampleRecord, Stats
 from castwise.report._downsampling import in_buckets
 from castwise.report._figures import Figure, Trace
 from castwise.report._range_advice import FLUSH_IS_CRITICAL
-from castwise.report._record_numbers import Record, number
 from castwise.report._run_facts import RunFacts, shown
 from castwise.report._scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
 from castwise.report._underflow import Underflow
@@ -27,7 +27,7 @@ MAX_COLUMNS = 120
 ROWS_AT_FIRST = 24
 ROW_HEIGHT, MIN_ROWS = 18, 4
 KINDS = {"gradients": "modules", "outputs": "activations"}
-Judged = tuple[Record, Underflow]
+Judged = tuple[SampleRecord, Underflow]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]
         kind: in_buckets(list(zip(facts.run.samples, facts.underflows[key], strict=True)), MAX_COLUMNS)
         for kind, key in KINDS.items()
     }
-    steps = [column[-1][0]["step"] for column in columns["gradients"]]
+    steps = [column[-1][0].step for column in columns["gradients"]]
     choices: dict[str, dict[str, Any]] = {
         f"{kind}/{name}": {
             "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), steps),
@@ -149,21 +149,21 @@ def _grid(
     measure: Measure, columns: Sequence[Sequence[Judged]], modules: Sequence[str], key: str, name: str
 ) -> list[list[float | None]]:
     """Return the worst value of each module in each column: None if there is none, NaN if numbers were not finite."""
-    recorded = [[(sample.get(key, {}), underflow) for sample, underflow in column] for column in columns]
-    return [[_worst(measure, column, module, name) for column in recorded] for module in modules]
+    judged = [[(getattr(sample, key), underflow) for sample, underflow in column] for column in columns]
+    return [[_worst(measure, column, module, name) for column in judged] for module in modules]
 
 
-def _worst(measure: Measure, column: Sequence[Judged], module: str, name: str) -> float | None:
+def _worst(
+    measure: Measure, column: Sequence[tuple[Mapping[str, Stats], Underflow]], module: str, name: str
+) -> float | None:
     worst: float | None = None
-    for recorded, underflow in column:
-        stats: Mapping[str, Any] | None = recorded.get(module)
+    for by_module, underflow in column:
+        stats = by_module.get(module)
         if stats is None:
             continue
-        if stats["nonfinite"] > 0:
+        if stats.nonfinite > 0:
             return math.nan
-        value = (
-            underflow.share(module, stats, name) if measure is FLUSH else number(stats["formats"][name][measure.key])
-        )
+        value = underflow.share(module, stats, name) if measure is FLUSH else stats.formats[name].headroom_bits
         worst = value if worst is None else measure.worse(worst, value)
     return worst
 

@@ -11,8 +11,8 @@ from castwise._number_text import several
 from castwise.monitor import _causes as causes
 from castwise.report._downsampling import Point, changes, extremes, in_buckets
 from castwise.report._figures import Figure, Trace, plain, power_label
-from castwise.report._record_numbers import number
-from castwise.report._run_facts import RunFacts, Skips
+from castwise.report._run_facts import RunFacts
+from castwise.report._skips import Skips
 
 # Colour and shape of each cause; shapes help readers who cannot tell the colours apart.
 MARKERS: dict[str, tuple[str, str]] = {
@@ -54,7 +54,7 @@ def timeline(facts: RunFacts) -> Figure | None:
         panels.append(Panel("", "skips", 0.35, [_strip(skips) for skips in facts.skips], hidden))
     if facts.scales:
         panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
-    loss = extremes([(record["step"], number(record.get("loss"))) for record in steps])
+    loss = extremes([(record.step, float(record.loss)) for record in steps if record.loss is not None])
     if loss:
         panels.append(Panel("3", "loss", 1.0, [_line("loss", loss, "--accent")], {"range": _range(loss), "nticks": 5}))
     norm = extremes([point for point in facts.grad_norms if point[1] > 0])
@@ -62,7 +62,7 @@ def timeline(facts: RunFacts) -> Figure | None:
         logs = _range([(step, math.log10(value)) for step, value in norm])
         axis = {"type": "log", "range": logs, "nticks": 4}
         panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
-    return _stacked(panels, steps[0]["step"], steps[-1]["step"]) if panels else None
+    return _stacked(panels, steps[0].step, steps[-1].step) if panels else None
 
 
 def marks(skips: Skips, limit: int = MAX_MARKS) -> list[tuple[int, str]]:

@@ -1,0 +1,647 @@
+"""The records of a run: frozen classes with the fields that the manual's page on formats lists.
+
+`from_json` checks each field by its annotation, so that other code can rely on it. A `ValueError` names the field. Keys
+without a field, such as those of a later castwise, are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from itertools import accumulate
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
+
+from typing_extensions import Self
+
+from castwise.monitor import _causes as causes
+from castwise.monitor._formats import LOW_PRECISION
+
+if TYPE_CHECKING:
+    from castwise._mistakes.mistake import Mistake
+    from castwise.diagnosis._diagnosis import Diagnosis
+
+_Reader: TypeAlias = Callable[[Any], Any]
+
+FORMAT = 3
+"""The version of the format of files; higher ones are refused."""
+LAST_SECOND = 2**34  # in the year 2514: every system can format times before it
+_NOT_FINITE = {"nan", "inf", "-inf"}
+# Exponents of fp64's smallest and largest numbers.
+_LOWEST, _HIGHEST = -1074, 1023
+# Significant digits in a file.
+_DIGITS, _COUNT_DIGITS = 4, 3
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def _fail(wanted: str, got: object) -> ValueError:
+    text = repr(got)
+    return ValueError(f"must be {wanted}, got {text if len(text) <= 60 else f'{text[:60]}...'}")
+
+
+def _number(value: Any) -> float:
+    """Read a number. Strings stand for inf and NaN, which JSON lacks."""
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value)
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or (isinstance(value, int) and abs(value) >= 2**63)
+    ):
+        raise _fail("a number, or 'nan', 'inf' or '-inf'", value)
+    return value
+
+
+def _time(value: Any) -> float:
+    """Read a time; one before 1970, of a clock that was never set, becomes 0, which every system can format."""
+    number = _number(value)
+    if not -LAST_SECOND < number < LAST_SECOND:
+        raise _fail(f"seconds since 1970, less than {LAST_SECOND}", value)
+    return max(0.0, number)
+
+
+def _positive(value: Any) -> float:
+    number = _number(value)
+    if not 0.0 < number < math.inf:
+        raise _fail("a finite number > 0", value)
+    return number
+
+
+def _integer(lowest: int, below: int = 2**63) -> _Reader:
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < below:
+            raise _fail(f"an integer >= {lowest}" if below == 2**63 else f"an integer in [{lowest}, {below})", value)
+        return value
+
+    return read
+
+
+def _instance(kind: type, wanted: str) -> _Reader:
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _fail(wanted, value)
+        return value
+
+    return read
+
+
+def _tuple(read: _Reader) -> _Reader:
+    def read_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _fail("a list", value)
+        return tuple(_at(index, read, item) for index, item in enumerate(value))
+
+    return read_all
+
+
+def _by_name(read: _Reader) -> _Reader:
+    def read_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise _fail("an object", value)
+        try:
+            return {name: read(item) for name, item in value.items()}
+        except ValueError:
+            return {name: _at(name, read, item) for name, item in value.items()}  # adds the name to the error
+
+    return read_all
+
+
+def _at(where: object, read: _Reader, value: Any) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        separator = " " if str(error).startswith(("must be", "lacks")) else ": "
+        raise ValueError(f"{str(where)[:60]}{separator}{error}") from None
+
+
+_PLAIN: Mapping[Any, _Reader] = {
+    Any: lambda value: value,
+    int: _integer(0),
+    float: _number,
+    bool: _instance(bool, "true or false"),
+    str: _instance(str, "a string"),
+}
+
+
+def _reader(hint: Any) -> _Reader:
+    """Return what reads a value of an annotation; `Annotated` may name another function for it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return arguments[1]  # type: ignore[no-any-return]
+    if origin in (Union, UnionType):
+        (inner,) = (argument for argument in arguments if argument is not NoneType)
+        read = _reader(inner)
+        return lambda value: None if value is None else read(value)
+    if origin is tuple:
+        return _tuple(_reader(arguments[0]))
+    if origin is Mapping:
+        return _by_name(_reader(arguments[1]))
+    return _PLAIN.get(hint) or hint.from_json
+
+
+@cache
+def _readers(kind: Any) -> tuple[Mapping[str, _Reader], Sequence[str]]:
+    """Return what reads each field of a class, and the fields that must be there."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = fields(kind)
+    required = [one.name for one in own if one.default is MISSING and one.default_factory is MISSING]
+    return {one.name: _reader(hints[one.name]) for one in own}, required
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _rounded(value: Any, digits: int = _DIGITS) -> Any:
+    """Return a value in which numbers have so many digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(item, digits) for name, item in value.items()}
+    return [_rounded(item, digits) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- classes ------------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """A JSON object with a class: a frozen dataclass, of which the annotations say what is read."""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read a JSON object.
+
+        Raises:
+            ValueError: A field is missing or invalid.
+        """
+        if not isinstance(value, Mapping):
+            raise _fail("an object", value)
+        readers, required = _readers(cls)  # type: ignore[arg-type]  # a class is hashable
+        missing = [name for name in required if name not in value]
+        if missing:
+            raise ValueError(f"lacks {' and '.join(missing)}")
+        return cls(**{name: _at(name, read, value[name]) for name, read in readers.items() if name in value})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object of all fields. Numbers that JSON cannot represent stay as they are."""
+        assert is_dataclass(self)
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+
+
+class Record(Part):
+    """A record of a run."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object of all fields and the kind."""
+        return {"kind": self.kind, **Part.to_json(self)}
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file: without fields that have their default value."""
+        assert is_dataclass(self)
+        usual = {one.name: one.default for one in fields(self)}
+        return {name: value for name, value in self.to_json().items() if value != usual.get(name, MISSING)}
+
+
+@dataclass(frozen=True)
+class RunRecord(Record):
+    """The first record of a run."""
+
+    kind = "run"
+    format: Annotated[int, _integer(1)]
+    settings: Mapping[str, Any]
+    time: Annotated[float, _time] | None = None
+    castwise: str | None = None
+    torch: str | None = None
+    device: str | None = None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What the run was made with: the known ones of castwise, torch and the device."""
+        known = {name: getattr(self, name) for name in ("castwise", "torch", "device")}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def _names_or_none(value: Any) -> tuple[str, ...]:
+    return () if value is None else tuple(_tuple(_PLAIN[str])(value))
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """One step of an optimizer."""
+
+    kind = "step"
+    step: int
+    scale: float | None = None
+    skipped: bool = False
+    cause: str | None = None
+    rank: int | None = None
+    parameters: Annotated[tuple[str, ...], _names_or_none] = ()
+    grad_norm: float | None = None
+    loss: float | None = None
+    seconds: float | None = None
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file, with rounded numbers."""
+        norm, loss, seconds = _rounded(self.grad_norm, 7), _rounded(self.loss, 7), _rounded(self.seconds)
+        short = Record.in_file(replace(self, grad_norm=norm, loss=loss, seconds=seconds))
+        return {name: value for name, value in short.items() if value != []}
+
+    @property
+    def why_skipped(self) -> str:
+        """The cause of a skip, which may be unknown."""
+        return self.cause or causes.UNKNOWN
+
+    @property
+    def skip_in_words(self) -> str:
+        """The cause of a skip, and the named parameters."""
+        return f"{self.cause} {' '.join(self.parameters)}"
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether the loss is known to be inf or NaN."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+
+@dataclass(frozen=True)
+class Fit(Part):
+    """How magnitudes fit into a format; see `Tally.fit`."""
+
+    flush: float
+    subnormal: float
+    headroom_bits: float
+
+
+@dataclass(frozen=True)
+class _Exponents(Part):
+    lowest: Annotated[int, _integer(_LOWEST, _HIGHEST + 1)]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stats(Part):
+    """Statistics of the magnitudes of a tensor's elements.
+
+    Args:
+        numel: Number of elements.
+        largest, smallest: The largest finite magnitude, or 0; the smallest non-zero magnitude, or None.
+        zero, nonfinite: Shares of all elements.
+        lowest: The lowest exponent.
+        counts: From there on, the number of elements v with 2^e <= |v| < 2^(e + 1) for each e.
+        formats: The fit of all elements, while they are scaled, by the name of the format.
+    """
+
+    numel: int
+    largest: float
+    smallest: float | None
+    zero: float
+    nonfinite: float
+    lowest: int
+    counts: Sequence[int]
+    formats: Mapping[str, Fit]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Stats:
+        """Read a JSON object. A large run has tens of thousands, so plain ones are read on a fast path."""
+        if not _are_plain(value):
+            parts = _AnyStats.from_json(value)
+            exponents = parts.exponents
+            top = exponents.lowest + len(exponents.counts)
+            if top > _HIGHEST + 1:
+                raise ValueError(f"exponents must be at most {_HIGHEST}, got {top - 1}")
+            formats = parts.formats
+            missing = [name for name in LOW_PRECISION if name not in formats] if formats else []
+            if missing:
+                raise ValueError(f"formats lacks {' and '.join(missing)}")
+            known = parts.numel, parts.largest, parts.smallest, parts.zero, parts.nonfinite
+            return cls(*known, exponents.lowest, exponents.counts, formats)
+        known = value["numel"], value["largest"], value["smallest"], value["zero"], value["nonfinite"]
+        exponents = value["exponents"]
+        return cls(*known, exponents["lowest"], exponents["counts"], {})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "numel": self.numel,
+            "largest": self.largest,
+            "smallest": self.smallest,
+            "zero": self.zero,
+            "nonfinite": self.nonfinite,
+            "exponents": {"lowest": self.lowest, "counts": list(self.counts)},
+            "formats": {name: fit.to_json() for name, fit in self.formats.items()},
+        }
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file, with rounded numbers, and without the formats, which follow from it."""
+        counts = [count if count < 1000 else int(_rounded(float(count), _COUNT_DIGITS)) for count in self.counts]
+        return {
+            "numel": self.numel,
+            "largest": _rounded(self.largest),
+            "smallest": _rounded(self.smallest),
+            "zero": _rounded(self.zero, 7),
+            "nonfinite": _rounded(self.nonfinite, 7),
+            "exponents": {"lowest": self.lowest, "counts": counts},
+        }
+
+    def by_exponent(self) -> dict[int, int]:
+        """Return the counts that are not zero by exponent."""
+        return {exponent: count for exponent, count in enumerate(self.counts, self.lowest) if count}
+
+    def count_below(self, exponent: int) -> int:
+        """Return the number of elements v with 0 < |v| < 2^exponent."""
+        return int(sum(self.counts[: max(exponent - self.lowest, 0)]))
+
+    def fitted(self, scale: float) -> Stats:
+        """Return a copy with the fit of the elements times `scale`, by the nearest power of two, into formats.
+
+        Raises:
+            ValueError: A number is none that a tensor can have.
+        """
+        if not 0.0 <= self.largest < math.inf:
+            raise ValueError(f"largest {_fail('a finite number >= 0', self.largest)}")
+        shift, numel = nearest_exponent(scale), max(self.numel, 1)
+        below = list(accumulate(self.counts, initial=0))  # the number of elements below each exponent
+        log = math.log2(self.largest) + shift if self.largest else -math.inf
+        formats = {}
+        for name, (subnormal, normal, top) in _LIMITS.items():
+            lost, coarse = (
+                below[min(max(cut - shift - self.lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal)
+            )
+            formats[name] = Fit(lost, coarse - lost, -math.inf if self.nonfinite else top - log)
+        return replace(self, formats=formats)
+
+
+# For each format: the exponents below which numbers round to zero, and are subnormal, and log2 of its largest number.
+_LIMITS = {
+    name: (one.smallest_subnormal_exponent - 1, one.smallest_normal_exponent, math.log2(one.largest))
+    for name, one in LOW_PRECISION.items()
+}
+
+
+@dataclass(frozen=True)
+class _AnyStats(Part):
+    numel: int
+    largest: float
+    smallest: float | None
+    zero: float
+    nonfinite: float
+    exponents: _Exponents
+    formats: Mapping[str, Fit] = field(default_factory=dict)
+
+
+def _are_plain(value: Any) -> bool:
+    """Return True if all fields, without formats, are surely valid: integers and floats, no strings."""
+    try:
+        exponents, numel, smallest = value["exponents"], value["numel"], value["smallest"]
+        lowest, counts = exponents["lowest"], exponents["counts"]
+        numbers = value["largest"], value["zero"], value["nonfinite"], 0.0 if smallest is None else smallest
+        return (
+            "formats" not in value
+            and type(numel) is type(lowest) is int
+            and type(counts) is list
+            and set(map(type, counts)) <= {int}
+            and min(counts, default=0) >= 0
+            and max(counts, default=0) <= numel < 2**63
+            and lowest >= _LOWEST
+            and lowest + len(counts) <= _HIGHEST + 1
+            and set(map(type, numbers)) == {float}
+        )
+    except (KeyError, TypeError, IndexError):
+        return False
+
+
+def nearest_exponent(scale: float) -> int:
+    """Return the exponent of the power of two nearest to a scale."""
+    return round(math.log2(scale))
+
+
+def added_up(histograms: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[int]]:
+    """Return the sum of histograms, each given as its lowest exponent and the counts from there on."""
+    some = [(low, counts) for low, counts in histograms if counts]
+    lowest = min((low for low, _ in some), default=0)
+    total = [0] * (max((low + len(counts) for low, counts in some), default=0) - lowest)
+    for low, counts in some:
+        for index, count in enumerate(counts, low - lowest):
+            total[index] += count
+    return lowest, total
+
+
+def _together(parts: Sequence[Stats]) -> Stats:
+    """Return the statistics of several tensors together, without formats."""
+    numel = sum(part.numel for part in parts)
+    zero, nonfinite = (
+        sum(round(getattr(part, name) * part.numel) for part in parts) / max(numel, 1) for name in ("zero", "nonfinite")
+    )
+    smallest = min((part.smallest for part in parts if part.smallest is not None), default=None)
+    lowest, counts = added_up((part.lowest, part.counts) for part in parts)
+    return Stats(numel, max(part.largest for part in parts), smallest, zero, nonfinite, lowest, counts, {})
+
+
+@dataclass(frozen=True)
+class Update(Part):
+    """How far a step moved a parameter; see `updates.update_of`."""
+
+    update_to_weight: float
+    lost_in_bf16: float
+
+
+@dataclass(frozen=True)
+class Operand(Part):
+    """The quantization error of one operand of a layer with a recipe; see `QuantizedSample.layers`."""
+
+    saturated: float
+    flushed: float
+    relative_error: float
+    scale: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedLayer(Part):
+    """The operands of a layer with a recipe that were measured."""
+
+    recipe: str
+    input: Operand | None = None
+    weight: Operand | None = None
+    grad_output: Operand | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object, without the operands that were not measured."""
+        return {name: value for name, value in Part.to_json(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SampleRecord(Record):
+    """Statistics of a sampled step; see `sample.sample_record`."""
+
+    kind = "sample"
+    step: int
+    scale: Annotated[float, _positive]
+    grad_norm: float | None = None
+    gradients: Mapping[str, Stats] = field(default_factory=dict)
+    modules: Mapping[str, Stats] = field(default_factory=dict)
+    owned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: Mapping[str, Stats] = field(default_factory=dict)
+    weights: Mapping[str, Update] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read a JSON object, and compute what a file leaves out: modules, and the fit into formats.
+
+        Raises:
+            ValueError: A field is missing or invalid.
+        """
+        sample = super().from_json(value)
+        gradients = _fitted("gradients", sample.gradients, sample.scale)
+        modules: Mapping[str, Stats] = sample.modules
+        if not modules:
+            missing = [name for own in sample.owned.values() for name in own if name not in gradients]
+            if missing:
+                raise ValueError(f"owned: there are no gradients of {missing[0][:60]}")
+            owned = {module: own for module, own in sample.owned.items() if own}
+            try:
+                modules = {module: _together([gradients[name] for name in own]) for module, own in owned.items()}
+            except (OverflowError, ValueError):  # shares of inf and NaN
+                raise ValueError("gradients: a share is not in [0, 1]") from None
+        modules = _fitted("modules", modules, sample.scale)
+        activations = _fitted("activations", sample.activations, 1.0)
+        return replace(sample, gradients=gradients, modules=modules, activations=activations)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object, with quantized layers if there are any."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "quantized" or value}
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file, with rounded numbers.
+
+        Statistics of modules are sums over their parameters, and formats follow from the exponents and the scale, so
+        both are left out. If the scale is not a power of two, exponents are not exact, and they are kept.
+        """
+        is_exact = bool(self.owned) and math.frexp(self.scale)[0] == 0.5
+        written = ("gradients", "activations") if is_exact else ("gradients", "modules", "activations")
+        stats = {name: {key: one.in_file() for key, one in getattr(self, name).items()} for name in written}
+        if not is_exact:
+            for name, group in stats.items():
+                for key, one in group.items():
+                    one["formats"] = _rounded(_plain(getattr(self, name)[key].formats))
+        return {
+            "kind": self.kind,
+            "step": self.step,
+            "scale": self.scale,
+            **({} if self.grad_norm is None else {"grad_norm": _rounded(self.grad_norm, 7)}),
+            "owned": _plain(self.owned),
+            **stats,
+            "weights": _rounded(_plain(self.weights)),
+            **({"quantized": _rounded(_plain(self.quantized))} if self.quantized else {}),
+        }
+
+
+def _fitted(where: str, given: Mapping[str, Stats], scale: float) -> Mapping[str, Stats]:
+    read = _by_name(lambda stats: stats if stats.formats else stats.fitted(scale))
+    return cast(Mapping[str, Stats], _at(where, read, given))
+
+
+@dataclass(frozen=True)
+class DiagnosisRecord(Record):
+    """What the replay of a skipped step found."""
+
+    kind = "diagnosis"
+    step: int
+    cause: str
+    phase: str
+    module: str
+    op: str
+    text: str
+    advice: str
+    rank: int | None = None
+    summary: str = ""
+    remedy: str | None = None
+    code: str = ""
+
+    @property
+    def with_advice(self) -> str:
+        """The text and the advice, for a dashboard."""
+        return f"{self.text}\n\n{self.advice}"
+
+    @classmethod
+    def of(cls, step: int, cause: str, found: Diagnosis) -> DiagnosisRecord:
+        """Return the record of a diagnosis."""
+        texts = found.phase, found.module, found.op, str(found), found.advice
+        return cls(step, cause, *texts, summary=found.summary, remedy=found.remedy, code=found.code)
+
+
+@dataclass(frozen=True)
+class MistakeRecord(Record):
+    """A mistake in the script."""
+
+    kind = "mistake"
+    name: str
+    text: str
+    corrected: str
+    file: str
+    line: int
+    source: str
+
+    @classmethod
+    def of(cls, mistake: Mistake) -> MistakeRecord:
+        """Return the record of a mistake; the file is empty and the line 0 if they are not known."""
+        place = mistake.place
+        where = ("", 0, "") if place is None else (place.file, place.line, place.source)
+        return cls(mistake.name, mistake.text, mistake.corrected, *where)
+
+    @property
+    def where(self) -> str:
+        """File and line before a text, as "train.py:3: "; empty if they are not known."""
+        return f"{self.file}:{self.line}: " if self.file else ""
+
+
+@dataclass(frozen=True)
+class LostRecord(Record):
+    """The number of records that could not be written."""
+
+    kind = "lost"
+    records: Annotated[int, _integer(1)]
+
+
+@dataclass(frozen=True)
+class AloneRecord(Record):
+    """The first step from which on ranks are not recorded together, and the reason."""
+
+    kind = "alone"
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class EndRecord(Record):
+    """The end of a run."""
+
+    kind = "end"
+    step: int | None = None
+
+
+_KINDS: Mapping[str, type[Record]] = {
+    cls.kind: cls
+    for cls in (RunRecord, StepRecord, SampleRecord, DiagnosisRecord, MistakeRecord, LostRecord, AloneRecord, EndRecord)
+}
+
+
+def record_from(value: Any) -> Record | None:
+    """Read a record from a JSON object; None for a kind of a later castwise.
+
+    Raises:
+        ValueError: It is not a record, or a field is missing or invalid.
+    """
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError('it is not an object with a "kind"')
+    return _at(f"a {kind}", _KINDS[kind].from_json, value) if kind in _KINDS else None
