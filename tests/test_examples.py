@@ -113,7 +113,7 @@ def test_a_loop_in_the_manner_of_torchtitan_trains_and_is_recorded(tmp_path: Pat
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     run = Run.read(tmp_path)
-    assert [step["step"] for step in run.steps] == list(range(1, 11))
-    assert [sample["step"] for sample in run.samples] == [1, 2, 4, 5, 10]
+    assert [step.step for step in run.steps] == list(range(1, 11))
+    assert [sample.step for sample in run.samples] == [1, 2, 4, 5, 10]
     assert run.settings["ranks"] == 4
     assert run.mistakes == []

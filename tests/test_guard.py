@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.monitor.recorded import records_in
 from torch import nn
 
 import castwise
@@ -169,7 +169,7 @@ def test_a_learning_rate_may_be_a_tensor(lr: torch.Tensor, written: float | str,
     optimizer.param_groups[0]["lr"] = lr
     with Monitor(model, optimizer, castwise.GradScaler("cpu"), sinks=[tmp_path]):
         pass
-    assert json.loads((tmp_path / "monitor.jsonl").read_text().splitlines()[0])["settings"]["learning rate"] == written
+    assert records_in(tmp_path)[0]["settings"]["learning rate"] == written
     assert Run.read(tmp_path).ended
 
 

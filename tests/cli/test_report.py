@@ -32,7 +32,7 @@ def test_a_page_is_written_into_the_run_or_where_it_is_asked_for(runs: Path, tmp
     code, printed = report(runs / "good")
     assert (code, printed) == (0, f"wrote {runs / 'good' / 'report.html'}\n")
     assert "fp16 is safe here" in (runs / "good" / "report.html").read_text()
-    for given in ([runs / "good" / "monitor.jsonl", runs / "bad"], [runs]):
+    for given in ([runs / "good" / "monitor.jsonl.gz", runs / "bad"], [runs]):
         assert report(*given, "-o", tmp_path / "both.html")[0] == 0
         page = (tmp_path / "both.html").read_text()
         assert 'id="timeline-2"' in page
@@ -40,8 +40,8 @@ def test_a_page_is_written_into_the_run_or_where_it_is_asked_for(runs: Path, tmp
 
 
 def test_a_name_that_no_encoding_knows_is_printed(runs: Path, tmp_path: Path) -> None:
-    records = (runs / "bad" / "monitor.jsonl").read_text().replace('"parameters": ["', '"parameters": ["\\ud800')
-    (tmp_path / "monitor.jsonl").write_text(records)
+    lines = (line.replace('"parameters": ["', '"parameters": ["\\ud800') for line in recorded.lines_in(runs / "bad"))
+    recorded.write_lines(tmp_path / "monitor.jsonl.gz", *lines)
     code, printed = report(tmp_path, "--text")
     assert code == 0
     assert "\\ud800" in printed
@@ -101,9 +101,11 @@ def test_the_module_that_a_diagnosis_names_is_listed_first_and_marked(tmp_path: 
 
 
 def test_where_ranks_go_on_alone_is_printed_and_on_the_page(tmp_path: Path) -> None:
-    (tmp_path / "monitor.jsonl").write_text(
-        '{"kind": "run", "format": 1, "settings": {}}\n{"kind": "step", "step": 1, "skipped": false}\n'
-        '{"kind": "alone", "step": 1, "why": "no answer from rank 1 for 10 s at step 1"}\n'
+    recorded.write_lines(
+        tmp_path / "monitor.jsonl.gz",
+        '{"kind": "run", "format": 1, "settings": {}}',
+        '{"kind": "step", "step": 1, "skipped": false}',
+        '{"kind": "alone", "step": 1, "why": "no answer from rank 1 for 10 s at step 1"}',
     )
     why = "no answer from rank 1 for 10 s at step 1"
     assert f"from step 1 on, ranks are not recorded together: {why}" in " ".join(report(tmp_path, "--text")[1].split())
@@ -122,8 +124,14 @@ def test_a_run_that_has_just_begun_is_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["missing"], "castwise report: there is no {}/missing: give the folder of a run, which has a monitor.jsonl\n"),
-        (["."], "castwise report: there is no monitor.jsonl in {}: castwise.Monitor(..., sinks=['{}']) writes one\n"),
+        (
+            ["missing"],
+            "castwise report: there is no {}/missing: give the folder of a run, which has a monitor.jsonl.gz\n",
+        ),
+        (
+            ["."],
+            "castwise report: there is no monitor.jsonl.gz in {}: castwise.Monitor(..., sinks=['{}']) writes one\n",
+        ),
         (["n" * 300], f"castwise report: cannot read {{}}/{'n' * 300}: File name too long; check the path\n"),
         (["broken.jsonl"], "castwise report: {}/broken.jsonl, line 1 is not a record of a monitor: "),
         (["good", "-o", "missing/page.html"], "castwise report: cannot write {}/missing/page.html: No such file"),
@@ -177,7 +185,7 @@ def test_a_run_that_begins_meanwhile_is_not_mixed_into_the_report(
     begin("20261123-133208-1f3a", 10)
     assert report(tmp_path) == (0, f"wrote {tmp_path}/20261123-133208-1f3a/report.html\n")
     page = (tmp_path / "20261123-133208-1f3a" / "report.html").read_text()
-    assert "20261123-133208-1f3a/Net/monitor.jsonl" in page
+    assert "20261123-133208-1f3a/Net/monitor.jsonl.gz" in page
     assert "20261123-140000-00ab" not in page
 
 
@@ -188,7 +196,7 @@ def test_without_an_argument_and_without_runs_the_folder_is_named(
     code, printed = report()
     assert (code, printed.splitlines()[0]) == (
         2,
-        "castwise report: there is no castwise-run: give the folder of a run, which has a monitor.jsonl",
+        "castwise report: there is no castwise-run: give the folder of a run, which has a monitor.jsonl.gz",
     )
 
 
@@ -196,7 +204,7 @@ def test_without_an_argument_and_without_runs_the_folder_is_named(
 def test_a_record_or_any_other_file_is_not_replaced_by_a_report(kind: list[str], tmp_path: Path) -> None:
     recorded.healthy(tmp_path / "run", steps=10, layers=1)
     (tmp_path / "notes").write_text("mine")
-    for file in (tmp_path / "run" / "monitor.jsonl", tmp_path / "notes"):
+    for file in (tmp_path / "run" / "monitor.jsonl.gz", tmp_path / "notes"):
         before = file.read_bytes()
         code, printed = report(tmp_path / "run", *kind, "-o", file)
         assert code == 2

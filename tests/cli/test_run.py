@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.forked import Python, on_ranks
+from tests.monitor.recorded import write_lines
 from typer.testing import CliRunner
 
 import castwise
@@ -26,6 +27,7 @@ from castwise import Policy, schedules
 from castwise._cli import app
 from castwise._cli.policy_options import read_schedule
 from castwise._cli.program import Program
+from castwise.monitor import Run
 from castwise.monitor._run_files import run_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -90,12 +92,12 @@ def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def records(out: Path) -> list[dict[str, object]]:
-    files = sorted(run_in(out).glob("*/monitor.jsonl"))
+    files = sorted(run_in(out).glob("*/monitor.jsonl.gz"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def causes_in(folder: Path) -> list[object]:
-    return [record["cause"] for record in map(json.loads, (folder / "monitor.jsonl").open()) if record.get("skipped")]
+    return [step.cause for step in Run.read(folder).steps if step.skipped]
 
 
 @pytest.mark.parametrize("idiom", IDIOMS)
@@ -133,7 +135,7 @@ def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     run = call([*launcher, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
     assert run.returncode == 0, run.stderr
     assert run.stdout == "".join(plain)
-    folders = sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl"))
+    folders = sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl.gz"))
     assert len(folders) == 2
     assert folders[1] == folders[0] + "-rank1"
     assert (run_in(tmp_path) / "report.html").is_file()
@@ -273,7 +275,7 @@ def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path)
 
 def test_records_of_an_earlier_run_are_not_taken_for_those_of_a_script_that_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "Linear").mkdir()
-    (tmp_path / "Linear" / "monitor.jsonl").write_text('{"kind": "end"}\n')
+    write_lines(tmp_path / "Linear" / "monitor.jsonl.gz", '{"kind": "end"}')
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     run = forked("--out", tmp_path, script)
@@ -350,7 +352,7 @@ def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> N
     assert run.returncode == 0, run.stderr
     assert run.stdout == "castwise\ncastwise\n0\n"
     assert run.stderr.rstrip().endswith(f"left records: run castwise report {run_in(tmp_path / 'out')}")
-    files = [*run_in(tmp_path / "out").glob("Linear-process*/monitor.jsonl")]
+    files = [*run_in(tmp_path / "out").glob("Linear-process*/monitor.jsonl.gz")]
     assert len(files) == 2
     assert all('"kind":"run"' in file.read_text() for file in files)
 

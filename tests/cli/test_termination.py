@@ -182,7 +182,7 @@ def test_sigterm_writes_the_report_and_ends_the_process(name: str, ended: dict[s
     (report,) = folder.rglob("report.html")
     assert f"castwise: report: {report}" in errors
     assert "Traceback" not in errors
-    (record,) = folder.rglob("monitor.jsonl")
+    (record,) = folder.rglob("monitor.jsonl.gz")
     run = Run.read(record)
     assert len(run.steps) >= 3
     assert not run.ended  # steps may have followed
@@ -195,7 +195,7 @@ def test_a_rank_that_is_blocked_in_a_collective_writes_the_report(
     assert codes == [-signal.SIGTERM, -signal.SIGTERM], ended["rank 0"][2]
     folder = ended["rank 0"][3]
     assert [path.relative_to(folder).parts[0] for path in folder.rglob("report.html")] == ["out0"]
-    assert sorted(len(Run.read(path).steps) for path in folder.rglob("monitor.jsonl")) == [3, 3]
+    assert sorted(len(Run.read(path).steps) for path in folder.rglob("monitor.jsonl.gz")) == [3, 3]
 
 
 SLOW = """
@@ -220,7 +220,7 @@ def test_a_script_keeps_its_own_handler(ended: dict[str, Ended]) -> None:
     for name, exit_code in {"own-handler": 7, "chained-handler": 0}.items():
         code, output, errors, folder = ended[name]
         assert (code, output) == (exit_code, "saved\n"), errors
-        (record,) = folder.rglob("monitor.jsonl")
+        (record,) = folder.rglob("monitor.jsonl.gz")
         assert json.loads(record.read_text().splitlines()[-1])["kind"] == "end"
 
 

@@ -73,7 +73,7 @@ def test_what_is_in_the_folder_stays(demo: Demo) -> None:
     for _ in range(2):
         assert demo.run("--steps", 1)[0] == 0
     assert {path.name: path.read_bytes() for path in demo.out.iterdir() if path.name in before} == before
-    assert len(list(demo.out.glob("*/monitor.jsonl"))) == 2
+    assert len(list(demo.out.glob("*/monitor.jsonl.gz"))) == 2
 
 
 def test_no_steps(refusal: Refusal, demo: Demo) -> None:

@@ -86,8 +86,8 @@ def test_a_report_shows_the_second_run_and_its_monitor_changed_no_bit(outcome: O
     assert re.search(rf"^report: {re.escape(str(outcome.demo.out))}/\S+/report.html$", outcome.stdout, re.M)
     assert out.parent == outcome.demo.out
     run = Run.read(out)
-    assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
-    assert [sample["step"] for sample in run.samples] == [1, 2]
+    assert [step.step for step in run.steps] == list(range(1, STEPS + 1))
+    assert [sample.step for sample in run.samples] == [1, 2]
     assert run.ended
     assert "blocks.0" in (out / "report.html").read_text()
     assert (outcome.demo.out / "latest").read_text() == f"{out.name}\n"

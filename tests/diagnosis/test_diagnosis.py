@@ -21,6 +21,7 @@ import castwise
 from castwise import GradScaler, Policy
 from castwise.diagnosis import Diagnosis, diagnose
 from castwise.diagnosis._recording import Recording
+from castwise.monitor._records import DiagnosisRecord
 
 INF, NAN = float("inf"), float("nan")
 ONES = torch.ones(2, 4)
@@ -136,7 +137,9 @@ def test_a_product_that_overflows_fp16_is_to_be_kept_in_fp32() -> None:
     assert found.code == f'policy = {policy}\nwith castwise.autocast("cpu", policy=policy.bind(model)):'
     assert re.fullmatch(r"In the forward, aten.addmm in module last gives inf(, at .*)?\.", found.summary)
     names = ("phase", "module", "op", "remedy", "advice", "code", "summary")
-    assert found.record() == {**{name: getattr(found, name) for name in names}, "text": str(found)}
+    record = DiagnosisRecord.of(3, "overflow", found).to_json()
+    fields = {**{name: getattr(found, name) for name in names}, "text": str(found)}
+    assert record == {"kind": "diagnosis", "step": 3, "cause": "overflow", "rank": None, **fields}
     region = found.advice.partition(": ")[2]
     for code in (found.code, f"with {region}:"):  # what is to be copied runs
         rule: dict[str, Any] = {"castwise": castwise, "model": model, "x": torch.ones(1, 4)}

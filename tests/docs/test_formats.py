@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.monitor.recorded import records_in
 
 import castwise
 from castwise._mistakes.mistake import Mistake
 from castwise.amp._checkpoint import COUNTS, KEYS
 from castwise.monitor._formats import LOW_PRECISION
+from castwise.monitor._records import MistakeRecord
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
 
@@ -57,8 +59,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             scaler.scale((model(torch.randn(3, 4)) * factor).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-    lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
-    mistake = Mistake("scaler-for-bf16", "text", "corrected").record()
+    lines = records_in(folder)
+    mistake = MistakeRecord.of(Mistake("scaler-for-bf16", "text", "corrected")).to_json()
     found: dict[str, dict[str, Any]] = {}
     lost, alone = {"kind": "lost", "records": 1}, {"kind": "alone", "step": 1, "why": "rank 1 left"}
     for record in (*lines, mistake, lost, alone, *reversed(given)):  # of some the file holds less

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         recorded.step(6, None, loss="nan", grad_norm=None),
         {"kind": "end", "step": 6},
     ]
-    return (recorded.write(tmp_path_factory.mktemp("valid"), *records) / "monitor.jsonl").read_bytes()
+    return (recorded.write(tmp_path_factory.mktemp("valid"), *records) / "monitor.jsonl.gz").read_bytes()
 
 
 def use(path: Path, page: Path | None) -> None:
@@ -67,13 +68,16 @@ def use(path: Path, page: Path | None) -> None:
 def test_damaged_files_are_runs_or_refused(
     data: st.DataObject, valid: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "monitor.jsonl"
+    path = tmp_path_factory.getbasetemp() / "monitor.jsonl.gz"
     path.write_bytes(data.draw(mangled(valid)))
+    use(path, None)
+    path = tmp_path_factory.getbasetemp() / "plain.jsonl"
+    path.write_bytes(data.draw(mangled(gzip.decompress(valid))))
     use(path, None)
 
 
 def records_in(valid: bytes) -> list[Any]:
-    return [json.loads(line) for line in valid.splitlines()]
+    return [json.loads(line) for line in gzip.decompress(valid).splitlines()]
 
 
 @given(data=st.data())

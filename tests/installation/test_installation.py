@@ -187,10 +187,10 @@ def test_a_training_ends_with_the_same_bits_and_a_report(tmp_path: Path) -> None
         got = trained(small_model())
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     run = Run.read(run_in(tmp_path) / "Sequential")
-    assert [step["step"] for step in run.steps] == [1, 2, 3]
-    assert [sample["step"] for sample in run.samples] == [1, 2]
-    assert run.samples[0]["gradients"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert run.samples[1]["activations"].keys() == {"", "0", "1", "2"}
+    assert [step.step for step in run.steps] == [1, 2, 3]
+    assert [sample.step for sample in run.samples] == [1, 2]
+    assert run.samples[0].gradients.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert run.samples[1].activations.keys() == {"", "0", "1", "2"}
     assert run.ended
     assert (run_in(tmp_path) / "report.html").is_file()
 
@@ -211,7 +211,7 @@ def test_each_model_has_a_record_and_optimizers_of_one_model_share_it(tmp_path: 
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl")) == ["Critic", "Sequential"]
+    assert sorted(file.parent.name for file in run_in(tmp_path).glob("*/monitor.jsonl.gz")) == ["Critic", "Sequential"]
     assert Run.read(run_in(tmp_path) / "Sequential").settings["optimizer"] == "SGD, AdamW"
 
 
@@ -227,7 +227,7 @@ def test_steps_of_master_weights_are_counted_once(tmp_path: Path) -> None:
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
-    (file,) = run_in(tmp_path).glob("*/monitor.jsonl")
+    (file,) = run_in(tmp_path).glob("*/monitor.jsonl.gz")
     run = Run.read(file)
     assert run.settings["optimizer"] == "MasterWeights, MasterWeights"
     assert len(run.steps) == 6  # as of two plain optimizers without a scaler
@@ -242,7 +242,7 @@ def test_models_that_the_script_lets_go_of_are_not_kept_alive(tmp_path: Path) ->
                 first = weakref.ref(model)
         gc.collect()
         assert first() is None
-    runs = [Run.read(file) for file in sorted(run_in(tmp_path).glob("*/monitor.jsonl"))]
+    runs = [Run.read(file) for file in sorted(run_in(tmp_path).glob("*/monitor.jsonl.gz"))]
     assert [run.path.parent.name for run in runs] == ["Sequential", "Sequential-2", "Sequential-3"]
     assert all(run.ended and len(run.steps) == 3 for run in runs)
 
@@ -293,7 +293,7 @@ def test_a_step_inside_of_compiled_code_is_recorded(tmp_path: Path, capfd: pytes
             compiled(torch.randn(2, 8))
     torch.compiler.reset()
     run = Run.read(run_in(tmp_path) / "Compiled")
-    assert [step["step"] for step in run.steps] == [1, 2, 3, 4]
+    assert [step.step for step in run.steps] == [1, 2, 3, 4]
     assert "castwise" not in capfd.readouterr().err
 
 
@@ -459,8 +459,8 @@ def test_skipped_steps_are_diagnosed_from_the_first_one_on(tmp_path: Path) -> No
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
     run = Run.read(run_in(tmp_path) / "Sequential")
-    assert [diagnosis["step"] for diagnosis in run.diagnoses] == [1, 3, 4, 5, 6]
-    assert {diagnosis["phase"] for diagnosis in run.diagnoses} == {"input"}
+    assert [diagnosis.step for diagnosis in run.diagnoses] == [1, 3, 4, 5, 6]
+    assert {diagnosis.phase for diagnosis in run.diagnoses} == {"input"}
 
 
 @pytest.mark.parametrize(("most", "diagnosed"), [(0, []), (3, [1, 3, 4])])
@@ -468,7 +468,7 @@ def test_no_more_skips_are_diagnosed_than_are_asked_for(most: int, diagnosed: li
     installation.begin(Account(tmp_path, 100, most), Settings(None, None, False))
     trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
     castwise.uninstall()
-    assert [diagnosis["step"] for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == diagnosed
+    assert [diagnosis.step for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == diagnosed
 
 
 def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) 
         optimizer.zero_grad()
     castwise.uninstall()
     diagnoses = Run.read(run_in(tmp_path) / "Sequential").diagnoses
-    assert [diagnosis["cause"] for diagnosis in diagnoses] == ["overflow", "overflow", "non-finite loss"]
+    assert [diagnosis.cause for diagnosis in diagnoses] == ["overflow", "overflow", "non-finite loss"]
     assert diagnoses[-1]["phase"] == "input"
 
 
@@ -507,11 +507,11 @@ def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Pa
                 scaler.step(optimizer)
             scaler.update()
     run, of_generator_run = Run.read(run_in(tmp_path) / "Critic"), Run.read(run_in(tmp_path) / "Sequential")
-    assert [step["step"] for step in run.steps] == [step["step"] for step in of_generator_run.steps] == [1, 2, 3, 4]
-    assert [step["cause"] for step in run.steps] == [None, None, "non-finite loss", None]
-    assert [diagnosis["phase"] for diagnosis in run.diagnoses] == ["input"]
-    assert not any(step["skipped"] for step in of_generator_run.steps)
-    assert all(step["loss"] is None or math.isfinite(step["loss"]) for step in of_generator_run.steps)
+    assert [step.step for step in run.steps] == [step.step for step in of_generator_run.steps] == [1, 2, 3, 4]
+    assert [step.cause for step in run.steps] == [None, None, "non-finite loss", None]
+    assert [diagnosis.phase for diagnosis in run.diagnoses] == ["input"]
+    assert not any(step.skipped for step in of_generator_run.steps)
+    assert all(step.loss is None or math.isfinite(step.loss) for step in of_generator_run.steps)
 
 
 def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
@@ -525,7 +525,7 @@ def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     ):
         trained_on([BAD, BAD], small_model())
     run = Run.read(run_in(tmp_path) / "Sequential")
-    assert [step["skipped"] for step in run.steps] == [True, True]
+    assert [step.skipped for step in run.steps] == [True, True]
     assert run.diagnoses == []
 
 
@@ -535,7 +535,7 @@ def test_where_gradients_of_outputs_are_too_large_faults_of_the_forward_are_foun
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4)
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD], small_model())
-    assert [diagnosis["step"] for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == [1]
+    assert [diagnosis.step for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == [1]
 
 
 def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: Path) -> None:
@@ -605,9 +605,9 @@ def test_ranks_that_start_together_find_nothing_to_remove(tmp_path: Path, monkey
 
     for name in ("Sequential", "Sequential-process7", "Sequential-rank1"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "monitor.jsonl").write_text("{}\n")
+        (tmp_path / name / "monitor.jsonl.gz").write_text("{}\n")
     monkeypatch.setattr(Path, "unlink", fail)
     with castwise.installed(tmp_path):
         trained(small_model())
     assert len(Run.read(run_in(tmp_path) / "Sequential").steps) == 3
-    assert {file.read_text() for file in tmp_path.glob("Seq*/monitor.jsonl")} == {"{}\n"}
+    assert {file.read_text() for file in tmp_path.glob("Seq*/monitor.jsonl.gz")} == {"{}\n"}

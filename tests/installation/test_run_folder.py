@@ -63,7 +63,7 @@ def torchrun(rank: int, size: int = 2, local: int = 2, run_id: str = "none", **m
 
 def test_runs_of_one_process_each_have_a_folder_and_touch_no_other_file(ranks: Ranks) -> None:
     out = ranks.out
-    other = {out / "Net" / "monitor.jsonl": "another's", out / "mine" / "latest": "x", out / "notes": "y"}
+    other = {out / "Net" / "monitor.jsonl.gz": "another's", out / "mine" / "latest": "x", out / "notes": "y"}
     for file, text in other.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -236,7 +236,7 @@ def test_an_entry_of_a_launch_is_removed_once_nothing_of_the_launch_has_changed_
         known = set(launches.glob("*"))
         (run,) = {ranks.make(agent, **torchrun(rank)) for rank in (0, 1)}
         (run / "Net").mkdir()
-        (run / "Net" / "monitor.jsonl").touch()
+        (run / "Net" / "monitor.jsonl.gz").touch()
         (entry,) = set(launches.glob("*")) - known
         age(run)
         age(entry)
@@ -245,7 +245,7 @@ def test_an_entry_of_a_launch_is_removed_once_nothing_of_the_launch_has_changed_
     launches = ranks.out / ".launches"
     _, over = launched("ended")
     trains, records = launched("still trains")
-    (trains / "Net" / "monitor.jsonl").write_text("")
+    (trains / "Net" / "monitor.jsonl.gz").write_text("")
     _, noted = launched("has a file of the user's")
     (noted / "notes").touch()
     os.utime(noted, (time.time() - month,) * 2)
@@ -315,7 +315,7 @@ def launch(count: int, folder: Path, **variables: Any) -> list[Python]:
 
 def test_eight_ranks_that_start_together_all_run_and_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    earlier = [tmp_path / "castwise-run" / f"Net-process{number}" / "monitor.jsonl" for number in range(200)]
+    earlier = [tmp_path / "castwise-run" / f"Net-process{number}" / "monitor.jsonl.gz" for number in range(200)]
     for file in earlier:  # castwise 0.2 removed these, on all ranks at once
         file.parent.mkdir(parents=True)
         file.touch()
@@ -327,7 +327,7 @@ def test_eight_ranks_that_start_together_all_run_and_share_a_folder(tmp_path: Pa
         assert len([path for path in (tmp_path / "castwise-run").glob("2*-*-*") if path.is_dir()]) == number
         assert all(file.is_file() for file in earlier)
     run = run_in(tmp_path / "castwise-run")
-    assert {file.parent.name for file in run.glob("*/monitor.jsonl")} == {
+    assert {file.parent.name for file in run.glob("*/monitor.jsonl.gz")} == {
         "Linear",
         *(f"Linear-rank{rank}" for rank in range(1, 8)),
     }

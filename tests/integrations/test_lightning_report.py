@@ -47,9 +47,9 @@ def test_a_training_is_recorded_and_not_changed(kind: str, tmp_path: Path) -> No
     watched = fit(plugin, callbacks=[ReportCallback(tmp_path, every=4)])
     assert same(watched["state_dict"], fit(reference)["state_dict"])
     recorded = Run.read(tmp_path)
-    assert [step["step"] for step in recorded.steps] == list(range(1, STEPS + 1))
-    skipped = {step["step"] for step in recorded.steps if step["skipped"]}
-    assert [sample["step"] for sample in recorded.samples] == sorted({1, 2, 4, 8, 12} | skipped)
+    assert [step.step for step in recorded.steps] == list(range(1, STEPS + 1))
+    skipped = {step.step for step in recorded.steps if step.skipped}
+    assert [sample.step for sample in recorded.samples] == sorted({1, 2, 4, 8, 12} | skipped)
     assert recorded.ended
     assert "net.0" in (tmp_path / "report.html").read_text()
     if kind == "fp16":
@@ -99,7 +99,7 @@ def test_a_resumed_training_goes_on_in_the_record(precision: str, tmp_path: Path
     fit(ours(precision), data=batches(5), enable_checkpointing=True, callbacks=[saving, ReportCallback(tmp_path)])
     checkpoint = tmp_path / "epoch=0.ckpt"
     fit(ours(precision), data=batches(5), max_epochs=2, ckpt_path=checkpoint, callbacks=[ReportCallback(tmp_path)])
-    assert [step["step"] for step in Run.read(tmp_path).steps] == list(range(1, 11))
+    assert [step.step for step in Run.read(tmp_path).steps] == list(range(1, 11))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -118,9 +118,9 @@ def test_the_last_steps_of_two_optimizers_are_in_the_record(how: str, tmp_path: 
 def test_skipped_steps_are_diagnosed(tmp_path: Path) -> None:
     fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path, on_skip="diagnose")])
     recorded = Run.read(tmp_path)
-    skipped = [step["step"] for step in recorded.steps if step["skipped"]]
-    assert [found["step"] for found in recorded.diagnoses] == skipped
-    assert "lower the scale" in recorded.diagnoses[0]["advice"]
+    skipped = [step.step for step in recorded.steps if step.skipped]
+    assert [found.step for found in recorded.diagnoses] == skipped
+    assert "lower the scale" in recorded.diagnoses[0].advice
 
 
 @pytest.mark.parametrize("missing", ["plotly", "jinja2"])

@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from tests.integrations.regions import region_of_forward
+from tests.monitor.recorded import records_in
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -187,15 +188,15 @@ def test_a_skipped_step_holds_the_learning_rate_and_is_explained(tmp_path: Path)
     prepare(run.accelerator)
     run.train()
     record = Run.read(tmp_path / "run")
-    skipped = [step["skipped"] for step in record.steps]
+    skipped = [step.skipped for step in record.steps]
     assert skipped[0]
     assert not skipped[-1]
-    assert {step["cause"] for step in record.steps if step["skipped"]} == {castwise.Cause.OVERFLOW}
+    assert {step.cause for step in record.steps if step.skipped} == {castwise.Cause.OVERFLOW}
     assert len(record.diagnoses) == sum(skipped)
-    assert {diagnosis["phase"] for diagnosis in record.diagnoses} == {"backward"}
+    assert {diagnosis.phase for diagnosis in record.diagnoses} == {"backward"}
     assert run.lr_scheduler.last_epoch == STEPS - sum(skipped)
-    assert [step["loss"] for step in record.steps] == pytest.approx([row[1] for row in logged(run)], rel=1e-6)
-    taken = [step["grad_norm"] for step in record.steps if not step["skipped"]]
+    assert [step.loss for step in record.steps] == pytest.approx([row[1] for row in logged(run)], rel=1e-6)
+    taken = [step["grad_norm"] for step in record.steps if not step.skipped]
     assert taken == pytest.approx([row[2] for row in logged(run) if math.isfinite(row[2])])
 
 
@@ -213,7 +214,7 @@ def test_a_resumed_training_continues_bit_for_bit_and_so_does_its_record(precisi
     whole = run("whole")
     resumed = run("resumed", resume=str(tmp_path / "out" / "checkpoint-2"))
     assert are_equal(weights(resumed), weights(whole))
-    assert [step["step"] for step in Run.read(tmp_path / "resumed").steps] == [3, 4]
+    assert [step.step for step in Run.read(tmp_path / "resumed").steps] == [3, 4]
     if precision == "fp16":
         state = whole.accelerator.scaler.state_dict()
         assert resumed.accelerator.scaler.state_dict() == state
@@ -232,7 +233,7 @@ def test_a_resumed_training_keeps_the_trainers_numbers_whatever_its_scaler_knows
     checkpoint = tmp_path / "out" / "checkpoint-2"
     (checkpoint / "scaler.pt").unlink()
     run("resumed", resume=str(checkpoint))
-    assert [step["step"] for step in Run.read(tmp_path / "resumed").steps] == [3, 4]
+    assert [step.step for step in Run.read(tmp_path / "resumed").steps] == [3, 4]
 
 
 # -- the callback -----------------------------------------------------------------------------------------------
@@ -249,11 +250,11 @@ def test_the_callback_records_every_step_and_changes_none(tmp_path: Path) -> Non
     assert are_equal(weights(run), weights(without))
     record = Run.read(tmp_path / "run")
     assert record.ended
-    assert [(step["step"], step["loss"]) for step in record.steps] == [(1, None), (2, None), (3, None), (4, None)]
-    assert [sample["step"] for sample in record.samples] == [1, 2, 4]
+    assert [(step.step, step.loss) for step in record.steps] == [(1, None), (2, None), (3, None), (4, None)]
+    assert [sample.step for sample in record.samples] == [1, 2, 4]
     assert record.settings["model"] == "GPT2LMHeadModel"
-    assert "transformer.h.1.mlp.c_fc.weight" in record.samples[0]["gradients"]
-    assert "transformer.h.1.mlp.c_fc" in record.samples[1]["activations"]
+    assert "transformer.h.1.mlp.c_fc.weight" in record.samples[0].gradients
+    assert "transformer.h.1.mlp.c_fc" in record.samples[1].activations
     page = tmp_path / "run" / "report.html"
     assert "transformer.h.1.mlp.c_fc" in page.read_text()
     page.unlink()
@@ -280,7 +281,7 @@ def test_a_training_that_failed_is_reported_when_another_one_begins(tmp_path: Pa
     with pytest.raises(OSError, match="cannot be read"):
         trainer(tmp_path, callbacks=[report], bad=3 * BATCH + 1).train()
     trainer(tmp_path, callbacks=[report], max_steps=1).train()
-    kinds = [line.split('"')[3] for line in (tmp_path / "run" / "monitor.jsonl").read_text().splitlines()]
+    kinds = [record["kind"] for record in records_in(tmp_path / "run")]
     assert kinds.count("run") == kinds.count("end") == 2
     assert len(Run.read(tmp_path / "run").steps) == 1
 

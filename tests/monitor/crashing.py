@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from castwise.monitor import Run
+from castwise.monitor._gzip_members import members
 from castwise.monitor._record_file import FILE_NAME
 
 # Each step is acknowledged by a line to a pipe once the sink has returned. Samples are thinned often.
@@ -99,7 +100,8 @@ def _outcome(folder: Path, kills: int, acknowledged: set[tuple[int, int]]) -> Ou
             Run.read(file)
         except ValueError:
             unreadable += 1
-        lines = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+        with file.open("rb") as opened:
+            lines = [json.loads(line) for line in members(opened)]
         steps = {(int(line["loss"]), line["step"]) for line in lines if line["kind"] == "step"}
         mixed += _has_mixed(lines)
         recorded |= steps

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from castwise.monitor._gzip_members import packed
 
 Record = dict[str, Any]
 
@@ -99,16 +102,31 @@ def write(folder: Path, *records: Record, **settings: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     head = {
         "kind": "run",
-        "format": 1,
+        "format": 3,
         "time": 1_780_000_000,
         "castwise": "0.2.0",
         "torch": "2.13.0",
         "device": "cpu",
         "settings": {"optimizer": "AdamW", "model": "GPT", "parameters": 9_859_584, "every": 100, **settings},
     }
-    lines = [json.dumps(record) for record in (head, *records)]
-    (folder / "monitor.jsonl").write_text("\n".join(lines) + "\n")
+    write_lines(folder / "monitor.jsonl.gz", *(json.dumps(record) for record in (head, *records)))
     return folder
+
+
+def write_lines(path: Path, *lines: str) -> None:
+    """Write a file with these lines, each a gzip member, as castwise writes records."""
+    path.write_bytes(b"".join(packed(f"{line}\n".encode()) for line in lines))
+
+
+def lines_in(path: Path) -> list[str]:
+    """The lines of a file of records, or of that in a folder."""
+    file = path / "monitor.jsonl.gz" if path.is_dir() else path
+    return gzip.decompress(file.read_bytes()).decode().splitlines()
+
+
+def records_in(path: Path) -> list[Record]:
+    """The records of a file as dicts."""
+    return [json.loads(line) for line in lines_in(path)]
 
 
 def healthy(folder: Path, steps: int = 4000, layers: int = 6) -> Path:

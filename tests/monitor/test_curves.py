@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from tests.monitor.recorded import sample, step
 
 from castwise.monitor._curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
+from castwise.monitor._records import SampleRecord, Stats, StepRecord
 
 
 def test_a_step_has_the_numbers_that_are_known() -> None:
-    found = of_step(step(3, 2.0, "overflow", grad_norm=None, loss=math.inf))
+    found = of_step(StepRecord.from_json(step(3, 2.0, "overflow", grad_norm=None, loss=math.inf)))
     assert found == {"step/scale": 2.0, "step/loss": math.inf, "step/seconds": 0.01, "step/skipped": 1.0}
 
 
 def test_the_norm_of_a_sampled_step_is_on_the_curve_of_the_steps() -> None:
-    record = sample(3, 2.0, {"a": -20.0}, {})
-    assert norm_of_sample({**record, "grad_norm": 1.5}) == {"step/grad_norm": 1.5}
-    assert norm_of_sample(record) == norm_of_sample({**record, "grad_norm": None}) == {}
+    assert norm_of_sample(SampleRecord(3, 2.0, grad_norm=1.5)) == {"step/grad_norm": 1.5}
+    assert norm_of_sample(SampleRecord(3, 2.0)) == {}
 
 
 @pytest.mark.parametrize("modules", [1, 5, 300])
 def test_there_are_as_many_curves_for_a_model_of_any_size(modules: int) -> None:
     names = [f"blocks.{index}" for index in range(modules)]
-    record = sample(1, 1024.0, dict.fromkeys(names, -20.0), dict.fromkeys(names, 1.0))
+    record = SampleRecord.from_json(sample(1, 1024.0, dict.fromkeys(names, -20.0), dict.fromkeys(names, 1.0)))
     assert len(of_sample(record)) == 18
-    assert len(of_step(step(1, 1024.0))) == 5
+    assert len(of_step(StepRecord.from_json(step(1, 1024.0)))) == 5
 
 
 def test_the_worst_of_a_statistic_is_named() -> None:
     record = sample(1, 1.0, {"small": -30.0, "fine": -10.0, "large": 14.0}, {"": 1.0})
-    found = {(each.group, each.name): each for each in of_sample(record)}
+    found = {(each.group, each.name): each for each in of_sample(SampleRecord.from_json(record))}
     flush, headroom = found["gradients", "flush fp16"], found["gradients", "headroom_bits fp16"]
     assert (flush.worst, flush.worst_value) == ("small", record["modules"]["small"]["formats"]["fp16"]["flush"])
     assert headroom.worst == "large"
@@ -47,7 +46,7 @@ def test_what_is_not_finite_is_left_out() -> None:
     for name, value in (("a", math.inf), ("b", -math.inf)):
         record["modules"][name]["formats"]["fp16"]["headroom_bits"] = value
     record["modules"]["a"]["formats"]["bf16"]["headroom_bits"] = math.inf
-    found = {each.name: each for each in of_sample(record) if each.group == "gradients"}
+    found = {each.name: each for each in of_sample(SampleRecord.from_json(record)) if each.group == "gradients"}
     assert "headroom_bits fp16" not in found
     assert found["headroom_bits bf16"].worst == "b"
 
@@ -67,8 +66,8 @@ def test_values_that_are_all_the_same_are_in_one_bin() -> None:
 
 
 def test_exponents_of_several_modules_are_added() -> None:
-    def of(lowest: int, *counts: int) -> dict[str, Any]:
-        return {"exponents": {"lowest": lowest, "counts": list(counts)}}
+    def of(lowest: int, *counts: int) -> Stats:
+        return Stats(9, 1.0, None, 0.0, 0.0, lowest, counts, {})
 
     assert exponents([of(-3, 1, 0, 4), of(-2, 2, 2, 2), of(0)]) == Histogram([-3.0, -2.0, -1.0, 0.0, 1.0], [1, 2, 6, 2])
     assert exponents([of(0)]) is None

@@ -36,7 +36,7 @@ def ranks(folder: Path, *each: list[Record], size: int | None = None) -> list[Ru
 
 
 def skipped(run: Run) -> list[tuple[int, str, int | None]]:
-    return [(each["step"], each["cause"], each["rank"]) for each in run.steps if each["skipped"]]
+    return [(each.step, each.cause, each.rank) for each in run.steps if each.skipped]
 
 
 def test_a_skip_has_the_cause_that_weighs_most_and_its_rank(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_a_skip_has_the_cause_that_weighs_most_and_its_rank(tmp_path: Path) -> N
     second = records({1: "overflow", 4: "non-finite loss"}, parameters=["b"])
     (run,) = merge_ranks(ranks(tmp_path, first, second))
     assert skipped(run) == [(1, "overflow", None), (4, "non-finite loss", 1)]
-    assert [each["parameters"] for each in run.steps if each["skipped"]] == [["a", "b"]] * 2
-    assert [(each["step"], each["cause"], each["module"], each["rank"]) for each in run.diagnoses] == [
+    assert [each.parameters for each in run.steps if each.skipped] == [("a", "b")] * 2
+    assert [(each.step, each.cause, each.module, each.rank) for each in run.diagnoses] == [
         (1, "overflow", "of a overflow", 0),
         (4, "non-finite loss", "of a non-finite loss", 1),
     ]
@@ -63,7 +63,7 @@ def test_samples_and_numbers_are_those_of_rank_0(tmp_path: Path) -> None:
     (run,) = merge_ranks(given)
     assert run.path == given[0].path
     assert run.samples == given[0].samples
-    assert [(each["loss"], each["seconds"]) for each in run.steps] == [(2.0, 0.01)] * 6
+    assert [(each.loss, each.seconds) for each in run.steps] == [(2.0, 0.01)] * 6
 
 
 def test_a_verdict_of_one_folder_covers_that_rank_only(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_mistakes_of_all_ranks_are_reported_once(tmp_path: Path) -> None:
     texts = dict.fromkeys(("name", "text", "corrected", "source"), "x")
     mistakes = [{"kind": "mistake", "file": "train.py", "line": line, **texts} for line in (3, 7)]
     (run,) = merge_ranks(ranks(tmp_path, [*records({}), mistakes[0]], [*records({}), *mistakes]))
-    assert [mistake["line"] for mistake in run.mistakes] == [3, 7]
+    assert [mistake.line for mistake in run.mistakes] == [3, 7]
 
 
 def test_ranks_that_skipped_different_steps_stay_runs_of_their_own(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_after_going_back_to_a_checkpoint_the_later_records_are_forgotten(tmp_pa
             monitor.step = number
             training.step()
     run = Run.read(tmp_path)
-    assert [step["step"] for step in run.steps] == [sample["step"] for sample in run.samples] == [1, 2, 3]
+    assert [step.step for step in run.steps] == [sample.step for sample in run.samples] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.5, None])
@@ -572,7 +572,7 @@ def test_an_error_in_the_training_ends_the_record_in_order(tmp_path: Path) -> No
     assert hooks_of(training) == 0
     run = Run.read(tmp_path)
     assert run.ended
-    assert [step["step"] for step in run.steps] == [sample["step"] for sample in run.samples] == [1]
+    assert [step.step for step in run.steps] == [sample.step for sample in run.samples] == [1]
 
 
 def test_it_can_be_attached_once_at_a_time_and_again(tmp_path: Path) -> None:
@@ -587,7 +587,7 @@ def test_it_can_be_attached_once_at_a_time_and_again(tmp_path: Path) -> None:
     with monitor:
         training.step()
     run = Run.read(tmp_path)
-    assert [step["step"] for step in run.steps] == [sample["step"] for sample in run.samples] == [1, 2]
+    assert [step.step for step in run.steps] == [sample.step for sample in run.samples] == [1, 2]
 
 
 @pytest.mark.parametrize("scale", [SCALE, None], ids=["scaled", "unscaled"])
@@ -783,6 +783,6 @@ def test_a_repr_shows_the_settings(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
     monitor = castwise.Monitor(model, optimizer, scaler, every=5, sinks=[tmp_path], on_skip="diagnose")
-    file = str(tmp_path / "monitor.jsonl")
+    file = str(tmp_path / "monitor.jsonl.gz")
     assert repr(monitor) == f"Monitor(Linear, [SGD], {scaler}, every=5, sinks=[JSONL({file!r})], on_skip='diagnose')"
     assert "Monitor object at" in repr(castwise.Monitor.__new__(castwise.Monitor))

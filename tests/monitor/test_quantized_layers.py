@@ -39,7 +39,7 @@ def recorded(folder: Path, recipe: str, steps: int = 2, scale: float = 1.0) -> t
             (scale * loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return Run.read(folder).samples, batch, net
+    return [sample.to_json() for sample in Run.read(folder).samples], batch, net
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
+import gzip
 import os
 import resource
 import signal
@@ -21,6 +21,8 @@ from tests.monitor.crashing import kill_writers
 from castwise import _files
 from castwise.monitor import JSONL, Run, Sinks
 from castwise.monitor import _record_file as record_file
+from castwise.monitor._gzip_members import HEADER, packed
+from castwise.monitor._records import Record, record_from
 from castwise.report._summary import Summary
 
 HEAD = {"kind": "run", "format": 2, "settings": {"every": 1}}
@@ -30,8 +32,14 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
     return {"kind": "step", "step": number, "skipped": False, **fields}
 
 
+def record(fields: dict[str, Any]) -> Record:
+    read = record_from(fields)
+    assert read is not None
+    return read
+
+
 def steps_in(path: Path) -> list[int]:
-    return [record["step"] for record in Run.read(path).steps]
+    return [record.step for record in Run.read(path).steps]
 
 
 @pytest.mark.parametrize("writers", [1, 2])
@@ -47,24 +55,26 @@ def test_a_second_writer_gets_a_folder_beside_and_says_so_once(tmp_path: Path) -
     first(step(1))
     for number in (2, 3):
         second = JSONL(tmp_path / "run")
-        with pytest.warns(RuntimeWarning, match=rf"run/monitor.jsonl: this one writes .*/run-{number}/monitor.jsonl"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"run/monitor.jsonl.gz: this one writes .*/run-{number}/monitor.jsonl.gz"
+        ):
             second(HEAD)
         second(step(10 * number))
-        assert second.path == tmp_path / f"run-{number}" / "monitor.jsonl"
+        assert second.path == tmp_path / f"run-{number}" / "monitor.jsonl.gz"
     first(step(2))
     first.close()
     assert [steps_in(tmp_path / name) for name in ("run", "run-2", "run-3")] == [[1, 2], [20], [30]]
     with JSONL(tmp_path / "run") as later:  # the first is closed
         later(HEAD)
-    assert later.path == tmp_path / "run" / "monitor.jsonl"
+    assert later.path == tmp_path / "run" / "monitor.jsonl.gz"
 
 
 def test_a_second_writer_of_a_named_file_gets_a_file_beside_it(tmp_path: Path) -> None:
-    first, second = JSONL(tmp_path / "a.jsonl"), JSONL(tmp_path / "a.jsonl")
+    first, second = JSONL(tmp_path / "a.jsonl.gz"), JSONL(tmp_path / "a.jsonl.gz")
     first(HEAD)
     with pytest.warns(RuntimeWarning):
         second(HEAD)
-    assert second.path == tmp_path / "a-2.jsonl"
+    assert second.path == tmp_path / "a-2.jsonl.gz"
 
 
 def test_thinning_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +154,7 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_has_closed_its_file(tmp
     finally:
         os.write(wait, b"x")
         os.waitpid(child, 0)
-    assert second.path == tmp_path / "run" / "monitor.jsonl"
+    assert second.path == tmp_path / "run" / "monitor.jsonl.gz"
 
 
 def test_samples_of_a_child_can_be_read(tmp_path: Path) -> None:
@@ -162,11 +172,11 @@ def test_samples_of_a_child_can_be_read(tmp_path: Path) -> None:
 
     in_child(train)
     (other,) = (path for path in tmp_path.iterdir() if path.name.startswith("run-process"))
-    assert [each["gradients"].keys() for each in Run.read(other).samples] == [{"a.weight"}]
+    assert [sample.gradients.keys() for sample in Run.read(other).samples] == [{"a.weight"}]
 
 
 def deleted(run: Path) -> None:
-    (run / "monitor.jsonl").unlink()
+    (run / "monitor.jsonl.gz").unlink()
     run.rmdir()
 
 
@@ -175,8 +185,8 @@ def renamed(run: Path) -> None:
 
 
 def rotated(run: Path) -> None:
-    (run / "monitor.jsonl").rename(run / "monitor.jsonl.1")
-    (run / "monitor.jsonl").touch()
+    (run / "monitor.jsonl.gz").rename(run / "monitor.jsonl.gz.1")
+    (run / "monitor.jsonl.gz").touch()
 
 
 @pytest.mark.parametrize("lose", [deleted, renamed, rotated])
@@ -192,10 +202,10 @@ def test_a_file_that_disappears_is_begun_again_with_one_warning(
         sink(step(2))
         lose(run) if lose is deleted else None
         sink(step(3))
-    assert messages == [f"{run}/monitor.jsonl was deleted or renamed: the records continue in a new file there"]
+    assert messages == [f"{run}/monitor.jsonl.gz was deleted or renamed: the records continue in a new file there"]
     again = Run.read(run)
     assert again.settings == HEAD["settings"]
-    assert [record["step"] for record in again.steps] == ([3] if lose is deleted else [2, 3])
+    assert [record.step for record in again.steps] == ([3] if lose is deleted else [2, 3])
 
 
 def test_a_script_that_changes_folders_continues_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +224,12 @@ def test_a_script_that_changes_folders_continues_its_record(tmp_path: Path, monk
 
 def test_another_file_that_appears_instead_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_file, "CHECK_SECONDS", 0.0)
-    sinks, file = Sinks([tmp_path / "run"]), tmp_path / "run" / "monitor.jsonl"
-    sinks(HEAD)
+    sinks, file = Sinks([tmp_path / "run"]), tmp_path / "run" / "monitor.jsonl.gz"
+    sinks(record(HEAD))
     file.rename(tmp_path / "old")
     file.write_text("mine\nand mi")
     with warned() as messages:
-        sinks(step(1))
+        sinks(record(step(1)))
     assert "it is not a record that castwise has written" in messages[-1]
     assert file.read_text() == "mine\nand mi"
 
@@ -242,27 +252,27 @@ def test_the_file_is_looked_for_once_a_second_and_not_at_each_line(
     assert calls == {"write": 100, "stat": 1}
 
 
-FOREIGN = [b"a,b\n1,2", b"PK\x03\x04", b'{"kind": "checkpoint", "step": 1}\n', b"[1]\n", b"{}\n", b"\0" * 5000, b"{\n{"]
+FOREIGN = [b"a,b\n1,2", b"PK\x03\x04", b'{"kind": "step", "step": 1}\n', gzip.compress(b"{}\n"), b"\0" * 5000, b"{\n{"]
 
 
 @pytest.mark.parametrize("content", FOREIGN)
 def test_an_existing_file_of_something_else_is_refused_and_left_as_it_is(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "monitor.jsonl").write_bytes(content)
-    (tmp_path / "log.jsonl").write_bytes(content)
-    for path in (tmp_path, tmp_path / "log.jsonl"):
+    (tmp_path / "monitor.jsonl.gz").write_bytes(content)
+    (tmp_path / "log.jsonl.gz").write_bytes(content)
+    for path in (tmp_path, tmp_path / "log.jsonl.gz"):
         with pytest.raises(FileExistsError, match=r"it exists and is not a record that castwise has written.*\.jsonl"):
             Sinks([path])
     late = JSONL(tmp_path / "later")
     (tmp_path / "later").mkdir()
-    (tmp_path / "later" / "monitor.jsonl").write_bytes(content)
+    (tmp_path / "later" / "monitor.jsonl.gz").write_bytes(content)
     with pytest.raises(FileExistsError, match="is not a record"):
         late(HEAD)
-    assert {path.read_bytes() for path in tmp_path.rglob("*.jsonl")} == {content}
+    assert {path.read_bytes() for path in tmp_path.rglob("*.jsonl.gz")} == {content}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "ru', b"\0" * 100, b'{"kind": "run", "format": 1'])
+@pytest.mark.parametrize("content", [b"", HEADER[:1], HEADER, b"\0" * 100, packed(b'{"kind": "run", "format": 1')[:-9]])
 def test_what_a_crash_has_left_of_a_record_is_continued(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "monitor.jsonl").write_bytes(content)
+    (tmp_path / "monitor.jsonl.gz").write_bytes(content)
     with JSONL(tmp_path) as sink:
         sink(HEAD)
     assert Run.read(tmp_path).settings == HEAD["settings"]
@@ -290,18 +300,20 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def test_a_disk_that_is_full_for_50_of_200_steps_loses_nothing(tmp_path: Path, full: set[str]) -> None:
     with warned() as messages:
         sinks = Sinks([tmp_path])
-        sinks(HEAD)
+        sinks(record(HEAD))
         for number in range(1, 201):
             if number == 80:
                 full |= {"full", "part"}
             if number == 130:
                 full.clear()
-            sinks(step(number))
+            sinks(record(step(number)))
         sinks.close()
     (message,) = messages
-    assert message.startswith(f"{tmp_path}/monitor.jsonl cannot be written: No space left on device. Records are kept")
+    assert message.startswith(
+        f"{tmp_path}/monitor.jsonl.gz cannot be written: No space left on device. Records are kept"
+    )
     run = Run.read(tmp_path)
-    assert [record["step"] for record in run.steps] == list(range(1, 201))
+    assert [record.step for record in run.steps] == list(range(1, 201))
     assert run.lost == 0
 
 
@@ -312,18 +324,18 @@ def test_what_does_not_fit_into_memory_is_counted_in_the_record(
     with warned() as messages:
         sinks = Sinks([tmp_path])
         full.add("full")
-        sinks(HEAD)
+        sinks(record(HEAD))
         for number in range(1, 201):
-            sinks(step(number))
+            sinks(record(step(number)))
         full.clear()
-        sinks(step(201))
+        sinks(record(step(201)))
     assert len(messages) == 1
     run = Run.read(tmp_path)
-    numbers = [record["step"] for record in run.steps]
+    numbers = [record.step for record in run.steps]
     assert numbers == list(range(numbers[0], 202))
     assert run.lost == 201 - len(numbers) > 150
     assert f"{run.lost} records lost, because the disk was full" in Summary.of([run]).lines()[0]
-    assert (tmp_path / "monitor.jsonl").stat().st_size < 2000
+    assert (tmp_path / "monitor.jsonl.gz").stat().st_size < 2000
 
 
 def test_names_are_not_lost_so_samples_can_be_read(
@@ -343,7 +355,7 @@ def test_names_are_not_lost_so_samples_can_be_read(
         sink(step(20))
     assert len(messages) == 1
     run = Run.read(tmp_path)
-    assert run.samples[-1]["gradients"].keys() == {f"m{place}.weight" for place in range(4)}
+    assert run.samples[-1].gradients.keys() == {f"m{place}.weight" for place in range(4)}
     assert run.lost == 19 - len(run.samples) > 0
 
 
@@ -373,7 +385,7 @@ def test_a_record_ends_with_a_warning_if_the_disk_stays_full(tmp_path: Path, ful
     with warned() as messages:
         sink(step(1))
         sink.close()
-    assert messages[-1] == f"1 record of {tmp_path}/monitor.jsonl could not be written"
+    assert messages[-1] == f"1 record of {tmp_path}/monitor.jsonl.gz could not be written"
     assert steps_in(tmp_path) == []
 
 
@@ -382,9 +394,9 @@ def test_warnings_that_are_errors_do_not_end_a_record(tmp_path: Path, full: set[
         warnings.simplefilter("error")
         sinks = Sinks([tmp_path])
         full.add("full")
-        sinks(HEAD)
+        sinks(record(HEAD))
         full.clear()
-        sinks(step(1))
+        sinks(record(step(1)))
     assert steps_in(tmp_path) == [1]
 
 
@@ -396,4 +408,4 @@ def test_without_locks_records_are_written_all_the_same(tmp_path: Path, monkeypa
         sink(step(1))
     _files.replace(tmp_path / "x", b"y", "a file", lambda head: True)
     assert steps_in(tmp_path) == [1]
-    assert json.loads((tmp_path / "monitor.jsonl").read_text().splitlines()[0]) == HEAD
+    assert recorded.records_in(tmp_path)[0] == HEAD

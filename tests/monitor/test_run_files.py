@@ -31,7 +31,7 @@ def steps(first: int, last: int, loss: float = 1.0) -> list[Record]:
 
 
 def losses(run: Run) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in run.steps]
+    return [(record.step, record.loss) for record in run.steps]
 
 
 def test_the_latest_run_is_the_one_that_the_file_names_or_the_last_by_name(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "listdir", refusing)
     assert run_in(tmp_path) == run
-    assert records_in(tmp_path) == [run / "Net" / "monitor.jsonl"]
+    assert records_in(tmp_path) == [run / "Net" / "monitor.jsonl.gz"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
@@ -83,7 +83,7 @@ def test_attempts_that_resumed_are_one_history_with_the_later_steps(tmp_path: Pa
     write(run / "attempt-10" / "Net", *steps(9, 9, 3.0))
     (joined,) = read_runs([tmp_path])
     assert losses(joined) == [*((n, 1.0) for n in (1, 2, 3, 4)), *((n, 2.0) for n in (5, 6, 7, 8)), (9, 3.0)]
-    assert [record["step"] for record in joined.samples] == [8]
+    assert [record.step for record in joined.samples] == [8]
     assert joined.settings["attempts"] == 3
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 
 import pytest
 
 from castwise import Cause
 from castwise.monitor import _causes as causes
+from castwise.monitor._records import DiagnosisRecord
 from castwise.monitor._skips import Skip, agreed
 
 OVERFLOW, ELSEWHERE = Skip("overflow", ()), Skip("another rank", ())
@@ -19,13 +19,13 @@ def together(*ranks: Skip) -> Skip:
     return agreed(dict(enumerate(ranks)), len(ranks))
 
 
-def diagnosis(phase: str, module: str = "") -> dict[str, Any]:
-    return {"phase": phase, "module": module, "op": ""}
+def diagnosis(phase: str, module: str = "") -> DiagnosisRecord:
+    return DiagnosisRecord(1, "overflow", phase, module, op="", text="", advice="")
 
 
 def ranks_of(*ranks: Skip) -> dict[str, int | None]:
     """The rank that each place is of."""
-    return {each["module"]: each["rank"] for each in together(*ranks).diagnoses}
+    return {found.module: found.rank for found in together(*ranks).diagnoses}
 
 
 def test_records_spell_causes_as_the_scaler_does() -> None:
@@ -83,7 +83,7 @@ def test_diagnoses_are_those_of_the_ranks_at_fault_each_place_once() -> None:
 def test_a_rank_sends_numbers_and_text() -> None:
     skip = Skip("overflow", tuple(f"layer.{number}" for number in range(20)), (diagnosis("loss"),))
     cause, text = skip.to_numbers()
-    assert json.loads(text)[1] == [diagnosis("loss")]
+    assert json.loads(text)[1] == [diagnosis("loss").to_json()]
     received = Skip.from_numbers(cause, text + b"   ")
     assert (received.cause, received.diagnoses) == ("overflow", skip.diagnoses)
     assert received.parameters == skip.parameters[:8]

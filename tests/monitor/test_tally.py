@@ -30,10 +30,10 @@ def test_shares_are_those_that_float64_gives(numbers: list[float], number_format
     exact = values.to(torch.float64)
     half = number_format.smallest_subnormal / 2
     fit = tally(count(values)).fit(number_format)
-    assert fit["flush"] == ((exact > 0) & (exact < half)).double().mean().item()
-    assert fit["subnormal"] == ((exact >= half) & (exact < number_format.smallest_normal)).double().mean().item()
+    assert fit.flush == ((exact > 0) & (exact < half)).double().mean().item()
+    assert fit.subnormal == ((exact >= half) & (exact < number_format.smallest_normal)).double().mean().item()
     largest = exact.max().item()
-    assert fit["headroom_bits"] == pytest.approx(math.log2(number_format.largest / largest) if largest else math.inf)
+    assert fit.headroom_bits == pytest.approx(math.log2(number_format.largest / largest) if largest else math.inf)
 
 
 @settings(max_examples=300)
@@ -43,14 +43,14 @@ def test_what_flushes_is_what_a_cast_makes_zero(numbers: list[float], number_for
     values = values[values != number_format.smallest_subnormal / 2]  # a tie, which goes to zero
     cast = values.to(DTYPES[number_format.name]).float()
     flushed = ((cast == 0) & (values != 0)).sum().item()
-    assert round(tally(count(values)).fit(number_format)["flush"] * len(values)) == flushed
+    assert round(tally(count(values)).fit(number_format).flush * len(values)) == flushed
 
 
 def test_headroom_is_negative_if_the_largest_overflows() -> None:
-    assert of(65504.0 * 4).fit(LOW_PRECISION["fp16"])["headroom_bits"] == pytest.approx(-2.0)
-    assert of(2.0**-140).fit(LOW_PRECISION["bf16"])["headroom_bits"] == pytest.approx(128 + 140, abs=0.01)
-    assert of(0.0).fit(LOW_PRECISION["fp16"])["headroom_bits"] == math.inf
-    assert of(1.0, math.nan).fit(LOW_PRECISION["fp16"])["headroom_bits"] == -math.inf
+    assert of(65504.0 * 4).fit(LOW_PRECISION["fp16"]).headroom_bits == pytest.approx(-2.0)
+    assert of(2.0**-140).fit(LOW_PRECISION["bf16"]).headroom_bits == pytest.approx(128 + 140, abs=0.01)
+    assert of(0.0).fit(LOW_PRECISION["fp16"]).headroom_bits == math.inf
+    assert of(1.0, math.nan).fit(LOW_PRECISION["fp16"]).headroom_bits == -math.inf
 
 
 def test_tallies_add_up_to_that_of_all_elements() -> None:
@@ -89,7 +89,7 @@ def test_copies_count_once() -> None:
 
 def test_a_record_says_unscaled_magnitudes_and_how_scaled_ones_fit() -> None:
     scaled = of(2.0**-26, 3.0, 0.0, math.inf)
-    record = scaled.times_two_to_the(-16).record(scaled)
+    record = scaled.times_two_to_the(-16).stats(scaled).to_json()
     assert record["numel"] == 4
     assert record["largest"] == 3 * 2.0**-16
     assert record["smallest"] == 2.0**-42
@@ -102,7 +102,7 @@ def test_a_record_says_unscaled_magnitudes_and_how_scaled_ones_fit() -> None:
 
 
 def test_a_record_of_zeros_has_no_smallest_magnitude_and_no_exponents() -> None:
-    record = of(0.0, 0.0).record()
+    record = of(0.0, 0.0).stats().to_json()
     assert (record["largest"], record["smallest"]) == (0.0, None)
     assert record["exponents"] == {"lowest": 0, "counts": []}
-    assert Tally().record()["zero"] == 0.0
+    assert Tally().stats().to_json()["zero"] == 0.0

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from castwise.monitor import _exponents as exponents
-from castwise.monitor._updates import Updates, compare, update_record
+from castwise.monitor._updates import Updates, compare, update_of
 
 
 def record(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
-    return update_record(compare(before, after).tolist())
+    return update_of(compare(before, after).tolist()).to_json()
 
 
 def reference(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
 from castwise.monitor import Run
+from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
@@ -119,7 +121,7 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
 
 def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
     run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
-    modules = list(run.samples[0]["modules"])
+    modules = list(run.samples[0].modules)
     for measure in (HEADROOM, FLUSH):
         figure = heat_map(measure, RunFacts(run), {"gradients": modules, "outputs": modules})
         for kind, key in (("gradients", "modules"), ("outputs", "activations")):
@@ -127,8 +129,8 @@ def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
                 cells = figure["choices"][f"{kind}/{name}"]["data"][0]["z"]
                 for row, module in enumerate(modules):
                     for column, each in enumerate(run.samples):
-                        stats = each[key][module]
-                        expected = None if stats["nonfinite"] else stats["formats"][name][measure.key]
+                        stats = getattr(each, key)[module]
+                        expected = None if stats.nonfinite else getattr(stats.formats[name], measure.key)
                         assert cells[row][column] == (expected and pytest.approx(expected, rel=6e-3))
 
 
@@ -188,12 +190,14 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
     sizes = []
     for n in (10_000, 50_000):
         records = [
-            step(i, 2.0 ** rng.randint(10, 16), "overflow" if rng.random() < 0.05 else None, loss=rng.random())
+            StepRecord.from_json(
+                step(i, 2.0 ** rng.randint(10, 16), "overflow" if rng.random() < 0.05 else None, loss=rng.random())
+            )
             for i in range(1, n + 1)
         ]
-        one = sample(0, 2.0**14, dict.fromkeys(recorded.modules(10), -16.0), {})
-        ranges = [{**one, "step": i * n // 300} for i in range(300)]
-        run = Run(tmp_path / "run" / "monitor.jsonl", steps=records, samples=ranges)
+        one = SampleRecord.from_json(sample(0, 2.0**14, dict.fromkeys(recorded.modules(10), -16.0), {}))
+        ranges = [replace(one, step=i * n // 300) for i in range(300)]
+        run = Run(tmp_path / "run" / "monitor.jsonl.gz", steps=records, samples=ranges)
         sizes.append(write_report([run], tmp_path / f"{n}.html").stat().st_size)
     assert sizes[1] < 1.05 * sizes[0]
     assert sizes[1] < 7e6
@@ -286,9 +290,9 @@ def test_runs_side_by_side_share_their_axes(tmp_path: Path) -> None:
 
 
 def test_runs_are_called_by_what_tells_them_apart() -> None:
-    assert labels([Path("/runs/a/monitor.jsonl"), Path("/runs/b/monitor.jsonl")]) == ["a", "b"]
-    assert labels([Path("/x/fp16/monitor.jsonl"), Path("/y/fp16/monitor.jsonl")]) == ["x/fp16", "y/fp16"]
-    assert labels([Path("/x/a/monitor.jsonl")] * 2) == ["x/a (1)", "x/a (2)"]
+    assert labels([Path("/runs/a/monitor.jsonl.gz"), Path("/runs/b/monitor.jsonl.gz")]) == ["a", "b"]
+    assert labels([Path("/x/fp16/monitor.jsonl.gz"), Path("/y/fp16/monitor.jsonl.gz")]) == ["x/fp16", "y/fp16"]
+    assert labels([Path("/x/a/monitor.jsonl.gz")] * 2) == ["x/a (1)", "x/a (2)"]
 
 
 def test_no_runs_and_missing_extras_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.monitor.recorded import sample, step, write
 from castwise.amp._schedules import Schedule
 from castwise.monitor import FP16, Run
 from castwise.monitor._exponents import count, tally
+from castwise.monitor._records import SampleRecord
 from castwise.report import Advice, Verdict, verdict
 from castwise.report._run_facts import Ranges, RunFacts
 from castwise.report._step_advice import STREAK_MATTERS
@@ -39,11 +40,7 @@ def steps(n: int = 400, scale: float | None = 2.0**14) -> list[recorded.Record]:
 
 
 def ranges_of(gradients: dict[str, torch.Tensor]) -> dict[str, Ranges]:
-    record = {
-        "step": 1,
-        "scale": 1.0,
-        "modules": {name: tally(count(each)).record() for name, each in gradients.items()},
-    }
+    record = SampleRecord(1, 1.0, modules={name: tally(count(each)).stats() for name, each in gradients.items()})
     return RunFacts(Run(Path(), samples=[record])).gradients
 
 
@@ -56,7 +53,7 @@ def log2_of(advice: Advice, name: str) -> float:
 def test_fp16_is_safe_where_everything_fits(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(), *samples())
     advice = advice_on(run, "fp16 is safe here at scale 2^14")
-    largest = Run.read(run).samples[0]["modules"]["a"]["largest"]
+    largest = Run.read(run).samples[0].modules["a"].largest
     assert advice.severity == "good"
     assert advice.evidence["headroom_bits"] == pytest.approx(math.log2(65504 / largest) - 14)
     assert advice.evidence["finite_samples"] == 4
@@ -67,7 +64,7 @@ def test_fp16_is_safe_where_everything_fits(tmp_path: Path) -> None:
 def test_the_safe_scales_are_those_at_which_every_gradient_fits(tmp_path: Path) -> None:
     """Against a search through all powers of two, by elements put at the bottom of their bins."""
     run = write(tmp_path, *steps(), *samples(gradients={"a": -20.0, "b": -13.0}))
-    record = Run.read(run).samples[0]["modules"]
+    record = Run.read(run).samples[0].modules
 
     def fits(exponent: int) -> bool:
         for stats in record.values():
@@ -96,7 +93,7 @@ def test_a_scale_that_is_too_high_or_too_low_is_reported_by_how_much_to_move(tmp
 
 def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=1.0 / 4), *samples(1.0 / 4, gradients={"a": -16.0, "b": -22.0}))
-    share = Run.read(run).samples[0]["modules"]["b"]["formats"]["fp16"]["flush"]
+    share = Run.read(run).samples[0].modules["b"].formats["fp16"].flush
     advice = advice_on(run, "b loses")
     assert 0.25 < share < 0.75
     assert advice.severity == "critical"
@@ -132,7 +129,7 @@ def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
 def test_zeros_before_the_first_gradients_are_no_underflow(tmp_path: Path) -> None:
     """A weight that begins as zero hands nothing back at the first step."""
     records = samples()
-    vanished = {**records[0]["modules"]["b"], **tally(count(torch.zeros(1 << 16))).record()}
+    vanished = {**records[0]["modules"]["b"], **tally(count(torch.zeros(1 << 16))).stats().to_json()}
     for kind, name in (("modules", "b"), ("gradients", "b.weight")):
         records[0][kind][name] = vanished
     assert advice_on(write(tmp_path / "first", *steps(), *records), "fp16 is safe here").severity == "good"
@@ -149,7 +146,7 @@ def test_outputs_near_the_limit_name_the_innermost_module_and_a_rule_for_it(tmp_
         advice
     )
     assert 'modules={"blocks.1": "float32"})' in advice.text
-    largest = Run.read(run).samples[0]["activations"]["blocks.1"]["largest"]
+    largest = Run.read(run).samples[0].activations["blocks.1"].largest
     assert advice.evidence["largest_output"] == largest
     assert advice.evidence["headroom_bits"] == pytest.approx(math.log2(65504 / largest))
     assert not [piece for piece in verdict(run) if "fp16 is safe" in piece.text]

@@ -56,7 +56,7 @@ def end_of_whole(content: bytes | mmap) -> int:
 
 def is_packed(head: bytes) -> bool:
     """Return True for the start of a file of gzip members, whoever wrote it."""
-    return head.startswith(_MAGIC)
+    return head.startswith(_MAGIC[:1])  # no JSON begins so
 
 
 def members(file: BinaryIO) -> Iterator[bytes]:
@@ -71,7 +71,7 @@ def members(file: BinaryIO) -> Iterator[bytes]:
     is_first, rest = True, b""
     while rest := rest or file.read(_BLOCK):
         inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)
-        content, is_ours = bytearray(), HEADER.startswith(rest[: len(HEADER)])
+        content, is_ours = bytearray(), HEADER.startswith(rest[: len(HEADER)].rstrip(b"\0"))
         most = min(MOST_BYTES, left)
         while not inflate.eof:
             if not (rest := rest or file.read(_BLOCK)):
