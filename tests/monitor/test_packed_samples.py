@@ -1,4 +1,4 @@
-"""Files of castwise 0.2 are read as it read them. `of_0_2` holds five runs that it recorded, and its verdict on each."""
+"""Files of castwise 0.2 are read as it read them: `of_0_2` holds five runs that it recorded, and its verdicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import lzma
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ def test_the_verdict_is_that_of_0_2(kind: str) -> None:
 def test_what_0_2_recorded_is_the_same_in_a_file_of_today(kind: str, tmp_path: Path) -> None:
     run = Run.read(OF_0_2 / f"{kind}.jsonl")
     again = rewritten(run, tmp_path)
-    assert (again.about, again.steps, again.diagnoses) == (run.about, run.steps, run.diagnoses)
-    assert repr(again.samples) == repr([*run.samples])  # which has NaN
     assert len(run.samples) > 2
+    for name in ("about", "steps", "samples", "diagnoses"):
+        assert repr(getattr(again, name)) == repr(getattr(run, name))  # NaN does not equal NaN
 
 
 def test_the_page_is_the_same_for_a_file_of_today(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_a_sample_of_a_skipped_step_has_some_of_the_names() -> None:
     skipped = {step.step for step in run.steps if step.skipped}
     assert skipped
     for sample in run.samples:
-        assert len(sample.gradients) == 15
+        assert len(sample.gradients) == 14
         assert bool(sample.weights) == (sample.step not in skipped)
         assert list(sample.modules)[:2] == ["tok", "blocks.0.norm"]
 
@@ -116,18 +115,18 @@ def test_a_column_that_is_wrong_is_no_record(column: str, wrong: Any, tmp_path: 
     ],
 )
 def test_what_cannot_be_unpacked_is_no_record(data: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("monitor.jsonl, line 4 is not a record of a monitor: ") + message):
+    with pytest.raises(ValueError, match=rf"monitor\.jsonl, line 4 is not a record of a monitor: .*{message}"):
         Run.read(file_with(tmp_path, lambda sample: {**sample, "packed": data}))
 
 
 def test_many_samples_that_each_unpack_to_less_than_the_limit_are_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_samples, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(packed_samples, "MOST_BYTES", 1 << 18)
     lines = (OF_0_2 / "bf16.jsonl").read_text().splitlines()
     sample = json.loads(lines[3])
     columns = lzma.decompress(base64.b85decode(sample["packed"]))
-    padded = {**sample, "packed": packed(columns + b" " * 60_000)}
+    padded = {**sample, "packed": packed(columns + b" " * 250_000)}
     given = [json.dumps({**padded, "step": number}) for number in range(1, 400)]
     (tmp_path / "monitor.jsonl").write_text("\n".join([*lines[:3], *given]) + "\n")
     size, unpacked = os.stat(tmp_path / "monitor.jsonl").st_size, 0
@@ -142,7 +141,7 @@ def test_many_samples_that_each_unpack_to_less_than_the_limit_are_refused_too(
     monkeypatch.setattr(PackedSamples, "_decompressed", count)
     with pytest.raises(ValueError, match=r"samples have more than .* bytes, the limit for a file of this size"):
         Run.read(tmp_path)
-    assert unpacked <= (1 << 16) + 64 * size
+    assert unpacked <= (1 << 18) + 64 * size
 
 
 def test_owners_of_names_are_looked_up_by_name_and_not_for_each_sample() -> None:

@@ -78,10 +78,11 @@ def test_what_gradients_lose_is_seen(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
     (sample,) = Run.read(tmp_path).samples
-    lost = sample["quantized"]["2"]["grad_output"]
+    lost = sample.quantized["2"].grad_output
+    assert lost is not None
     becomes_zero = weights < 2.0**-17 / 57344  # half of the smallest number, where the largest weight becomes 57344
     assert 0.05 < becomes_zero.float().mean().item() < 0.95
-    assert lost["flushed"] == pytest.approx(becomes_zero.float().mean().item(), abs=1e-4)
+    assert lost.flushed == pytest.approx(becomes_zero.float().mean().item(), abs=1e-4)
 
 
 def test_numbers_that_are_not_finite_are_recorded(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_measured_once(use_reentrant: bool, tmp_path: Path) -> N
             optimizer.step()
             optimizer.zero_grad()
     samples = Run.read(tmp_path / "again").samples
-    assert set(samples[0]["quantized"]) == set(plain[0]["quantized"])
+    assert set(samples[0].quantized) == set(plain[0]["quantized"])
 
 
 def test_nothing_is_reported_without_an_observer(tmp_path: Path) -> None:
@@ -139,4 +140,4 @@ def test_a_run_without_recipes_has_no_such_entry(tmp_path: Path) -> None:
     with Monitor(net, optimizer, every=1, sinks=[tmp_path]):
         net(torch.randn(8, 128)).sum().backward()
         optimizer.step()
-    assert "quantized" not in Run.read(tmp_path).samples[0]
+    assert "quantized" not in Run.read(tmp_path).samples[0].to_json()

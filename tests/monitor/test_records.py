@@ -160,8 +160,8 @@ STATS = Stats(8, 1.5, 0.25, 0.125, 0.0, -2, [3, 0, 4], {})
     [
         ({"largest": "inf"}, "gradients: a: largest must be a finite number >= 0, got inf"),
         ({"largest": -1}, "gradients: a: largest must be a finite number >= 0, got -1"),
-        ({"zero": "nan"}, r"gradients: a share is not in \[0, 1\]"),
-        ({"nonfinite": "inf"}, r"gradients: a share is not in \[0, 1\]"),
+        ({"zero": "nan"}, r"gradients: a: zero must be a number in \[0, 1\], got nan"),
+        ({"nonfinite": 2}, r"gradients: a: nonfinite must be a number in \[0, 1\], got 2"),
         ({"formats": {"fp16": {}}}, "gradients: a: formats: fp16 lacks flush and subnormal and headroom_bits"),
         ({"formats": {"x": {"flush": 0, "subnormal": 0, "headroom_bits": 0}}}, "a: formats lacks fp16 and bf16 and"),
         ({"numel": None}, "gradients: a: numel must be an integer >= 0, got None"),

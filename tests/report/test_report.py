@@ -139,7 +139,7 @@ def test_a_map_of_many_samples_keeps_the_worst_of_each_column(tmp_path: Path) ->
     calm[123] = sample(124, 2.0**14, {"a": 2.0}, {})
     calm[777] = sample(778, 2.0**14, {"a": -50.0}, {})
     choice, rows = "gradients/fp16", {"gradients": ["a"], "outputs": []}
-    facts = RunFacts(Run(Path(), samples=calm))
+    facts = RunFacts(Run(Path(), samples=[*map(SampleRecord.from_json, calm)]))
     headroom = heat_map(HEADROOM, facts, rows)["choices"][choice]["data"]
     flush = heat_map(FLUSH, facts, rows)["choices"][choice]["data"]
     assert len(headroom[0]["x"]) == MAX_COLUMNS
@@ -160,7 +160,7 @@ def test_every_skip_is_in_one_mark() -> None:
 def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
     causes = ["overflow", "non-finite loss", "non-finite weights", "another rank", "unknown"]
     records = [step(i, 2.0**10, causes[i] if i < 5 else None, loss=5.0) for i in range(10)]
-    figure = timeline(RunFacts(Run(tmp_path, steps=records)))
+    figure = timeline(RunFacts(Run(tmp_path, steps=[*map(StepRecord.from_json, records)])))
     strips = [trace for trace in figure["data"] if trace["yaxis"] == "y"]
     assert [(trace["name"], trace["x"]) for trace in strips] == [
         (f"{cause} (1)", [i]) for i, cause in enumerate(causes)
@@ -171,7 +171,8 @@ def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 5000])
 def test_the_axis_of_steps_begins_where_the_run_does(first: int, tmp_path: Path) -> None:
-    figure = timeline(RunFacts(Run(tmp_path, steps=[step(first + i, 2.0**10) for i in range(101)])))
+    steps = [StepRecord.from_json(step(first + i, 2.0**10)) for i in range(101)]
+    figure = timeline(RunFacts(Run(tmp_path, steps=steps)))
     begin, end = figure["layout"]["xaxis"]["range"]
     assert first - 2 < begin < first < first + 100 < end < first + 102
 
@@ -180,7 +181,9 @@ def test_norms_are_those_of_clipping_or_else_of_samples(tmp_path: Path) -> None:
     records = [step(i, 2.0**10, grad_norm=7.0 if i == 3 else None) for i in range(1, 6)]
     norms = {2: 1.5, 3: 7.5, 4: float("nan")}
     ranges = [{**sample(i, 2.0**10, {"a": -16.0}, {}), "grad_norm": norm} for i, norm in norms.items()]
-    figure = timeline(RunFacts(Run(tmp_path, steps=records, samples=[*ranges, sample(5, 1.0, {}, {})])))
+    steps = [*map(StepRecord.from_json, records)]
+    samples = [*map(SampleRecord.from_json, [*ranges, sample(5, 1.0, {}, {})])]
+    figure = timeline(RunFacts(Run(tmp_path, steps=steps, samples=samples)))
     (line,) = (trace for trace in figure["data"] if trace["name"] == "gradient norm")
     assert (line["x"], line["y"]) == ([2, 3], [1.5, 7.0])
 

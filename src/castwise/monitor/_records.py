@@ -368,6 +368,11 @@ class Stats(Part):
         """
         if not 0.0 <= self.largest < math.inf:
             raise ValueError(f"largest {_fail('a finite number >= 0', self.largest)}")
+        shares = []
+        for name in ("zero", "nonfinite"):
+            if not 0.0 <= (share := getattr(self, name)) <= 1.0:
+                raise ValueError(f"{name} {_fail('a number in [0, 1]', share)}")
+            shares.append(round(share * self.numel) / max(self.numel, 1))  # files have seven digits
         shift, numel = nearest_exponent(scale), max(self.numel, 1)
         below = list(accumulate(self.counts, initial=0))  # the number of elements below each exponent
         log = math.log2(self.largest) + shift if self.largest else -math.inf
@@ -377,7 +382,8 @@ class Stats(Part):
                 below[min(max(cut - shift - self.lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal)
             )
             formats[name] = Fit(lost, coarse - lost, -math.inf if self.nonfinite else top - log)
-        return replace(self, formats=formats)
+        zero, nonfinite = shares
+        return replace(self, zero=zero, nonfinite=nonfinite, formats=formats)
 
 
 # For each format: the exponents below which numbers round to zero, and are subnormal, and log2 of its largest number.
@@ -508,10 +514,7 @@ class SampleRecord(Record):
             if missing:
                 raise ValueError(f"owned: there are no gradients of {missing[0][:60]}")
             owned = {module: own for module, own in sample.owned.items() if own}
-            try:
-                modules = {module: _together([gradients[name] for name in own]) for module, own in owned.items()}
-            except (OverflowError, ValueError):  # shares of inf and NaN
-                raise ValueError("gradients: a share is not in [0, 1]") from None
+            modules = {module: _together([gradients[name] for name in own]) for module, own in owned.items()}
         modules = _fitted("modules", modules, sample.scale)
         activations = _fitted("activations", sample.activations, 1.0)
         return replace(sample, gradients=gradients, modules=modules, activations=activations)
