@@ -111,7 +111,7 @@ def test_completion_imports_no_torch() -> None:
 def test_a_report_needs_no_torch(form: str, tmp_path: Path) -> None:
     run = recorded.troubled(tmp_path / "run", steps=200, layers=1)
     loaded = modules_loaded_by("report", str(run), *form.split())
-    assert "castwise.monitor.packing" in loaded
+    assert "castwise.monitor._records" in loaded
     assert "torch" not in loaded
 
 

@@ -68,7 +68,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
-@pytest.mark.parametrize("kind", ["run", "step", "names", "sample", "diagnosis", "mistake", "lost", "alone", "end"])
+@pytest.mark.parametrize("kind", ["run", "step", "sample", "diagnosis", "mistake", "lost", "alone", "end"])
 def test_a_record_has_exactly_the_keys_that_are_documented(kind: str, records: dict[str, dict[str, Any]]) -> None:
     assert documented(f"`{kind}`") == set(records[kind])
 

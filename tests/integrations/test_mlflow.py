@@ -15,6 +15,7 @@ from torch import nn
 import castwise
 from castwise.integrations import mlflow as sink_module
 from castwise.integrations.mlflow import MLflow
+from castwise.monitor._records import EndRecord, Exponents, Fit, RunRecord, SampleRecord, Stats, StepRecord
 
 Record = dict[str, Any]
 
@@ -33,20 +34,13 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     mlflow.set_tracking_uri(None)
 
 
-def step(number: int, **fields: Any) -> Record:
-    plain = {"scale": 2.0, "skipped": False, "cause": None, "parameters": [], "grad_norm": None, "loss": 0.5}
-    return {"kind": "step", "step": number, **plain, "seconds": 0.1, **fields}
+def step(number: int, **fields: Any) -> StepRecord:
+    return StepRecord(number, **{"scale": 2.0, "loss": 0.5, "seconds": 0.1, **fields})
 
 
-def sample(number: int, *modules: str, flush: float = 0.25) -> Record:
-    statistics = {"formats": {"fp16": {"flush": flush, "subnormal": 0.5, "headroom_bits": 3.0}}}
-    return {
-        "kind": "sample",
-        "step": number,
-        "modules": dict.fromkeys(modules, statistics),
-        "activations": {},
-        "weights": {},
-    }
+def sample(number: int, *modules: str, flush: float = 0.25) -> SampleRecord:
+    stats = Stats(1, 1.0, 1.0, 0.0, 0.0, Exponents(0, [1]), {"fp16": Fit(flush, 0.5, 3.0)})
+    return SampleRecord(number, 1.0, modules=dict.fromkeys(modules, stats))
 
 
 def curve(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -145,7 +139,7 @@ def test_a_run_can_be_named_while_another_is_active(mlflow: Any) -> None:
 
 def test_a_run_that_was_started_ends_also_inside_one_of_the_users(mlflow: Any) -> None:
     sink = MLflow()
-    sink(step(1))
+    sink.write_record(step(1))
     started = mlflow.active_run().info.run_id
     with mlflow.start_run(nested=True) as inner:
         sink.close()
@@ -166,12 +160,12 @@ def test_many_numbers_take_few_requests(mlflow: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FileStore, "log_batch", counted)
     sink = MLflow()
     for number in range(1, 301):
-        sink(step(number, skipped=number in (2, 3), cause="overflow"))  # 4 numbers each
+        sink.write_record(step(number, skipped=number in (2, 3), cause="overflow"))  # 4 numbers each
     first = [(999, 1), (1, 0)]  # MLflow takes 1000 of all kinds in one
     assert requests == first
-    sink(sample(300, *(f"blocks.{index}" for index in range(100))))
+    sink.write_record(sample(300, *(f"blocks.{index}" for index in range(100))))
     assert requests == [*first, (400, 0)]
-    sink({"kind": "end", "step": 300})
+    sink.write_record(EndRecord(300))
     assert requests == [*first, (400, 0)]
     (run,) = mlflow.MlflowClient().search_runs(["0"])
     assert curve(mlflow.MlflowClient(), run.info.run_id, "step/loss") == [(number, 0.5) for number in range(1, 301)]
@@ -179,18 +173,18 @@ def test_many_numbers_take_few_requests(mlflow: Any, monkeypatch: pytest.MonkeyP
 
 def test_what_has_waited_for_long_is_sent_with_the_next_step(mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = MLflow()
-    sink(step(1))
+    sink.write_record(step(1))
     client, run_id = mlflow.MlflowClient(), mlflow.active_run().info.run_id
     assert client.get_run(run_id).data.metrics == {}
     monkeypatch.setattr(sink_module, "_SECONDS_BETWEEN_REQUESTS", 0.0)
-    sink(step(2))
+    sink.write_record(step(2))
     assert curve(client, run_id, "step/loss") == [(1, 0.5), (2, 0.5)]
 
 
 def test_numbers_that_are_not_finite_are_kept(mlflow: Any) -> None:
     sink = MLflow()
     for number, value in enumerate((math.nan, math.inf, -math.inf), start=1):
-        sink(step(number, loss=value))
+        sink.write_record(step(number, loss=value))
     sink.close()
     (run,) = mlflow.MlflowClient().search_runs(["0"])
     found = curve(mlflow.MlflowClient(), run.info.run_id, "step/loss")
@@ -211,8 +205,8 @@ def test_names_that_mlflow_refuses_are_changed_and_stay_distinct(mlflow: Any) ->
     }
     sink = MLflow()
     for number, name in enumerate(names, start=1):
-        sink(sample(number, name, flush=number / 16))
-    sink(sample(20, *names))  # the same names once more
+        sink.write_record(sample(number, name, flush=number / 16))
+    sink.write_record(sample(20, *names))  # the same names once more
     sink.close()
     (run,) = mlflow.MlflowClient().search_runs(["0"])
     found = {name.removeprefix("flush fp16/") for name in run.data.metrics if name.startswith("flush")}
@@ -225,7 +219,7 @@ def test_names_that_mlflow_refuses_are_changed_and_stay_distinct(mlflow: Any) ->
 def test_many_long_settings_fit(mlflow: Any) -> None:
     settings = {f"setting {number}": "x" * 10_000 for number in range(250)}
     sink = MLflow()
-    sink({"kind": "run", "settings": {**settings, "model": "GPT"}})
+    sink.write_record(RunRecord(3, {**settings, "model": "GPT"}))
     sink.close()
     (run,) = mlflow.MlflowClient().search_runs(["0"])
     assert Counter(map(len, run.data.params.values())) == {6000: 250, 3: 1}
@@ -236,9 +230,9 @@ def test_a_training_that_goes_on_in_the_same_run_changes_none_of_its_parameters(
     run_id = client.create_run("0").info.run_id
     for number, settings in ((1, {"ranks": 1}), (2, {"ranks": 2, "every": 5})):
         sink = MLflow(run_id)
-        sink({"kind": "run", "settings": settings})
-        sink(step(number))
-        sink({"kind": "end", "step": number})
+        sink.write_record(RunRecord(3, settings))
+        sink.write_record(step(number))
+        sink.write_record(EndRecord(number))
     run = client.get_run(run_id)
     assert run.data.params == {"castwise/ranks": "1", "castwise/every": "5"}
     assert curve(client, run_id, "step/scale") == [(1, 2.0), (2, 2.0)]

@@ -18,6 +18,7 @@ import castwise
 from castwise.integrations import wandb as sink_module
 from castwise.integrations.wandb import WandB
 from castwise.monitor._curves import of_sample, of_step
+from castwise.monitor._records import SampleRecord, StepRecord
 
 Record = dict[str, Any]
 STEP = "castwise/number of step"
@@ -99,9 +100,10 @@ def test_the_file_holds_every_number_of_the_records(tmp_path: Path, wandb: Any) 
     assert wandb.run is None  # finished
     expected: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        numbers = of_step(record) if record["kind"] == "step" else {}
+        numbers = of_step(StepRecord.from_json(record)) if record["kind"] == "step" else {}
         if record["kind"] == "sample":
-            numbers = {f"{each.group}/{each.name}": each.worst_value for each in of_sample(record)}
+            spreads = of_sample(SampleRecord.from_json(record))
+            numbers = {f"{each.group}/{each.name}": each.worst_value for each in spreads}
         for name, value in numbers.items():
             expected.setdefault(name, []).append((record["step"], value))
     assert {
@@ -141,9 +143,9 @@ def test_a_large_model_has_few_numbers_and_histograms_of_the_rest(tmp_path: Path
     sink = WandB()
     names = [f"blocks.{index}" for index in range(300)]
     gradients = {name: -20 - index / 30 for index, name in enumerate(names)}
-    sink(step(1, 1024.0))
+    sink.write_record(StepRecord.from_json(step(1, 1024.0)))
     record = sample(1, 1024.0, gradients, dict.fromkeys(names, 1.0))
-    sink(record)
+    sink.write_record(SampleRecord.from_json(record))
     sink.close()
     keys = {key for row in history(tmp_path) for key in row if key.startswith("castwise/") and key != STEP}
     histograms = {key.removesuffix("._type") for key in keys if key.endswith("._type")}

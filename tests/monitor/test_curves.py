@@ -8,7 +8,7 @@ import pytest
 from tests.monitor.recorded import sample, step
 
 from castwise.monitor._curves import Histogram, Spread, exponents, norm_of_sample, of_sample, of_step
-from castwise.monitor._records import SampleRecord, Stats, StepRecord
+from castwise.monitor._records import Exponents, SampleRecord, Stats, StepRecord
 
 
 def test_a_step_has_the_numbers_that_are_known() -> None:
@@ -67,7 +67,7 @@ def test_values_that_are_all_the_same_are_in_one_bin() -> None:
 
 def test_exponents_of_several_modules_are_added() -> None:
     def of(lowest: int, *counts: int) -> Stats:
-        return Stats(9, 1.0, None, 0.0, 0.0, lowest, counts, {})
+        return Stats(9, 1.0, None, 0.0, 0.0, Exponents(lowest, counts))
 
     assert exponents([of(-3, 1, 0, 4), of(-2, 2, 2, 2), of(0)]) == Histogram([-3.0, -2.0, -1.0, 0.0, 1.0], [1, 2, 6, 2])
     assert exponents([of(0)]) is None

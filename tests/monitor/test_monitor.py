@@ -74,7 +74,7 @@ def test_a_run_begins_with_what_was_trained_and_how() -> None:
     with training.monitor:
         pass
     run, end = training.records
-    assert (run["kind"], run["format"], run["castwise"], run["device"]) == ("run", 2, castwise.__version__, "cpu")
+    assert (run["kind"], run["format"], run["castwise"], run["device"]) == ("run", 3, castwise.__version__, "cpu")
     settings = run["settings"]
     assert {name: settings[name] for name in ("model", "parameters", "optimizer", "every", "ranks")} == {
         "model": "Sequential",

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from castwise.amp import _readback as readback
 from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._exponents import count, tally
+from castwise.monitor._records import Update
 from castwise.monitor._reduction import Layout, layout_of
 from castwise.monitor._sample import Measured, OfGradient, Sample, sample_record
 from castwise.monitor._tally import Tally
@@ -58,9 +59,9 @@ def test_a_norm_counts_copies_once_and_parts_of_ranks_together() -> None:
         )
         for squares in (1.0, 5.0)
     ]
-    assert sample_record(1, 1.0, combined(ranks))["grad_norm"] == 4.0
-    assert sample_record(1, 1.0, combined(ranks), is_clipped=True)["grad_norm"] is None
-    assert sample_record(1, 1.0, Measured())["grad_norm"] is None
+    assert sample_record(1, 1.0, combined(ranks)).grad_norm == 4.0
+    assert sample_record(1, 1.0, combined(ranks), is_clipped=True).grad_norm is None
+    assert sample_record(1, 1.0, Measured()).grad_norm is None
 
 
 def of(*numbers: float) -> Tally:
@@ -89,7 +90,7 @@ def test_parts_add_up_and_copies_count_once() -> None:
     assert together.gradients["copy"].unscaled == of(8.0, 2.0)
     assert together.gradients["own"].scaled == of(1.0, 2.0)
     assert together.activations[""] == of(1.0, 2.0)
-    assert sample_record(7, 1.0, together)["weights"] == {"half": {"update_to_weight": 0.5, "lost_in_bf16": 0.25}}
+    assert sample_record(7, 1.0, together).weights == {"half": Update(0.5, 0.25)}
 
 
 def test_what_only_some_ranks_have_is_not_lost() -> None:
@@ -126,8 +127,8 @@ def test_another_shape_is_another_model() -> None:
 
 def test_a_norm_without_all_gradients_is_not_recorded() -> None:
     rank = Measured({"a": OfGradient(of(1.0), of(1.0), 1, 4.0)})
-    assert sample_record(1, 1.0, combined([rank, rank]))["grad_norm"] == 2.0
-    assert sample_record(1, 1.0, combined([rank, replace(rank, left_out=["b"])]))["grad_norm"] is None
+    assert sample_record(1, 1.0, combined([rank, rank])).grad_norm == 2.0
+    assert sample_record(1, 1.0, combined([rank, replace(rank, left_out=["b"])])).grad_norm is None
 
 
 def test_a_layout_is_sent_as_text() -> None:

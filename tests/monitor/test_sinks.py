@@ -21,6 +21,7 @@ from castwise.monitor._gzip_members import HEADER, packed
 from castwise.monitor._records import (
     DiagnosisRecord,
     EndRecord,
+    Exponents,
     Fit,
     RunRecord,
     SampleRecord,
@@ -149,7 +150,7 @@ def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
 
     def statistics(flush: float) -> Stats:
         formats = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), Fit(flush, 0.5, 3.0))
-        return Stats(5, 1.0, 0.125, 0.0, 0.0, -3, [1, 0, 4], formats)
+        return Stats(5, 1.0, 0.125, 0.0, 0.0, Exponents(-3, [1, 0, 4]), formats)
 
     sink = TensorBoard(tmp_path)
     sink.write_record(RunRecord(3, {"model": "GPT"}))

@@ -68,7 +68,7 @@ def test_the_safe_scales_are_those_at_which_every_gradient_fits(tmp_path: Path) 
 
     def fits(exponent: int) -> bool:
         for stats in record.values():
-            values = [(2.0 ** (stats.lowest + i + exponent), n) for i, n in enumerate(stats.counts)]
+            values = [(2.0 ** (stats.exponents.lowest + i + exponent), n) for i, n in enumerate(stats.exponents.counts)]
             lost = sum(n for value, n in values if value < 2.0**-25) / stats.numel
             if lost >= 0.05 or stats.largest * 2.0**exponent * 4 > 65504:
                 return False

@@ -13,6 +13,7 @@ from torch import nn
 import castwise
 from castwise import GradScaler, Monitor
 from castwise.monitor import Run
+from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import Verdict, verdict
 
 
@@ -46,8 +47,9 @@ def trained(
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-    of_kind = {kind: [each for each in records if each["kind"] == kind] for kind in ("step", "sample")}
-    return verdict(Run(Path(), steps=of_kind["step"], samples=of_kind["sample"]))
+    steps = [StepRecord.from_json(record) for record in records if record["kind"] == "step"]
+    samples = [SampleRecord.from_json(record) for record in records if record["kind"] == "sample"]
+    return verdict(Run(Path(), steps=steps, samples=samples))
 
 
 def test_a_layer_whose_gradients_all_vanish_beside_others_is_named() -> None:

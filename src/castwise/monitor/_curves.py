@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from castwise.monitor._records import SampleRecord, Stats, StepRecord, added_up
+from castwise.monitor._records import Exponents, SampleRecord, Stats, StepRecord
 
 _BINS = 30
 _WORST = {"flush": max, "headroom_bits": min, "update_to_weight": max, "lost_in_bf16": max}
@@ -74,10 +74,10 @@ def of_sample(record: SampleRecord) -> list[Spread]:
 
 def exponents(statistics: Iterable[Stats]) -> Histogram | None:
     """Return the histogram of binary exponents of several modules together; None if there are no numbers."""
-    lowest, counts = added_up((stats.lowest, stats.counts) for stats in statistics)
-    if not counts:
+    total = Exponents.total(stats.exponents for stats in statistics)
+    if not total.counts:
         return None
-    return Histogram([float(lowest + index) for index in range(len(counts) + 1)], counts)
+    return Histogram([float(total.lowest + index) for index in range(len(total.counts) + 1)], list(total.counts))
 
 
 def _numbers(record: SampleRecord) -> Iterator[tuple[str, str, str, float]]:

@@ -161,7 +161,7 @@ def _range_of(sample: SampleRecord, loss: float | None) -> GradientRange:
 
     exponents: Counter[int] = Counter()
     for stats in sample.gradients.values():
-        exponents.update(stats.by_exponent())
+        exponents.update(dict(stats.exponents.items()))
     largest = max((stats.largest for stats in sample.gradients.values()), default=0.0)
     if any(stats.nonfinite for stats in sample.gradients.values()):
         largest = max(largest, 2.0 * FP16.largest / sample.scale)

@@ -7,7 +7,7 @@ without a field, such as those of a later castwise, are ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -281,10 +281,69 @@ class Fit(Part):
     headroom_bits: float
 
 
+def _counts(value: Any) -> Sequence[int]:
+    """Read a list of integers >= 0. A large run has tens of thousands of such lists."""
+    if type(value) is list and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return value
+    return cast(Sequence[int], _tuple(_PLAIN[int])(value))
+
+
 @dataclass(frozen=True)
-class _Exponents(Part):
+class Exponents(Part):
+    """A histogram: `counts[i]` elements v have 2^e <= |v| < 2^(e + 1), where e = `lowest` + i."""
+
     lowest: Annotated[int, _integer(_LOWEST, _HIGHEST + 1)]
-    counts: tuple[int, ...]
+    counts: Annotated[Sequence[int], _counts]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read a JSON object.
+
+        Raises:
+            ValueError: A field is missing or invalid.
+        """
+        read = super().from_json(value)
+        if read.lowest + len(read.counts) > _HIGHEST + 1:
+            raise _fail(f"at most {_HIGHEST}", read.lowest + len(read.counts) - 1)
+        return read
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        """Yield the exponents and counts that are not zero."""
+        return ((exponent, count) for exponent, count in enumerate(self.counts, self.lowest) if count)
+
+    def below(self, exponent: int) -> int:
+        """Return the number of elements v with 0 < |v| < 2^exponent."""
+        return sum(self.counts[: max(exponent - self.lowest, 0)])
+
+    @classmethod
+    def total(cls, several: Iterable[Exponents]) -> Exponents:
+        """Return the sum of histograms."""
+        some = [one for one in several if one.counts]
+        lowest = min((one.lowest for one in some), default=0)
+        counts = [0] * (max((one.lowest + len(one.counts) for one in some), default=0) - lowest)
+        for one in some:
+            for index, count in enumerate(one.counts, one.lowest - lowest):
+                counts[index] += count
+        return cls(lowest, counts)
+
+
+def _formats(value: Any) -> Mapping[str, Fit]:
+    fits: Mapping[str, Fit] = _by_name(Fit.from_json)(value)
+    if missing := [name for name in LOW_PRECISION if name not in fits]:
+        raise ValueError(f"lacks {' and '.join(missing)}")
+    return fits
+
+
+# For each format: the exponents below which numbers round to zero, and are subnormal, and log2 of its largest number.
+_LIMITS = {
+    name: (one.smallest_subnormal_exponent - 1, one.smallest_normal_exponent, math.log2(one.largest))
+    for name, one in LOW_PRECISION.items()
+}
+
+
+def nearest_exponent(scale: float) -> int:
+    """Return the exponent of the power of two nearest to a scale."""
+    return round(math.log2(scale))
 
 
 @dataclass(frozen=True)
@@ -295,8 +354,7 @@ class Stats(Part):
         numel: Number of elements.
         largest, smallest: The largest finite magnitude, or 0; the smallest non-zero magnitude, or None.
         zero, nonfinite: Shares of all elements.
-        lowest: The lowest exponent.
-        counts: From there on, the number of elements v with 2^e <= |v| < 2^(e + 1) for each e.
+        exponents: The elements by exponent.
         formats: The fit of all elements, while they are scaled, by the name of the format.
     """
 
@@ -305,60 +363,23 @@ class Stats(Part):
     smallest: float | None
     zero: float
     nonfinite: float
-    lowest: int
-    counts: Sequence[int]
-    formats: Mapping[str, Fit]
+    exponents: Exponents
+    formats: Annotated[Mapping[str, Fit], _formats] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, value: Any) -> Stats:
-        """Read a JSON object. A large run has tens of thousands, so plain ones are read on a fast path."""
-        if not _are_plain(value):
-            parts = _AnyStats.from_json(value)
-            exponents = parts.exponents
-            top = exponents.lowest + len(exponents.counts)
-            if top > _HIGHEST + 1:
-                raise ValueError(f"exponents must be at most {_HIGHEST}, got {top - 1}")
-            formats = parts.formats
-            missing = [name for name in LOW_PRECISION if name not in formats] if formats else []
-            if missing:
-                raise ValueError(f"formats lacks {' and '.join(missing)}")
-            known = parts.numel, parts.largest, parts.smallest, parts.zero, parts.nonfinite
-            return cls(*known, exponents.lowest, exponents.counts, formats)
-        known = value["numel"], value["largest"], value["smallest"], value["zero"], value["nonfinite"]
-        exponents = value["exponents"]
-        return cls(*known, exponents["lowest"], exponents["counts"], {})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
-        return {
-            "numel": self.numel,
-            "largest": self.largest,
-            "smallest": self.smallest,
-            "zero": self.zero,
-            "nonfinite": self.nonfinite,
-            "exponents": {"lowest": self.lowest, "counts": list(self.counts)},
-            "formats": {name: fit.to_json() for name, fit in self.formats.items()},
-        }
-
-    def in_file(self) -> dict[str, Any]:
-        """Return the JSON object for a file, with rounded numbers, and without the formats, which follow from it."""
-        counts = [count if count < 1000 else int(_rounded(float(count), _COUNT_DIGITS)) for count in self.counts]
+    def in_file(self, *, has_formats: bool = True) -> dict[str, Any]:
+        """Return the JSON object for a file, with rounded numbers; without the formats if they follow from it."""
+        counts = [
+            count if count < 1000 else int(_rounded(float(count), _COUNT_DIGITS)) for count in self.exponents.counts
+        ]
         return {
             "numel": self.numel,
             "largest": _rounded(self.largest),
             "smallest": _rounded(self.smallest),
             "zero": _rounded(self.zero, 7),
             "nonfinite": _rounded(self.nonfinite, 7),
-            "exponents": {"lowest": self.lowest, "counts": counts},
+            "exponents": {"lowest": self.exponents.lowest, "counts": counts},
+            **({"formats": _rounded(_plain(self.formats))} if has_formats else {}),
         }
-
-    def by_exponent(self) -> dict[int, int]:
-        """Return the counts that are not zero by exponent."""
-        return {exponent: count for exponent, count in enumerate(self.counts, self.lowest) if count}
-
-    def count_below(self, exponent: int) -> int:
-        """Return the number of elements v with 0 < |v| < 2^exponent."""
-        return int(sum(self.counts[: max(exponent - self.lowest, 0)]))
 
     def fitted(self, scale: float) -> Stats:
         """Return a copy with the fit of the elements times `scale`, by the nearest power of two, into formats.
@@ -368,88 +389,33 @@ class Stats(Part):
         """
         if not 0.0 <= self.largest < math.inf:
             raise ValueError(f"largest {_fail('a finite number >= 0', self.largest)}")
-        shares = []
+        shift, numel, lowest = nearest_exponent(scale), max(self.numel, 1), self.exponents.lowest
+        shares = {}
         for name in ("zero", "nonfinite"):
             if not 0.0 <= (share := getattr(self, name)) <= 1.0:
                 raise ValueError(f"{name} {_fail('a number in [0, 1]', share)}")
-            shares.append(round(share * self.numel) / max(self.numel, 1))  # files have seven digits
-        shift, numel = nearest_exponent(scale), max(self.numel, 1)
-        below = list(accumulate(self.counts, initial=0))  # the number of elements below each exponent
+            shares[name] = round(share * self.numel) / numel  # files have seven digits
+        below = list(accumulate(self.exponents.counts, initial=0))  # the number of elements below each exponent
         log = math.log2(self.largest) + shift if self.largest else -math.inf
         formats = {}
         for name, (subnormal, normal, top) in _LIMITS.items():
             lost, coarse = (
-                below[min(max(cut - shift - self.lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal)
+                below[min(max(cut - shift - lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal)
             )
             formats[name] = Fit(lost, coarse - lost, -math.inf if self.nonfinite else top - log)
-        zero, nonfinite = shares
-        return replace(self, zero=zero, nonfinite=nonfinite, formats=formats)
+        return replace(self, **shares, formats=formats)
 
-
-# For each format: the exponents below which numbers round to zero, and are subnormal, and log2 of its largest number.
-_LIMITS = {
-    name: (one.smallest_subnormal_exponent - 1, one.smallest_normal_exponent, math.log2(one.largest))
-    for name, one in LOW_PRECISION.items()
-}
-
-
-@dataclass(frozen=True)
-class _AnyStats(Part):
-    numel: int
-    largest: float
-    smallest: float | None
-    zero: float
-    nonfinite: float
-    exponents: _Exponents
-    formats: Mapping[str, Fit] = field(default_factory=dict)
-
-
-def _are_plain(value: Any) -> bool:
-    """Return True if all fields, without formats, are surely valid: integers and floats, no strings."""
-    try:
-        exponents, numel, smallest = value["exponents"], value["numel"], value["smallest"]
-        lowest, counts = exponents["lowest"], exponents["counts"]
-        numbers = value["largest"], value["zero"], value["nonfinite"], 0.0 if smallest is None else smallest
-        return (
-            "formats" not in value
-            and type(numel) is type(lowest) is int
-            and type(counts) is list
-            and set(map(type, counts)) <= {int}
-            and min(counts, default=0) >= 0
-            and max(counts, default=0) <= numel < 2**63
-            and lowest >= _LOWEST
-            and lowest + len(counts) <= _HIGHEST + 1
-            and set(map(type, numbers)) == {float}
+    @classmethod
+    def total(cls, parts: Sequence[Stats]) -> Stats:
+        """Return the statistics of several tensors together, without formats."""
+        numel = sum(part.numel for part in parts)
+        zero, nonfinite = (
+            sum(round(share * part.numel) for share, part in zip(shares, parts, strict=True)) / max(numel, 1)
+            for shares in ([part.zero for part in parts], [part.nonfinite for part in parts])
         )
-    except (KeyError, TypeError, IndexError):
-        return False
-
-
-def nearest_exponent(scale: float) -> int:
-    """Return the exponent of the power of two nearest to a scale."""
-    return round(math.log2(scale))
-
-
-def added_up(histograms: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, list[int]]:
-    """Return the sum of histograms, each given as its lowest exponent and the counts from there on."""
-    some = [(low, counts) for low, counts in histograms if counts]
-    lowest = min((low for low, _ in some), default=0)
-    total = [0] * (max((low + len(counts) for low, counts in some), default=0) - lowest)
-    for low, counts in some:
-        for index, count in enumerate(counts, low - lowest):
-            total[index] += count
-    return lowest, total
-
-
-def _together(parts: Sequence[Stats]) -> Stats:
-    """Return the statistics of several tensors together, without formats."""
-    numel = sum(part.numel for part in parts)
-    zero, nonfinite = (
-        sum(round(getattr(part, name) * part.numel) for part in parts) / max(numel, 1) for name in ("zero", "nonfinite")
-    )
-    smallest = min((part.smallest for part in parts if part.smallest is not None), default=None)
-    lowest, counts = added_up((part.lowest, part.counts) for part in parts)
-    return Stats(numel, max(part.largest for part in parts), smallest, zero, nonfinite, lowest, counts, {})
+        smallest = min((part.smallest for part in parts if part.smallest is not None), default=None)
+        largest = max(part.largest for part in parts)
+        return cls(numel, largest, smallest, zero, nonfinite, Exponents.total(part.exponents for part in parts))
 
 
 @dataclass(frozen=True)
@@ -514,7 +480,7 @@ class SampleRecord(Record):
             if missing:
                 raise ValueError(f"owned: there are no gradients of {missing[0][:60]}")
             owned = {module: own for module, own in sample.owned.items() if own}
-            modules = {module: _together([gradients[name] for name in own]) for module, own in owned.items()}
+            modules = {module: Stats.total([gradients[name] for name in own]) for module, own in owned.items()}
         modules = _fitted("modules", modules, sample.scale)
         activations = _fitted("activations", sample.activations, 1.0)
         return replace(sample, gradients=gradients, modules=modules, activations=activations)
@@ -531,11 +497,10 @@ class SampleRecord(Record):
         """
         is_exact = bool(self.owned) and math.frexp(self.scale)[0] == 0.5
         written = ("gradients", "activations") if is_exact else ("gradients", "modules", "activations")
-        stats = {name: {key: one.in_file() for key, one in getattr(self, name).items()} for name in written}
-        if not is_exact:
-            for name, group in stats.items():
-                for key, one in group.items():
-                    one["formats"] = _rounded(_plain(getattr(self, name)[key].formats))
+        stats = {
+            name: {key: one.in_file(has_formats=not is_exact) for key, one in getattr(self, name).items()}
+            for name in written
+        }
         return {
             "kind": self.kind,
             "step": self.step,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from castwise.monitor._formats import LOW_PRECISION, Format
-from castwise.monitor._records import Fit, Stats
+from castwise.monitor._records import Exponents, Fit, Stats
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ class Tally:
             smallest=self.smallest if math.isfinite(self.smallest) else None,
             zero=self._share(self.zero),
             nonfinite=self._share(self.nonfinite),
-            lowest=lowest,
-            counts=[self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)],
+            exponents=Exponents(lowest, [self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)]),
             formats={name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
         )
 

@@ -101,7 +101,7 @@ class Ranges:
         numel, fp16 = stats.numel, stats.formats["fp16"]
         self.samples += 1
         self.elements += numel
-        for exponent, count in stats.by_exponent().items():
+        for exponent, count in stats.exponents.items():
             self.exponents[exponent] += count
         self.scale = underflow.scale
         largest, headroom = stats.largest, fp16.headroom_bits

@@ -107,20 +107,20 @@ def _took_part(module: str, outputs: _ByName) -> bool:
 def _reaches_below(modules: _ByName, scale: float) -> bool:
     """Return True if there are numbers below fp16's smallest, so that they were not computed in fp16."""
     smallest = FP16.smallest_subnormal_exponent - nearest_exponent(scale)
-    below = sum(stats.count_below(smallest) for stats in modules.values())
-    return below >= CUT_OFF_FROM * sum(sum(stats.counts) for stats in modules.values())
+    below = sum(stats.exponents.below(smallest) for stats in modules.values())
+    return below >= CUT_OFF_FROM * sum(sum(stats.exponents.counts) for stats in modules.values())
 
 
 def _is_cut_off(stats: Stats, scale: float) -> bool:
-    first = next((index for index, count in enumerate(stats.counts) if count), None)
+    first = next((index for index, count in enumerate(stats.exponents.counts) if count), None)
     if first is None:
         return False
     shift, smallest = nearest_exponent(scale), FP16.smallest_subnormal_exponent
-    lowest = stats.lowest + first + shift
+    lowest = stats.exponents.lowest + first + shift
     if lowest < smallest or (scale == 1.0 and not _is_fp16s(stats.smallest)):
         return False
-    return stats.count_below(FP16.smallest_normal_exponent - shift) > MOSTLY * sum(stats.counts) or (
-        lowest == smallest and stats.counts[first] >= CUT_OFF_FROM * stats.numel
+    return stats.exponents.below(FP16.smallest_normal_exponent - shift) > MOSTLY * sum(stats.exponents.counts) or (
+        lowest == smallest and stats.exponents.counts[first] >= CUT_OFF_FROM * stats.numel
     )
 
 

@@ -74,7 +74,7 @@ def _histograms(samples: Iterable[SampleRecord]) -> dict[str, Histogram]:
             elements[ALL_MODULES] += stats.numel
             mine = counts.setdefault(module, {}).setdefault(shift, {})
             whole = counts[ALL_MODULES].setdefault(shift, {})
-            for exponent, count in stats.by_exponent().items():
+            for exponent, count in stats.exponents.items():
                 mine[exponent] = mine.get(exponent, 0) + count
                 whole[exponent] = whole.get(exponent, 0) + count
     return {module: _histogram(by_shift, elements[module]) for module, by_shift in counts.items()}
