@@ -15,7 +15,7 @@ from torch import nn
 import castwise
 from castwise.integrations import mlflow as sink_module
 from castwise.integrations.mlflow import MLflow
-from castwise.monitor._records import EndRecord, Exponents, Fit, RunRecord, SampleRecord, Stats, StepRecord
+from castwise.monitor._records import EndRecord, Exponents, FormatFit, RunRecord, SampleRecord, Stats, StepRecord
 
 Record = dict[str, Any]
 
@@ -39,7 +39,7 @@ def step(number: int, **fields: Any) -> StepRecord:
 
 
 def sample(number: int, *modules: str, flush: float = 0.25) -> SampleRecord:
-    stats = Stats(1, 1.0, 1.0, 0.0, 0.0, Exponents(0, [1]), {"fp16": Fit(flush, 0.5, 3.0)})
+    stats = Stats(1, 1.0, 1.0, 0.0, 0.0, Exponents(0, [1]), {"fp16": FormatFit(flush, 0.5, 3.0)})
     return SampleRecord(number, 1.0, modules=dict.fromkeys(modules, stats))
 
 

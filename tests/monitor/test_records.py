@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import castwise
 from castwise.monitor import Run
 from castwise.monitor import _record_file as record_file
 from castwise.monitor._exponents import count, tally
+from castwise.monitor._gzip_members import end_of_whole, packed
 from castwise.monitor._gzip_members import samples as samples_of
 from castwise.monitor._records import Exponents, SampleRecord, Stats, StepRecord, record_from
 
@@ -117,7 +120,7 @@ def test_a_step_is_written_without_what_is_usual() -> None:
 def test_sixty_samples_of_three_hundred_modules_take_less_than_two_megabytes(tmp_path: Path) -> None:
     recorded(tmp_path, steps=2, model=Tied(layers=300, width=64))
     content = (tmp_path / "monitor.jsonl.gz").read_bytes()
-    sizes = [end - start for start, end in samples_of(content)]
+    sizes = [end - start for start, end in samples_of(io.BytesIO(content))]
     assert len(sizes) == 2
     assert len(content) - sum(sizes) + 60 * max(sizes) < 2 * 2**20
 
@@ -132,7 +135,7 @@ def test_older_samples_are_thinned_while_the_run_goes_on(tmp_path: Path, monkeyp
     assert kept[-3:] == [62, 63, 64]
     assert 4 < len(kept) < 40
     content = (tmp_path / "monitor.jsonl.gz").read_bytes()
-    places = [*samples_of(content)]
+    places = [*samples_of(io.BytesIO(content))]
     assert len(places) == len(kept)
     assert sum(end - start for start, end in places) <= 20_000
     recorded(tmp_path, steps=64)  # in the same file
@@ -150,6 +153,21 @@ def test_a_record_of_castwise_0_1_is_read(tmp_path: Path) -> None:
         assert [{**record.to_json(), "owned": 0} for record in given] == [
             {**record, "owned": 0} for record in records if record["kind"] == kind
         ]
+
+
+def test_members_of_samples_are_found_also_across_blocks() -> None:
+    content = io.BytesIO()
+    places = []
+    for size in (1 << 20, (1 << 20) - 100, (1 << 20) + 3):
+        for is_sample in (False, True):
+            start = content.tell()
+            content.write(packed(random.Random(size).randbytes(size - start % 97), is_sample=is_sample))
+            places += [(start, content.tell())] * is_sample
+    assert [*samples_of(content)] == places
+    assert end_of_whole(content) == places[-1][1]
+    for cut in (1, 9, 60):
+        content.truncate(places[-1][1] - cut)
+        assert end_of_whole(content) == places[-1][0]
 
 
 STATS = Stats(8, 1.5, 0.25, 0.125, 0.0, Exponents(-2, [3, 0, 4]))

@@ -22,7 +22,7 @@ from castwise.monitor._records import (
     DiagnosisRecord,
     EndRecord,
     Exponents,
-    Fit,
+    FormatFit,
     RunRecord,
     SampleRecord,
     Stats,
@@ -149,7 +149,7 @@ def test_tensorboard_finds_what_was_recorded(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def statistics(flush: float) -> Stats:
-        formats = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), Fit(flush, 0.5, 3.0))
+        formats = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), FormatFit(flush, 0.5, 3.0))
         return Stats(5, 1.0, 0.125, 0.0, 0.0, Exponents(-3, [1, 0, 4]), formats)
 
     sink = TensorBoard(tmp_path)

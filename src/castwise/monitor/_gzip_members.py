@@ -6,7 +6,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from mmap import mmap
 from typing import BinaryIO
 
 _MAGIC = b"\x1f\x8b\x08"
@@ -27,31 +26,45 @@ def packed(content: bytes, *, is_sample: bool = False) -> bytes:
     return head + body + zlib.crc32(content).to_bytes(4, "little") + len(content).to_bytes(4, "little")
 
 
-def samples(content: bytes | mmap) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each member of a sample in a file's content."""
-    start = None
-    for header in _COMMENTED.finditer(content):
-        if start is not None:
-            yield start, header.start()
-        start = header.start() if header[1] else None
-    if start is not None:
-        yield start, len(content)
+def samples(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each sample's member in a file that castwise has written."""
+    file.seek(0)
+    begun: int | None = None
+    for start, is_sample in _headers(file):
+        if begun is not None:
+            yield begun, start
+        begun = start if is_sample else None
+    if begun is not None:
+        yield begun, file.seek(0, os.SEEK_END)
 
 
-def end_of_whole(content: bytes | mmap) -> int:
+def end_of_whole(file: BinaryIO) -> int:
     """Return where the last whole member ends in a file that castwise has written, or a crash has cut off."""
-    last = max(content.rfind(HEADER), 0)
-    inflate, position = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), last
+    file.seek(0)
+    last = max((start for start, _ in _headers(file)), default=0)
+    inflate, position = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), file.seek(last)
     while not inflate.eof:
-        block = inflate.unconsumed_tail or content[position : position + _BLOCK]
-        if not block:
-            return last
+        block = inflate.unconsumed_tail or file.read(_BLOCK)
         position += 0 if inflate.unconsumed_tail else len(block)
         try:
             inflate.decompress(block, 1 << 20)
         except zlib.error:
             return last
+        if not block:
+            return last
     return position - len(inflate.unused_data)
+
+
+def _headers(file: BinaryIO) -> Iterator[tuple[int, bool]]:
+    """Yield where members begin from the file's position 0 on, and whether each is a sample's."""
+    position, rest = 0, b""
+    while block := file.read(1 << 20):
+        content, done = rest + block, 0
+        for header in _COMMENTED.finditer(content):
+            yield position + header.start(), header[1] is not None
+            done = header.end()
+        done = max(done, len(content) - len(HEADER) - len(_OF_SAMPLE))  # a header may go on in the next block
+        position, rest = position + done, content[done:]
 
 
 def is_packed(head: bytes) -> bool:

@@ -105,7 +105,7 @@ def _skipped_until(last: int, run: Run) -> list[tuple[int, bool]]:
 def _merged(ranks: Mapping[int, Run]) -> Run:
     first = ranks[0]
     known = {rank: dict(_skips(run)) for rank, run in ranks.items()}
-    steps, diagnoses = [], [found for found in first.diagnoses if found.step not in known[0]]
+    steps, diagnoses = [], [record for record in first.diagnoses if record.step not in known[0]]
     for step in first.steps:
         number = step.step
         if number in known[0]:
@@ -114,15 +114,15 @@ def _merged(ranks: Mapping[int, Run]) -> Run:
             step = replace(step, cause=skip.cause, rank=skip.rank, parameters=skip.parameters)
             diagnoses += skip.diagnoses
         steps.append(step)
-    diagnoses.sort(key=lambda found: found.step)
+    diagnoses.sort(key=lambda record: record.step)
     return replace(first, steps=steps, diagnoses=diagnoses, mistakes=distinct_mistakes(ranks.values()))
 
 
 def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
     """Yield the number and facts of each skipped step of a rank."""
     diagnoses: dict[int, list[DiagnosisRecord]] = {}
-    for found in run.diagnoses:
-        diagnoses.setdefault(found.step, []).append(found)
+    for record in run.diagnoses:
+        diagnoses.setdefault(record.step, []).append(record)
     for step in run.steps:
         if step.skipped:
             yield step.step, Skip(step.why_skipped, step.parameters, tuple(diagnoses.get(step.step, ())))

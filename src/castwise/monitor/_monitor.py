@@ -367,8 +367,8 @@ class Monitor:
                 seconds=iteration.seconds if iteration else None,
             )
         )
-        for found in skip.diagnoses if skip else ():
-            self._write(found)
+        for record in skip.diagnoses if skip else ():
+            self._write(record)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -401,8 +401,9 @@ class Monitor:
         with self._guard:  # so that this rank joins the others in any case
             bad = set(facts.parameters)
             named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
-            found = () if diagnosis is None else (DiagnosisRecord.of(facts.number, facts.cause.value, diagnosis),)
-            mine = Skip(facts.cause.value, named, found)
+            cause = facts.cause.value
+            diagnoses = () if diagnosis is None else (DiagnosisRecord.of(facts.number, cause, diagnosis),)
+            mine = Skip(cause, named, diagnoses)
         has_sample = iteration is not None and iteration.sample is not None
         known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
         self._note_alone(facts.number)

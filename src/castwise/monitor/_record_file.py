@@ -11,8 +11,8 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from io import BytesIO
 from itertools import chain, count
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -258,7 +258,7 @@ class RecordFile:
         """Drop every second sample except in the latest quarter, replacing the file atomically."""
         assert self._file is not None
         content = _content(self._file)
-        places = [*samples(content)]
+        places = [*samples(BytesIO(content))]
         dropped = places[1 : len(places) * 3 // 4 : 2]
         edges = [0, *chain.from_iterable(dropped), len(content)]
         kept = b"".join(content[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
@@ -271,7 +271,7 @@ class RecordFile:
             thinned = _files.exchange(Path(os.path.realpath(self.path)), kept)
             self._close()
             self._file = thinned
-            self._samples_bytes = sum(end - start for start, end in samples(kept))
+            self._samples_bytes = sum(end - start for start, end in samples(BytesIO(kept)))
             status = os.fstat(thinned)
             self._ours = status.st_dev, status.st_ino
         if self._file is None:
@@ -354,10 +354,8 @@ def _content(file: int) -> bytes:
 
 def _cut_off_broken_end(file: int) -> int:
     """Cut off what a crash has left of a record, and return the bytes of all samples."""
-    size = os.fstat(file).st_size
-    if not size:
+    if not os.fstat(file).st_size:  # a device file may be endless
         return 0
-    with mmap(file, size, access=ACCESS_READ) as content:
-        end, of_samples = end_of_whole(content), sum(end - start for start, end in samples(content))
-    os.ftruncate(file, end)
-    return max(0, of_samples - (size - end))
+    with os.fdopen(os.dup(file), "rb") as opened:
+        os.ftruncate(file, end_of_whole(opened))
+        return sum(end - start for start, end in samples(opened))

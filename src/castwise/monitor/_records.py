@@ -273,8 +273,16 @@ class StepRecord(Record):
 
 
 @dataclass(frozen=True)
-class Fit(Part):
-    """How magnitudes fit into a format; see `Tally.fit`."""
+class FormatFit(Part):
+    """How magnitudes |v| fit into a format.
+
+    Args:
+        flush: The share of all elements with 0 < |v| < s / 2, where s is the smallest subnormal. They round to zero
+            (and so does s / 2 itself, which counts as subnormal here).
+        subnormal: The share with s / 2 <= |v| < the smallest normal number. They lose precision.
+        headroom_bits: log2(largest number of the format / largest |v|). Negative if the largest element overflows,
+            -inf if any element is inf or NaN, inf if all are zero.
+    """
 
     flush: float
     subnormal: float
@@ -327,8 +335,8 @@ class Exponents(Part):
         return cls(lowest, counts)
 
 
-def _formats(value: Any) -> Mapping[str, Fit]:
-    fits: Mapping[str, Fit] = _by_name(Fit.from_json)(value)
+def _formats(value: Any) -> Mapping[str, FormatFit]:
+    fits: Mapping[str, FormatFit] = _by_name(FormatFit.from_json)(value)
     if missing := [name for name in LOW_PRECISION if name not in fits]:
         raise ValueError(f"lacks {' and '.join(missing)}")
     return fits
@@ -364,7 +372,7 @@ class Stats(Part):
     zero: float
     nonfinite: float
     exponents: Exponents
-    formats: Annotated[Mapping[str, Fit], _formats] = field(default_factory=dict)
+    formats: Annotated[Mapping[str, FormatFit], _formats] = field(default_factory=dict)
 
     def in_file(self, *, has_formats: bool = True) -> dict[str, Any]:
         """Return the JSON object for a file, with rounded numbers; without the formats if they follow from it."""
@@ -381,6 +389,19 @@ class Stats(Part):
             **({"formats": _rounded(_plain(self.formats))} if has_formats else {}),
         }
 
+    def fits(self, shift: int = 0) -> dict[str, FormatFit]:
+        """Return the fit of the elements times 2^shift into each format."""
+        lowest, numel = self.exponents.lowest + shift, max(self.numel, 1)
+        below = list(accumulate(self.exponents.counts, initial=0))  # the number of elements below each exponent
+        # Not the logarithm of a quotient, which may overflow.
+        log = math.log2(self.largest) + shift if self.largest else -math.inf
+        fits = {}
+        for name, (subnormal, normal, top) in _LIMITS.items():
+            lost, coarse = (below[min(max(cut - lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal))
+            headroom = -math.inf if self.nonfinite else top - log
+            fits[name] = FormatFit(lost, coarse - lost, headroom)
+        return fits
+
     def fitted(self, scale: float) -> Stats:
         """Return a copy with the fit of the elements times `scale`, by the nearest power of two, into formats.
 
@@ -389,21 +410,12 @@ class Stats(Part):
         """
         if not 0.0 <= self.largest < math.inf:
             raise ValueError(f"largest {_fail('a finite number >= 0', self.largest)}")
-        shift, numel, lowest = nearest_exponent(scale), max(self.numel, 1), self.exponents.lowest
         shares = {}
         for name in ("zero", "nonfinite"):
             if not 0.0 <= (share := getattr(self, name)) <= 1.0:
                 raise ValueError(f"{name} {_fail('a number in [0, 1]', share)}")
-            shares[name] = round(share * self.numel) / numel  # files have seven digits
-        below = list(accumulate(self.exponents.counts, initial=0))  # the number of elements below each exponent
-        log = math.log2(self.largest) + shift if self.largest else -math.inf
-        formats = {}
-        for name, (subnormal, normal, top) in _LIMITS.items():
-            lost, coarse = (
-                below[min(max(cut - shift - lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal)
-            )
-            formats[name] = Fit(lost, coarse - lost, -math.inf if self.nonfinite else top - log)
-        return replace(self, **shares, formats=formats)
+            shares[name] = round(share * self.numel) / max(self.numel, 1)  # files have seven digits
+        return replace(self, **shares, formats=self.fits(nearest_exponent(scale)))
 
     @classmethod
     def total(cls, parts: Sequence[Stats]) -> Stats:
@@ -541,10 +553,10 @@ class DiagnosisRecord(Record):
         return f"{self.text}\n\n{self.advice}"
 
     @classmethod
-    def of(cls, step: int, cause: str, found: Diagnosis) -> DiagnosisRecord:
+    def of(cls, step: int, cause: str, diagnosis: Diagnosis) -> DiagnosisRecord:
         """Return the record of a diagnosis."""
-        texts = found.phase, found.module, found.op, str(found), found.advice
-        return cls(step, cause, *texts, summary=found.summary, remedy=found.remedy, code=found.code)
+        texts = diagnosis.phase, diagnosis.module, diagnosis.op, str(diagnosis), diagnosis.advice
+        return cls(step, cause, *texts, None, diagnosis.summary, diagnosis.remedy, diagnosis.code)
 
 
 @dataclass(frozen=True)

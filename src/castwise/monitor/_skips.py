@@ -33,7 +33,7 @@ class Skip:
 
     def to_numbers(self) -> tuple[int, bytes]:
         """Return the cause as a number, and the rest as JSON for another rank; empty if there is no rest."""
-        rest = [self.parameters[:PARAMETERS_NAMED], [found.to_json() for found in self.diagnoses]]
+        rest = [self.parameters[:PARAMETERS_NAMED], [record.to_json() for record in self.diagnoses]]
         return _place(self.cause), json.dumps(rest).encode() if any(rest) else b""
 
     @classmethod
@@ -73,7 +73,7 @@ def _diagnoses(at_fault: Mapping[int, Skip], size: int, cause: str) -> list[Diag
     """Return the diagnoses with a fault, one per place; without any, one clean diagnosis."""
     by_place: dict[tuple[str, ...], DiagnosisRecord] = {}
     for rank, skip in at_fault.items():
-        for found in skip.diagnoses:
-            place = found.phase, found.module, found.op
-            by_place.setdefault(place, replace(found, cause=cause, rank=rank if size > 1 else None))
-    return [found for found in by_place.values() if found.phase] or list(by_place.values())
+        for record in skip.diagnoses:
+            place = record.phase, record.module, record.op
+            by_place.setdefault(place, replace(record, cause=cause, rank=rank if size > 1 else None))
+    return [record for record in by_place.values() if record.phase] or list(by_place.values())

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from castwise.monitor._formats import LOW_PRECISION, Format
-from castwise.monitor._records import Exponents, Fit, Stats
+from castwise.monitor._records import Exponents, Stats
 
 
 @dataclass(frozen=True)
@@ -70,58 +69,24 @@ class Tally:
             counts={exponent: n * distinct // held for exponent, n in self.counts.items()},
         )
 
-    def share_between(self, low: float, high: float) -> float:
-        """Return the share of all elements with low <= |v| < high, without zeros.
-
-        Args:
-            low: 0 or a power of two.
-            high: A power of two.
-        """
-        first = -math.inf if low == 0.0 else math.log2(low)
-        last = math.log2(high)
-        return self._share(sum(n for exponent, n in self.counts.items() if first <= exponent < last))
-
-    def _share(self, n: int) -> float:
-        return n / self.numel if self.numel else 0.0
-
-    def fit(self, number_format: Format) -> Fit:
-        """Return how these magnitudes fit into a format.
-
-        Returns:
-            flush: The share of all elements with 0 < |v| < s / 2, where s is the smallest subnormal. They round to zero
-                (and so does s / 2 itself, which counts as subnormal here).
-            subnormal: The share with s / 2 <= |v| < the smallest normal number. They lose precision.
-            headroom_bits: log2(largest number of the format / largest |v|). Negative if the largest element overflows,
-                -inf if any element is inf or NaN, inf if all are zero.
-        """
-        rounds_to_zero = number_format.smallest_subnormal / 2
-        return Fit(
-            flush=self.share_between(0.0, rounds_to_zero),
-            subnormal=self.share_between(rounds_to_zero, number_format.smallest_normal),
-            headroom_bits=self._headroom_bits(number_format),
-        )
-
-    def _headroom_bits(self, number_format: Format) -> float:
-        if self.nonfinite:
-            return -math.inf
-        # A difference of logarithms, because the quotient may overflow fp64.
-        return math.log2(number_format.largest) - math.log2(self.largest) if self.largest else math.inf
-
     def stats(self, given: Tally | None = None) -> Stats:
         """Return the statistics of these elements for a record.
 
         Args:
             given: The tally to use for formats instead, such as that of the gradients while they are scaled.
         """
+        stats = self._without_formats()
+        return replace(stats, formats=(stats if given is None else given._without_formats()).fits())
+
+    def _without_formats(self) -> Stats:
         lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
         return Stats(
             numel=self.numel,
             largest=self.largest,
             smallest=self.smallest if math.isfinite(self.smallest) else None,
-            zero=self._share(self.zero),
-            nonfinite=self._share(self.nonfinite),
+            zero=self.zero / max(self.numel, 1),
+            nonfinite=self.nonfinite / max(self.numel, 1),
             exponents=Exponents(lowest, [self.counts.get(exponent, 0) for exponent in range(lowest, highest + 1)]),
-            formats={name: (given or self).fit(number_format) for name, number_format in LOW_PRECISION.items()},
         )
 
 

@@ -44,11 +44,11 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def update_of(found: list[float]) -> Update:
+def update_of(numbers: list[float]) -> Update:
     """Return the record of a parameter's update.
 
     Args:
-        found: A result of `compare`, or the sum of its results over parts of the parameter.
+        numbers: A result of `compare`, or the sum of its results over parts of the parameter.
 
     Returns:
         update_to_weight: ||dw||2 / ||w||2, where w are the weights before the step; inf if they were all zero.
@@ -56,7 +56,7 @@ def update_of(found: list[float]) -> Update:
             in fp32. The step would not change these elements if the weights were bf16 without an fp32 copy. NaN for
             16-bit weights.
     """
-    of_change, of_weight, changed, lost = found
+    of_change, of_weight, changed, lost = numbers
     from_nothing = math.inf if of_change else 0.0
     return Update(
         update_to_weight=math.sqrt(of_change) / math.sqrt(of_weight) if of_weight else from_nothing,
