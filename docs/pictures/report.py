@@ -1,6 +1,6 @@
 """Train a small GPT with a fault and take screenshots of its report, for tutorials/report.md.
 
-    python docs/pictures/report.py --train    # also rewrites benchmarks/results/report_run/monitor.jsonl
+    python docs/pictures/report.py --train    # also rewrites benchmarks/results/report_run
     python docs/pictures/report.py            # docs/pictures/report-*.png, each in light and dark
 
 Needs chromium and chromedriver, like the tests of the report.

@@ -391,15 +391,15 @@ class Stats(Part):
 
     def fits(self, shift: int = 0) -> dict[str, FormatFit]:
         """Return the fit of the elements times 2^shift into each format."""
-        lowest, numel = self.exponents.lowest + shift, max(self.numel, 1)
+        lowest, numel, bins = self.exponents.lowest + shift, max(self.numel, 1), len(self.exponents.counts)
         below = list(accumulate(self.exponents.counts, initial=0))  # the number of elements below each exponent
         # Not the logarithm of a quotient, which may overflow.
         log = math.log2(self.largest) + shift if self.largest else -math.inf
         fits = {}
         for name, (subnormal, normal, top) in _LIMITS.items():
-            lost, coarse = (below[min(max(cut - lowest, 0), len(below) - 1)] / numel for cut in (subnormal, normal))
-            headroom = -math.inf if self.nonfinite else top - log
-            fits[name] = FormatFit(lost, coarse - lost, headroom)
+            lost = 0.0 if subnormal <= lowest else below[min(subnormal - lowest, bins)] / numel
+            coarse = 0.0 if normal <= lowest else below[min(normal - lowest, bins)] / numel
+            fits[name] = FormatFit(lost, coarse - lost, -math.inf if self.nonfinite else top - log)
         return fits
 
     def fitted(self, scale: float) -> Stats:
@@ -410,12 +410,14 @@ class Stats(Part):
         """
         if not 0.0 <= self.largest < math.inf:
             raise ValueError(f"largest {_fail('a finite number >= 0', self.largest)}")
-        shares = {}
-        for name in ("zero", "nonfinite"):
-            if not 0.0 <= (share := getattr(self, name)) <= 1.0:
+        shares = []
+        for name, share in (("zero", self.zero), ("nonfinite", self.nonfinite)):
+            if not 0.0 <= share <= 1.0:
                 raise ValueError(f"{name} {_fail('a number in [0, 1]', share)}")
-            shares[name] = round(share * self.numel) / max(self.numel, 1)  # files have seven digits
-        return replace(self, **shares, formats=self.fits(nearest_exponent(scale)))
+            shares.append(round(share * self.numel) / max(self.numel, 1))  # files have seven digits
+        zero, nonfinite = shares
+        formats = self.fits(nearest_exponent(scale))
+        return Stats(self.numel, self.largest, self.smallest, zero, nonfinite, self.exponents, formats)
 
     @classmethod
     def total(cls, parts: Sequence[Stats]) -> Stats:
