@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
 from castwise.amp._schedules import Schedule
 from castwise.monitor import FP16, Run
 from castwise.monitor._exponents import count, tally
-from castwise.monitor._records import SampleRecord
+from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import Advice, Verdict, verdict
 from castwise.report._run_facts import Ranges, RunFacts
-from castwise.report._step_advice import STREAK_MATTERS
+from castwise.report._skips import STREAK_MATTERS, Finding, assign
 
 # A gradient whose largest number is 2^-6.3: 22.3 bits below 65504.
 GOOD = {"a": -16.0, "b": -16.0}
@@ -540,3 +542,39 @@ def test_thresholds_are_those_of_fp16() -> None:
 
 def test_a_row_of_skips_matters_from_where_a_scaler_warns() -> None:
     assert Schedule.patience == STREAK_MATTERS
+
+
+CAUSES = ["overflow", "non-finite loss", "non-finite weights", "another rank", "unknown", None]
+SKIPS = CAUSES[:5]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.sampled_from(CAUSES), max_size=30), st.lists(st.sampled_from(CAUSES[:5]), max_size=30), st.booleans()
+)
+def test_each_skipped_step_belongs_to_exactly_one_finding(
+    some: list[str | None], at_end: list[str | None], diverges: bool
+) -> None:
+    causes = [*some, None, *at_end]
+    records = [
+        StepRecord(number, scale=2.0, skipped=cause is not None, cause=cause)
+        for number, cause in enumerate(causes, start=1)
+    ]
+    findings = assign(records, len(some) // 2 if diverges else None)
+    assigned = [step for groups in findings.values() for skips in groups for step in skips.steps]
+    assert sorted(assigned) == [record.step for record in records if record.skipped]
+    assert {skips.cause for skips in findings[Finding.LOST_WEIGHTS]} <= {"non-finite weights"}
+    if len(at_end) >= STREAK_MATTERS and not diverges:
+        row = {step for skips in findings[Finding.ENDLESS_ROW] for step in skips.steps}
+        assert row == {r.step for r in records[len(some) + 1 :] if r.cause != "non-finite weights"}
+
+
+def test_a_row_at_the_end_is_not_counted_again_and_names_its_causes(tmp_path: Path) -> None:
+    bad = [step(number, 2.0**14, "non-finite loss", loss="nan") for number in (3, 9)]
+    end = [step(number, 2.0**14, "unknown") for number in range(60, 90)]
+    end[3:5] = [step(number, 2.0**14, "non-finite loss", loss="nan") for number in (63, 64)]
+    taken = [step(number, 2.0**14) for number in range(1, 60) if number not in (3, 9)]
+    run = write(tmp_path, *sorted([*bad, *taken], key=lambda record: record["step"]), *end)
+    assert advice_on(run, "The loss was inf or NaN").evidence["skipped_steps"] == 2
+    assert advice_on(run, "30 steps in a row").evidence["causes"] == ("unknown (28x)", "non-finite loss (2x)")
+    assert not [advice for advice in verdict(run) if advice.text.startswith("28 steps skipped")]

@@ -12,7 +12,7 @@ from castwise.report._diagnosed import Diagnosed, first_and_last
 from castwise.report._range_advice import innermost
 from castwise.report._ranks import on_ranks
 from castwise.report._run_facts import RunFacts, shown
-from castwise.report._skips import COLLAPSED_BELOW, STREAK_MATTERS, Finding, Skips, is_endless
+from castwise.report._skips import COLLAPSED_BELOW, STREAK_MATTERS, Finding, Skips, by_cause, is_endless
 
 # Dynamic probes the scale with at most one overflow per growth_interval (2000) steps, 0.05% of them. At twenty times
 # that, 1%, the skipped work is worth more than the higher scale.
@@ -208,6 +208,8 @@ def collapse(facts: RunFacts) -> Iterator[Advice]:
         "longest_row_of_skipped_steps": len(skips),
         "row_begins_at_step": begun,
     }
+    if not met <= {causes.NONFINITE_LOSS, causes.OVERFLOW}:  # the text does not name them
+        evidence["causes"] = tuple(f"{group.cause} ({len(group.steps)}x)" for group in by_cause(skips))
     yield Advice(text, evidence, "critical", found)
 
 
