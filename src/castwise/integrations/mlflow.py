@@ -54,7 +54,11 @@ class MLflow:
         self._run: _Run | None = None
 
     def write_record(self, record: Record) -> None:
-        """Log a record, and send the pending numbers if it is time."""
+        """Log a record, and send the pending numbers if it is time.
+
+        Args:
+            record: The record.
+        """
         if self._run is None:
             self._run = _Run(self._given)
         self._run.take(record)

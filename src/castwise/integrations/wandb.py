@@ -53,7 +53,11 @@ class WandB:
         self._is_ours = False
 
     def write_record(self, record: Record) -> None:
-        """Log a record."""
+        """Log a record.
+
+        Args:
+            record: The record.
+        """
         if self._run is None:
             self._begin()
         summary = self._run.summary

@@ -68,7 +68,7 @@ def _headers(file: BinaryIO) -> Iterator[tuple[int, bool]]:
 
 
 def is_packed(head: bytes) -> bool:
-    """Return True for the start of a file of gzip members, whoever wrote it."""
+    """Return True for the start of a file of gzip members of any program."""
     return head.startswith(_MAGIC[:1])  # no JSON begins so
 
 

@@ -274,13 +274,13 @@ class StepRecord(Record):
 
 @dataclass(frozen=True)
 class FormatFit(Part):
-    """How magnitudes |v| fit into a format.
+    """How elements v fit into a format.
 
     Args:
-        flush: The share of all elements with 0 < |v| < s / 2, where s is the smallest subnormal. They round to zero
+        flush: The share of all elements with 0 < abs(v) < s / 2, where s is the smallest subnormal. They round to zero
             (and so does s / 2 itself, which counts as subnormal here).
-        subnormal: The share with s / 2 <= |v| < the smallest normal number. They lose precision.
-        headroom_bits: log2(largest number of the format / largest |v|). Negative if the largest element overflows,
+        subnormal: The share with s / 2 <= abs(v) < the smallest normal number. They lose precision.
+        headroom_bits: log2(largest number of the format / largest abs(v)). Negative if the largest element overflows,
             -inf if any element is inf or NaN, inf if all are zero.
     """
 
@@ -298,7 +298,7 @@ def _counts(value: Any) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Exponents(Part):
-    """A histogram: `counts[i]` elements v have 2^e <= |v| < 2^(e + 1), where e = `lowest` + i."""
+    """A histogram: `counts[i]` elements v have 2^e <= abs(v) < 2^(e + 1), where e = `lowest` + i."""
 
     lowest: Annotated[int, _integer(_LOWEST, _HIGHEST + 1)]
     counts: Annotated[Sequence[int], _counts]
@@ -320,7 +320,7 @@ class Exponents(Part):
         return ((exponent, count) for exponent, count in enumerate(self.counts, self.lowest) if count)
 
     def below(self, exponent: int) -> int:
-        """Return the number of elements v with 0 < |v| < 2^exponent."""
+        """Return the number of elements v with 0 < abs(v) < 2^exponent."""
         return sum(self.counts[: max(exponent - self.lowest, 0)])
 
     @classmethod

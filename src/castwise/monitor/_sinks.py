@@ -22,7 +22,11 @@ class RecordSink(Protocol):
     """A sink that accepts records as objects. Its `close` method, if it has one, is called at the end."""
 
     def write_record(self, record: Record) -> None:
-        """Write a record."""
+        """Write a record.
+
+        Args:
+            record: The record.
+        """
 
 
 Sink: TypeAlias = RecordSink | Callable[[dict[str, Any]], object]
@@ -80,6 +84,9 @@ class JSONL:
 
     def write_record(self, record: Record) -> None:
         """Append a record, rounded and without fields that have their default value.
+
+        Args:
+            record: The record.
 
         Raises:
             OSError, TypeError: As for a dict.

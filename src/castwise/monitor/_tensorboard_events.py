@@ -39,7 +39,11 @@ class TensorBoard:
         self._writer: Any = None
 
     def write_record(self, record: Record) -> None:
-        """Write a record."""
+        """Write a record.
+
+        Args:
+            record: The record.
+        """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
