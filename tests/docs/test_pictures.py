@@ -104,7 +104,7 @@ def test_the_run_of_the_report_can_be_trained_again(script: Any, tmp_path: Path,
     monkeypatch.setitem(train.__globals__, "BAD_STEP", 2)
     monkeypatch.setitem(train.__globals__, "read_text", lambda _: bytes(range(256)) * 4)
     train(tmp_path, TINY, steps=3, every=1)
-    assert [step["cause"] for step in Run.read(tmp_path).steps] == [None, "non-finite loss", None]
+    assert [step.cause for step in Run.read(tmp_path).steps] == [None, "non-finite loss", None]
 
 
 @pytest.mark.filterwarnings("ignore:this CPU has no units")

@@ -485,7 +485,7 @@ def test_the_search_for_a_scale_leaves_diagnoses_to_a_later_nan(tmp_path: Path) 
     castwise.uninstall()
     diagnoses = Run.read(run_in(tmp_path) / "Sequential").diagnoses
     assert [diagnosis.cause for diagnosis in diagnoses] == ["overflow", "overflow", "non-finite loss"]
-    assert diagnoses[-1]["phase"] == "input"
+    assert diagnoses[-1].phase == "input"
 
 
 def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Path) -> None:
@@ -553,7 +553,7 @@ def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: P
     with castwise.installed(tmp_path, on_skip="diagnose"):
         trained_on([BAD], Running())
     (diagnosis,) = Run.read(run_in(tmp_path) / "Running").diagnoses
-    assert diagnosis["phase"] == "input"
+    assert diagnosis.phase == "input"
 
 
 def test_diagnoses_need_a_folder() -> None:

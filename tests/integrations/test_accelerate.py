@@ -667,7 +667,7 @@ def test_the_end_of_training_writes_the_report_and_says_what_happened(
     assert not (tmp_path / "report.html").exists()
     accelerator.end_training()
     record = Run.read(tmp_path)
-    assert ([step["step"] for step in record.steps], record.ended) == ([11, 12, 13], True)
+    assert ([step.step for step in record.steps], record.ended) == ([11, 12, 13], True)
     assert "non-finite loss" in (tmp_path / "report.html").read_text()
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "castwise: 3 steps; skipped: 1 non-finite loss"

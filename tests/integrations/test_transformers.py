@@ -196,7 +196,7 @@ def test_a_skipped_step_holds_the_learning_rate_and_is_explained(tmp_path: Path)
     assert {diagnosis.phase for diagnosis in record.diagnoses} == {"backward"}
     assert run.lr_scheduler.last_epoch == STEPS - sum(skipped)
     assert [step.loss for step in record.steps] == pytest.approx([row[1] for row in logged(run)], rel=1e-6)
-    taken = [step["grad_norm"] for step in record.steps if not step.skipped]
+    taken = [step.grad_norm for step in record.steps if not step.skipped]
     assert taken == pytest.approx([row[2] for row in logged(run) if math.isfinite(row[2])])
 
 
