@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.forked import Python, on_ranks
-from tests.monitor.recorded import write_lines
+from tests.monitor.recorded import records_in, write_lines
 from typer.testing import CliRunner
 
 import castwise
@@ -93,7 +93,7 @@ def printed_by(script: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def records(out: Path) -> list[dict[str, object]]:
     files = sorted(run_in(out).glob("*/monitor.jsonl.gz"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [record for file in files for record in records_in(file)]
 
 
 def causes_in(folder: Path) -> list[object]:
