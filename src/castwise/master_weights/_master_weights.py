@@ -56,6 +56,7 @@ from castwise.master_weights._checkpoint_entries import (
     load_inner,
     separated,
 )
+from castwise.master_weights._clipping import Clip, Clipping, grads_of, norm_and_factor
 from castwise.master_weights._codecs import Chance, codec_of
 from castwise.master_weights._inner_optimizers import (
     Reach,
@@ -172,7 +173,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []
         self._workspace = Workspace(0)
         self._known_rounds: tuple[list[list[int]], list[_Round]] | None = None
-        self._clipped: tuple[Snapshot, torch.Tensor] | None = None
+        self._clipping: Clipping | None = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
         self._low_state = _low_state(optimizer, state_dtype, self._chance)
@@ -237,7 +238,7 @@ class MasterWeights(torch.optim.Optimizer):
                 )
         for param in low:
             name = names.get(param, "a parameter that the model does not have")
-            if _owner_of(param) not in (None, self):
+            if owner_of(param) not in (None, self):
                 raise ValueError(f"{name!r} is in another MasterWeights already: a parameter can be in only one")
             if is_fsdp_flattened(param) and self._reach is not Reach.ELEMENT:
                 raise ValueError(
@@ -383,47 +384,79 @@ class MasterWeights(torch.optim.Optimizer):
             ValueError: An argument is out of range.
         """
         max_norm, norm_type = check_bound("max_norm", max_norm), check_norm_type(norm_type)
-        if any(is_fsdp_flattened(weight.param) for weight in self._weights):
-            raise RuntimeError("FSDP1 shards the gradients: call the model's clip_grad_norm_")
-        grads = _grads(self.param_groups)
-        if not grads:
+        pairs = self._pairs_to_clip()
+        if not pairs:
             return torch.zeros(())
         with torch.no_grad():
-            norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in _norms(grads, norm_type)]
-            stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-            norm: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
-            before = self._clip_factor(grads)
-            if before is not None:
-                norm = norm * before
-            if error_if_nonfinite and not norm.isfinite():
-                raise RuntimeError(
-                    f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped"
-                )
-            factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_, for the same bits
-            self._clipped = Snapshot(grads), factor if before is None else factor * before
+            clips = self._clips()
+            norm, factor = norm_and_factor(pairs, max_norm, norm_type, error_if_nonfinite, lambda _: clips)
+            self._add_clip(Clip(factor))
         return norm
 
-    def _clip_factor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return the factor by which earlier calls clip these gradients; None if there were none for them."""
-        if self._clipped is None:
-            return None
-        snapshot, factor = self._clipped
-        written, _ = snapshot.changed(grads)
-        if written:
-            raise RuntimeError("a backward has added to gradients after clip_grad_norm_(): clip once, before step()")
-        return factor if snapshot.matches(grads) else None
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip each element of the gradients to [-v, v] in fp32 in the next `step`.
 
-    def _factor(self, scale: torch.Tensor | None, *, is_fused: bool) -> torch.Tensor | None:
-        """Return the factor that unscales or clips gradients; None if there is none."""
-        if scale is not None:  # a fused optimizer divides by it; the scaler includes clipping in it
-            factor: torch.Tensor | None = None if is_fused else getattr(self, "grad_factor", None)
-            return factor if is_fused or factor is not None else reciprocal(scale)
-        if self._clipped is None:
-            return None
+        Use this instead of `torch.nn.utils.clip_grad_value_`, which would round v to 16 bits. `.grad` is not changed.
+        With a scaler, call the scaler's `clip_grad_value_`.
+
+        Args:
+            clip_value: v, >= 0.
+
+        Raises:
+            RuntimeError: A backward has added to gradients after an earlier call, or the model is in FSDP1.
+            TypeError: `clip_value` is not a number, or there are complex gradients.
+            ValueError: `clip_value` < 0.
+        """
+        clip_value = check_bound("clip_value", clip_value)
+        if any(grad.is_complex() for _, grad in self._pairs_to_clip()):
+            raise TypeError("complex gradients cannot be clipped by value: use clip_grad_norm_")
+        self._add_clip(Clip(bound=clip_value))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and forget how they were to be clipped.
+
+        Args:
+            set_to_none: Set them to None instead of zero.
+        """
+        self._clipping = None
+        super().zero_grad(set_to_none)
+
+    def _pairs_to_clip(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parameters that have gradients, with these; raise a RuntimeError if FSDP1 has flattened them."""
+        if any(is_fsdp_flattened(weight.param) for weight in self._weights):
+            raise RuntimeError("FSDP1 shards the gradients: call the model's clip_grad_norm_")
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [(param, param.grad) for param in params if param.grad is not None]
+
+    def _clips(self) -> tuple[Clip, ...]:
+        """Return how the current gradients are clipped already; raise a RuntimeError if they were written to since."""
+        return () if self._clipping is None else self._clipping.clips_of(_grads(self.param_groups))
+
+    def _add_clip(self, clip: Clip, *, is_once_unscaled: bool = False) -> None:
+        """Clip the current gradients in the next step.
+
+        Args:
+            clip: How; after earlier clippings of these gradients.
+            is_once_unscaled: Whether a scaler is going to unscale them first.
+        """
+        earlier = self._clips()
+        self._clipping = Clipping(Snapshot(_grads(self.param_groups)), (*earlier, clip), is_once_unscaled)
+
+    def _take_clips(self, scale: torch.Tensor | None, *, is_fused: bool) -> tuple[Clip, ...]:
+        """Return what to do to the fp32 gradients of this step, in order, and forget it.
+
+        Args:
+            scale: What the gradients have to be divided by.
+            is_fused: Whether the inner optimizer divides by it, unless there is something else to do afterwards.
+        """
         try:
-            return self._clip_factor(_grads(self.param_groups))
+            clips = self._clips()
         finally:
-            self._clipped = None
+            self._clipping = None
+        if scale is None or (is_fused and not clips):
+            return clips
+        factor = None if is_fused else getattr(self, "grad_factor", None)  # the scaler includes clipping in it
+        return Clip(reciprocal(scale) if factor is None else factor), *clips
 
     @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -461,7 +494,7 @@ class MasterWeights(torch.optim.Optimizer):
                 loss = closure()
         rounds = self._checked_rounds()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None and self._clipped is not None:
+        if scale is not None and self._clipping is not None and not self._clipping.is_once_unscaled:
             raise RuntimeError(
                 "the gradients are scaled, but were clipped as if they were not: call "
                 "scaler.clip_grad_norm_(optimizer, ...) instead of the optimizer's method"
@@ -469,17 +502,19 @@ class MasterWeights(torch.optim.Optimizer):
         is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
         # A fused optimizer on an accelerator reads found_inf on the device; for all others the host has to know it.
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
+            self._clipping = None
             return loss
-        factor, returned = self._factor(scale, is_fused=is_fused), None
+        clips, returned = self._take_clips(scale, is_fused=is_fused), None
         created: Created = {}
         written: list[Weight] = []
         with torch.no_grad(), ExitStack() as stack:
             if is_fused:
-                stack.enter_context(given(self._inner, grad_scale=scale, found_inf=found_inf))
+                inner_scale = None if clips else scale
+                stack.enter_context(given(self._inner, grad_scale=inner_scale, found_inf=found_inf))
                 if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
                     stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
             for round_ in rounds:
-                returned = self._step_round(round_, factor, created, written, writes_grads=scale is not None)
+                returned = self._step_round(round_, clips, created, written, writes_grads=scale is not None)
         note_stepped(self._inner)
         self._chance.count(found_inf)
         self._warn_of(written, is_counted=False)
@@ -524,7 +559,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _step_round(
         self,
         round_: _Round,
-        factor: torch.Tensor | None,
+        clips: tuple[Clip, ...],
         created: Created,
         written: list[Weight],
         *,
@@ -535,8 +570,12 @@ class MasterWeights(torch.optim.Optimizer):
             groups = self._inner.param_groups
             if not loans and self._reach is not Reach.ALL and not _grads(groups):
                 return None
-            if factor is not None:
-                _multiply(_grads(groups), factor)
+            if clips:
+                lent_for = {id(loan.stand_in): loan.segment.weight.param for loan in loans}
+                params = [param for group in groups for param in group["params"] if param.grad is not None]
+                pairs_to_clip = [(lent_for.get(id(param), param), param.grad) for param in params]
+                for clip in clips:
+                    clip.apply_(pairs_to_clip)
             returned = step_without_hooks(self._inner)
             if writes_grads:
                 pairs = [(loan.grad, loan.stand_in.grad) for loan in loans]
@@ -835,7 +874,7 @@ class MasterWeights(torch.optim.Optimizer):
                     f"{name!r} has shape {tuple(state_dict[name].shape)} in the checkpoint, but the parameter has "
                     f"{tuple(weight.layout.shape)}"
                 )
-        owners = {_owner_of(param) for param in model.parameters()}  # other parameters may be in another MasterWeights
+        owners = {owner_of(param) for param in model.parameters()}  # other parameters may be in another MasterWeights
         try:
             return model.load_state_dict(state_dict, strict=strict)
         finally:  # also if torch raises, or weights that it has loaded would keep the extra bits of the former ones
@@ -878,7 +917,7 @@ class MasterWeights(torch.optim.Optimizer):
         # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
         narrow = narrowing.without_model(self._narrow)
-        return {**state, **made, "_model": None, "_narrow": narrow, "_clipped": None}
+        return {**state, **made, "_model": None, "_narrow": narrow, "_clipping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -969,38 +1008,20 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object
     While a `MasterWeights` steps it, its groups hold fp32 tensors instead.
     """
     params = [] if isinstance(optimizer, MasterWeights) else [p for g in optimizer.param_groups for p in g["params"]]
-    if any(_owner_of(param) is not None for param in params):
+    if any(owner_of(param) is not None for param in params):
         raise RuntimeError(
             f"this {type(optimizer).__name__} is inside a MasterWeights, which keeps the fp32 weights: call step() of "
             "the MasterWeights, and pass that to schedulers, scalers and frameworks"
         )
 
 
-def _owner_of(param: torch.Tensor) -> object:
+def owner_of(param: torch.Tensor) -> object:
+    """Return the `MasterWeights` that steps a parameter as a 16-bit one; None if there is none."""
     return _OWNERS[param]() if param in _OWNERS else None
 
 
 def _grads(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    return [param.grad for group in groups for param in group["params"] if param.grad is not None]
-
-
-def _norms(grads: list[torch.Tensor], norm_type: float) -> list[Any]:
-    """Return the norm of each gradient: fp32, or in the gradient's own precision if that is higher."""
-    norms: dict[int, torch.Tensor] = {}
-    for is_low in (True, False):
-        here = {index: grad for index, grad in enumerate(grads) if (grad.dtype in _DTYPES) is is_low}
-        if here:
-            dtype = torch.float32 if is_low else None
-            norms.update(zip(here, torch._foreach_norm([*here.values()], norm_type, dtype=dtype), strict=True))
-    return [norms[index] for index in range(len(grads))]
-
-
-def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    by_device = defaultdict(list)
-    for grad in grads:
-        by_device[grad.device].append(grad)
-    for device, here in by_device.items():
-        torch._foreach_mul_(here, factor.to(device))
+    return grads_of(param for group in groups for param in group["params"])
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
