@@ -392,6 +392,10 @@ class GradScaler(torch.amp.GradScaler):
         found_by_clipping = list(record.found_inf_per_device.values()) if is_clipped else []
         # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
         was_measured = self._agreement is not None and isinstance(state, Clipped) and self._is_measured(record, state)
+        if isinstance(state, Clipped) and state.factor is not None:  # it is too fine for 16-bit gradients
+            in_fp32: Any = record.optimizer
+            in_fp32._clip_once_unscaled(factor=state.factor * scale)
+            record.state = Ready()
         if self._replaces_unscaling():
             if self._rule.needs_largest:
                 self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
@@ -526,7 +530,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: Called after `step` or before the first `scale()`, a backward has added to clipped gradients,
-                or the gradients are not finite and `error_if_nonfinite` is set. Nothing is clipped.
+                or the gradients are not finite and `error_if_nonfinite` is set; or called for a `MasterWeights` after
+                `clip_grad_value_`. Nothing is clipped.
             TypeError: `optimizer` is not an optimizer, an argument has the wrong type, or a gradient has a dtype or
                 layout that cannot be unscaled.
             ValueError: An argument is out of its range, or there are fp16 gradients and they are not allowed.
@@ -551,10 +556,13 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
+        if record.info.steps_in_fp32:
+            in_fp32: Any = optimizer
+            in_fp32._check_not_clipped_by_value()
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
         grads = self._gradients_to_clip(record, allow_fp16=allow_fp16)
         is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
-        as_stepped = grads.measured_in_fp32() if is_left_to_step and record.info.steps_in_fp32 else grads
+        as_stepped = grads.measured_in_fp32() if record.info.steps_in_fp32 and not grads.repeat else grads
         if isinstance(record.state, Clipped):
             scaled_by = record.state.divisor
         else:
@@ -630,7 +638,11 @@ class GradScaler(torch.amp.GradScaler):
             found_infs = [clip.found_inf, *record.found_inf_per_device.values()]
             clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
             scaled_by = torch.ones_like(scaled_by)
-        measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
+        if record.info.steps_in_fp32 and not state.awaits_unscaling:
+            clipping: Any = record.optimizer
+            clipping._clip_once_unscaled(factor=clip.factor(scaled_by))
+        else:
+            measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
         if state.awaits_unscaling and self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         record.state = Unscaled(not isinstance(state, Unscaled) or state.may_unscale, is_clipped=True)
@@ -643,7 +655,8 @@ class GradScaler(torch.amp.GradScaler):
         May be called wherever `clip_grad_norm_` may, also on a disabled scaler.
 
         Args:
-            optimizer: The optimizer. A fused one cannot clip elements in its step, so they are always clipped here.
+            optimizer: The optimizer. A fused one cannot clip elements in its step, so they are always clipped here,
+                except those of a `MasterWeights`, which clips them in fp32 in its step.
             clip_value: v, >= 0.
 
         Raises:
@@ -652,17 +665,25 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
         """
         clip_value = measure.check_bound("clip_value", clip_value)
+        clipping: Any = optimizer
+        steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)
         if not self._enabled:
-            torch.nn.utils.clip_grad_value_(params_of(optimizer), clip_value)
+            if steps_in_fp32:
+                clipping.clip_grad_value_(clip_value)
+            else:
+                torch.nn.utils.clip_grad_value_(params_of(optimizer), clip_value)
             return
         self._check_scale_growth_tracker("clip_grad_value_")
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_value_", clip_value)
-        allow_fp16 = self._allow_fp16_gradients
+        allow_fp16 = steps_in_fp32 or self._allow_fp16_gradients
         collect(
             record.optimizer, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True, agreement=self._agreement
         )
+        if steps_in_fp32:
+            clipping._clip_once_unscaled(clip_value=clip_value)
+            return
         self._unscale_now(record, allow_fp16=allow_fp16)
         with torch.no_grad():
             for group in collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement).groups:

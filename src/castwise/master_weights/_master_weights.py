@@ -412,6 +412,18 @@ class MasterWeights(torch.optim.Optimizer):
             raise TypeError("complex gradients cannot be clipped by value: use clip_grad_norm_")
         self._add_clip(Clip(bound=clip_value))
 
+    def _clip_once_unscaled(self, *, factor: torch.Tensor | None = None, clip_value: float = 0.0) -> None:
+        """Clip in the next `step`, for a scaler, which unscales the gradients first."""
+        self._add_clip(Clip(factor, clip_value), is_once_unscaled=True)
+
+    def _check_not_clipped_by_value(self) -> None:
+        """Raise a RuntimeError if a scaler has clipped these gradients by value, which their norm would not include."""
+        if any(clip.factor is None for clip in self._clips()):
+            raise RuntimeError(
+                "the gradients are clipped by value in the step: call scaler.clip_grad_norm_(optimizer, ...) before "
+                "scaler.clip_grad_value_(optimizer, ...)"
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and forget how they were to be clipped.
 
