@@ -40,7 +40,8 @@ def install(
     Replaces `torch.autocast`, `torch.GradScaler` and the names in `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp` and
     `torch.distributed.fsdp.sharded_grad_scaler`, there and in every module that has already imported them. Existing
     objects and subclasses of torch's classes are not replaced; a warning names them. Loads torch's compiler, which the
-    first optimizer would load anyway, and FSDP.
+    first optimizer would load anyway, and FSDP. `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` clip gradients
+    of a `MasterWeights` in fp32, in its step.
 
     Each mistake is reported once, as a warning with file and line. The manual's page on `castwise run` lists them.
 

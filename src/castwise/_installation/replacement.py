@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from castwise._installation.settings import Settings
 from castwise._mistakes.mistake import Place, caller
@@ -19,6 +20,9 @@ from castwise._mistakes.watch import WATCH
 from castwise._torch_private import load_compiler
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
+from castwise.master_weights import _parameter_clipping as parameter_clipping
+from castwise.master_weights._master_weights import has_owners
+from castwise.master_weights._parameter_clipping import listed
 
 # Names in torch's modules; castwise has the same names in the same submodules.
 _NAMES = {
@@ -64,6 +68,12 @@ class Replacement:
         self._new[id(torch.save)] = _observed_save(torch.save)
         for module_of_save in (torch, torch.serialization):
             self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
+        for name, clipping in _CLIPPING.items():
+            old = getattr(torch.nn.utils, name)
+            self._old.append(old)
+            self._new[id(old)] = clipping(old)
+            for module_of_clipping in (torch.nn.utils, torch.nn.utils.clip_grad):
+                self._places.append((vars(module_of_clipping), name, old, self._new[id(old)]))
         self._settings = settings
         self._step = torch.optim.lr_scheduler.LRScheduler.step
         self._load_state_dict = torch.optim.Optimizer.load_state_dict
@@ -147,6 +157,45 @@ def _observed_load(load_state_dict: Any) -> Any:
         WATCH.state_loaded(optimizer, state_dict)
 
     return observed
+
+
+def _clip_grad_norm_in_step(clip_grad_norm_: Any) -> Any:
+    """Return a `clip_grad_norm_` that leaves clipping to `MasterWeights`, if it is given parameters of one."""
+
+    @functools.wraps(clip_grad_norm_)
+    def clip(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        norm: torch.Tensor | None = None
+        if not is_dynamo_compiling() and has_owners():
+            parameters = listed(parameters)
+            norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        if norm is None:
+            norm = clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm
+
+    return clip
+
+
+def _clip_grad_value_in_step(clip_grad_value_: Any) -> Any:
+    """Return a `clip_grad_value_` that leaves clipping to `MasterWeights`, if it is given parameters of one."""
+
+    @functools.wraps(clip_grad_value_)
+    def clip(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        if not is_dynamo_compiling() and has_owners():
+            parameters = listed(parameters)
+            if parameter_clipping.clip_grad_value_(parameters, clip_value):
+                return
+        clip_grad_value_(parameters, clip_value, foreach)
+
+    return clip
+
+
+_CLIPPING = {"clip_grad_norm_": _clip_grad_norm_in_step, "clip_grad_value_": _clip_grad_value_in_step}
 
 
 def _is_of(name: str, package: str) -> bool:

@@ -14,6 +14,7 @@ Requires the extra `castwise[accelerate]`.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from castwise.amp._gradients import params_of
 from castwise.amp._schedules import Schedule
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
+from castwise.master_weights import _parameter_clipping as parameter_clipping
+from castwise.master_weights._master_weights import MasterWeights
+from castwise.master_weights._parameter_clipping import listed
 from castwise.monitor._monitor import Monitor
 from castwise.monitor._sinks import JSONL
 from castwise.report._summary import end_and_summarize
@@ -44,7 +48,7 @@ except ImportError as error:
         "castwise.integrations.accelerate needs Accelerate: pip install 'castwise[accelerate]'"
     ) from error
 
-__all__ = ["prepare", "report", "unwrapped"]
+__all__ = ["clip_in_step", "prepare", "report", "unwrapped"]
 
 _Parameters: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
@@ -59,8 +63,9 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     `ShardedGradScaler` under FSDP, and a `GradScaler` that synchronizes all ranks under FSDP2 and with a
     `ParallelismConfig`. `accelerator.autocast()` and the region around the forward of prepared models become castwise
     regions with the settings of `AutocastKwargs`. `accelerator.clip_grad_norm_` and `clip_grad_value_` use the scaler
-    if called with the parameters of one prepared optimizer, and otherwise do what Accelerate does. `step_was_skipped`
-    of a prepared optimizer is also correct for fused optimizers and closures; for a fused optimizer it syncs.
+    if called with the parameters of one prepared optimizer. Without a scaler, a `MasterWeights` clips in fp32 in its
+    step. Otherwise they do what Accelerate does. `step_was_skipped` of a prepared optimizer is also correct for fused
+    optimizers and closures; for a fused optimizer it syncs.
 
     Args:
         accelerator: An accelerator in fp16, bf16 or full precision that has not prepared anything yet. With fp16 on a
@@ -95,9 +100,25 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     accelerator.prepare_model = ours.prepare_model
     accelerator.prepare_optimizer = ours.prepare_optimizer
     accelerator.unscale_gradients = ours.unscale_gradients
-    accelerator.clip_grad_norm_ = ours.clip_grad_norm_
-    accelerator.clip_grad_value_ = ours.clip_grad_value_
+    ours.clip_from(accelerator)
     return accelerator
+
+
+def clip_in_step(optimizer: Any) -> None:
+    """Have the accelerator that has prepared an optimizer clip a `MasterWeights` in fp32, as after `prepare`.
+
+    Accelerate's own methods would have torch clip its 16-bit gradients. Nothing else of the accelerator changes.
+
+    Args:
+        optimizer: A prepared optimizer. If it is no `MasterWeights`, or Accelerate scales with torch's scaler, nothing
+            changes.
+    """
+    if not isinstance(unwrapped(optimizer), MasterWeights):
+        return
+    for accelerator in [each for each in gc.get_objects() if issubclass(type(each), Accelerator)]:
+        is_its = any(prepared is optimizer for prepared in getattr(accelerator, "_optimizers", ()))
+        if is_its and isinstance(accelerator.scaler, (GradScaler, type(None))):
+            _CastwiseMethods(accelerator).clip_from(accelerator)
 
 
 def _check_preparable(accelerator: Any) -> None:
@@ -282,6 +303,9 @@ class _CastwiseMethods:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._theirs = accelerator, type(accelerator)
 
+    def clip_from(self, accelerator: Accelerator) -> None:
+        accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = self.clip_grad_norm_, self.clip_grad_value_
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
         handler = self._accelerator.autocast_handler if autocast_handler is None else autocast_handler
         region = _region(self._accelerator.native_amp, handler)
@@ -309,34 +333,37 @@ class _CastwiseMethods:
             scaler.unscale_(each)
 
     def clip_grad_norm_(self, parameters: _Parameters, max_norm: float, norm_type: float = 2) -> Any:
-        parameters = _listed(parameters)
+        parameters = listed(parameters)
         optimizer = self._owner_of(parameters)
-        if optimizer is None:
-            return self._theirs.clip_grad_norm_(self._accelerator, parameters, max_norm, norm_type)
-        return self._accelerator.scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
+        if optimizer is not None:
+            return self._accelerator.scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
+        if not self._has_scaler():
+            norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+            if norm is not None:
+                return norm
+        return self._theirs.clip_grad_norm_(self._accelerator, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: _Parameters, clip_value: float) -> None:
-        parameters = _listed(parameters)
+        parameters = listed(parameters)
         optimizer = self._owner_of(parameters)
-        if optimizer is None:
-            self._theirs.clip_grad_value_(self._accelerator, parameters, clip_value)
-        else:
+        if optimizer is not None:
             self._accelerator.scaler.clip_grad_value_(optimizer, clip_value)
+        elif self._has_scaler() or not parameter_clipping.clip_grad_value_(parameters, clip_value):
+            self._theirs.clip_grad_value_(self._accelerator, parameters, clip_value)
+
+    def _has_scaler(self) -> bool:
+        scaler = self._accelerator.scaler
+        return scaler is not None and scaler.is_enabled()
 
     def _owner_of(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
         """Return the optimizer that has exactly these gradients, if there is an enabled scaler."""
-        scaler = self._accelerator.scaler
-        if scaler is None or not scaler.is_enabled():
+        if not self._has_scaler():
             return None
         wanted = _with_gradients(parameters)
         return next((each for each in self._prepared() if _with_gradients(params_of(each)) == wanted), None)
 
     def _prepared(self) -> list[torch.optim.Optimizer]:
         return [unwrapped(optimizer) for optimizer in self._accelerator._optimizers]
-
-
-def _listed(parameters: _Parameters) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _with_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:

@@ -14,6 +14,7 @@ try:
     import lightning.fabric.plugins.precision as of_fabric
     import lightning.pytorch as pl
     import lightning.pytorch.plugins.precision as of_trainer
+    from lightning.fabric.strategies.strategy import Strategy
     from lightning.fabric.wrappers import _FabricOptimizer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 except ImportError as error:
@@ -99,6 +100,7 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
 
     _plain = of_fabric.Precision
     _fabric_optimizer = _FabricOptimizer
+    _strategy = Strategy
 
 
 class ReportCallback(Report, pl.Callback):

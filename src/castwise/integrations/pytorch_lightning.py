@@ -10,6 +10,7 @@ try:
     import lightning_fabric.plugins.precision as of_fabric
     import pytorch_lightning as pl
     import pytorch_lightning.plugins.precision as of_trainer
+    from lightning_fabric.strategies.strategy import Strategy
     from lightning_fabric.wrappers import _FabricOptimizer
     from pytorch_lightning.core.optimizer import LightningOptimizer
 except ImportError as error:
@@ -49,6 +50,7 @@ class FabricMixedPrecision(FabricPrecision, of_fabric.MixedPrecision, of_fabric.
 
     _plain = of_fabric.Precision
     _fabric_optimizer = _FabricOptimizer
+    _strategy = Strategy
 
 
 class ReportCallback(Report, pl.Callback):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from castwise.amp.grad_scaler import GradScaler
-from castwise.integrations.accelerate import unwrapped
+from castwise.integrations.accelerate import clip_in_step, unwrapped
 from castwise.monitor._monitor import Monitor
 from castwise.monitor._sinks import JSONL
 from castwise.report._summary import end_and_summarize
@@ -34,7 +34,8 @@ _PAGE = "report.html"
 class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow Transformers
     """Records the numerics of a training run, and writes `report.html` when it ends.
 
-    Attaches a `Monitor` when training starts, after a checkpoint was loaded, and detaches it when training ends. A
+    Attaches a `Monitor` when training starts, after a checkpoint was loaded, and detaches it when training ends. If
+    the Trainer's optimizer is a `MasterWeights`, the Trainer's clipping (`max_grad_norm`) then uses it, in fp32. A
     Trainer does not notify callbacks of a failed run. The record of a failed run is ended and its report written by
     `close()`, by the next `train()`, when the callback is garbage-collected, or when the process ends.
 
@@ -84,6 +85,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 "steps: call castwise.install() before creating the Trainer, or "
                 "castwise.integrations.accelerate.prepare(trainer.accelerator) before trainer.train()"
             )
+        clip_in_step(optimizer)
         sink = JSONL(self.folder)
         monitor = Monitor(
             model,

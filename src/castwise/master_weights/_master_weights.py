@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._suggestions import listed, nearest
 from castwise._torch_private import is_fsdp_flattened, never_traced, wraps_compiled
-from castwise._warnings import warn
+from castwise._warnings import warn, warn_or_print
 from castwise.amp._closures import given, no_momentum_of_a_skipped_step
 from castwise.amp._iteration import Snapshot
 from castwise.amp._measure import check_bound, check_norm_type, reciprocal
@@ -69,6 +69,7 @@ from castwise.master_weights._inner_optimizers import (
 )
 from castwise.master_weights._lending import Created, LowState, lent, loans_of
 from castwise.master_weights._narrowing_report import NarrowingReport, compare_forwards
+from castwise.master_weights._rounded_clipping import RoundedClipping
 from castwise.policy._bound_policy import BoundPolicy
 
 _METHODS = ("split", "stochastic")
@@ -174,6 +175,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._workspace = Workspace(0)
         self._known_rounds: tuple[list[list[int]], list[_Round]] | None = None
         self._clipping: Clipping | None = None
+        self._rounded_clipping: RoundedClipping | None = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
         self._low_state = _low_state(optimizer, state_dtype, self._chance)
@@ -300,6 +302,9 @@ class MasterWeights(torch.optim.Optimizer):
             of_param = self.state.get(weight.param, {})
             of_param.update(self._low_state.stored(of_param, weight.param))
         self._weights += new
+        trained = [weight.param for weight in self._weights if weight.param.requires_grad and weight.param.is_leaf]
+        if self._rounded_clipping is None and trained:
+            self._rounded_clipping = RoundedClipping(trained[0])
         if not self._weights:
             warn(
                 "MasterWeights has nothing to do: the optimizer has no weights of linear or convolution layers of this "
@@ -505,6 +510,7 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rounds = self._checked_rounds()
+        self._warn_of_rounded_clipping()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None and self._clipping is not None and not self._clipping.is_once_unscaled:
             raise RuntimeError(
@@ -723,6 +729,21 @@ class MasterWeights(torch.optim.Optimizer):
             UserWarning,
         )
 
+    def _warn_of_rounded_clipping(self) -> None:
+        """Warn, once, that gradients were clipped in 16 bits before this step."""
+        if self._rounded_clipping is None or (how := self._rounded_clipping.step()) is None:
+            return
+        self._rounded_clipping.stop()
+        self._rounded_clipping = None
+        warn_or_print(
+            f"gradients of MasterWeights were {how} in {self._dtype} since the backward, as by "
+            "torch.nn.utils.clip_grad_norm_, so they and their norm are rounded to 16 bits. Instead, write "
+            "optimizer.clip_grad_norm_(max_norm), or with a scaler scaler.clip_grad_norm_(optimizer, max_norm). "
+            "With Accelerate or the Transformers Trainer, call castwise.integrations.accelerate.prepare(accelerator); "
+            "with Lightning, use castwise's precision plugin",
+            UserWarning,
+        )
+
     def _set_values(self, values: Mapping[Weight, torch.Tensor]) -> None:
         """Set fp32 weights, given with the strides of the parameters."""
         with torch.no_grad():
@@ -929,7 +950,7 @@ class MasterWeights(torch.optim.Optimizer):
         # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
         narrow = narrowing.without_model(self._narrow)
-        return {**state, **made, "_model": None, "_narrow": narrow, "_clipping": None}
+        return {**state, **made, "_model": None, "_narrow": narrow, "_clipping": None, "_rounded_clipping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -1030,6 +1051,11 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object
 def owner_of(param: torch.Tensor) -> object:
     """Return the `MasterWeights` that steps a parameter as a 16-bit one; None if there is none."""
     return _OWNERS[param]() if param in _OWNERS else None
+
+
+def has_owners() -> bool:
+    """Return True if a `MasterWeights` steps any parameter of this process."""
+    return bool(_OWNERS)
 
 
 def _grads(groups: list[dict[str, Any]]) -> list[torch.Tensor]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from castwise._torch_private import is_fsdp_flattened
+from castwise.amp._gradients import params_of
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
+from castwise.master_weights._master_weights import MasterWeights
 
 
 class FabricPrecision(Scaling):
@@ -19,6 +25,7 @@ class FabricPrecision(Scaling):
 
     _plain: Any  # Lightning's full-precision plugin, a different class in each of its packages
     _fabric_optimizer: Any  # Fabric's wrapper around users' optimizers
+    _strategy: type  # the base class of Fabric's strategies
 
     def __init__(self, precision: Precision, device: str, scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, scaler)
@@ -27,6 +34,7 @@ class FabricPrecision(Scaling):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Register a model that is being set up. It is split over ranks only after this."""
+        self._clip_for_strategy()
         self._models = [*(reference for reference in self._models if reference() is not None), weakref.ref(module)]
         self._are_ranks_checked = False
         return module
@@ -64,6 +72,41 @@ class FabricPrecision(Scaling):
         if self.scaler is not None:
             self.scaler.unscale_(self._unwrapped(optimizer))
 
+    def _clip_for_strategy(self) -> None:
+        """Clip a `MasterWeights` in fp32 where `fabric.clip_gradients` has torch clip its 16-bit gradients.
+
+        Fabric asks the strategy to clip, and never gives it to its precision plugin.
+        """
+        for strategy in [each for each in gc.get_objects() if issubclass(type(each), self._strategy)]:
+            if strategy.precision is self and not isinstance(strategy.clip_gradients_norm, functools.partial):
+                strategy.clip_gradients_norm = functools.partial(self._clip_norm, strategy.clip_gradients_norm)
+                strategy.clip_gradients_value = functools.partial(self._clip_value, strategy.clip_gradients_value)
+
+    def _clip_norm(
+        self,
+        theirs: Callable[..., torch.Tensor],
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        if isinstance(optimizer, MasterWeights) and not any(map(is_fsdp_flattened, params_of(optimizer))):
+            if self.scaler is None:
+                return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+            return self.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return theirs(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_value(
+        self, theirs: Callable[..., None], module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float
+    ) -> None:
+        if not isinstance(optimizer, MasterWeights) or any(map(is_fsdp_flattened, params_of(optimizer))):
+            theirs(module, optimizer, clip_val)
+        elif self.scaler is None:
+            optimizer.clip_grad_value_(clip_val)
+        else:
+            self.scaler.clip_grad_value_(optimizer, clip_val)
+
     def clip_grad_norm_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -80,11 +123,15 @@ class FabricPrecision(Scaling):
             The norm of the unscaled gradients before clipping, shape ().
 
         Raises:
-            RuntimeError: There is no scaler. Use `fabric.clip_gradients` then.
+            RuntimeError: There is no scaler. Use `fabric.clip_gradients` then, unless the optimizer is a
+                `MasterWeights`.
         """
+        inner = self._unwrapped(optimizer)
+        if self.scaler is None and isinstance(inner, MasterWeights):
+            return inner.clip_grad_norm_(max_norm, norm_type)
         if self.scaler is None:
             raise RuntimeError("clip_grad_norm_ requires a scaler, and this plugin has none: use fabric.clip_gradients")
-        return self.scaler.clip_grad_norm_(self._unwrapped(optimizer), max_norm, norm_type)
+        return self.scaler.clip_grad_norm_(inner, max_norm, norm_type)
 
     def _unwrapped(self, optimizer: Any) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = (

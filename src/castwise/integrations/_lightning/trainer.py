@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened
+from castwise.amp._gradients import params_of
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
+from castwise.master_weights import _parameter_clipping as parameter_clipping
 from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._policy import Policy
 from castwise.weights._weight_cache import WeightCache
@@ -167,11 +169,16 @@ class TrainerPrecision(Scaling):
         else:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
-    clip_grad_by_value: Callable[[torch.optim.Optimizer, float], None]  # Lightning's
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip by value without a scaler."""
+        if not parameter_clipping.clip_grad_value_(params_of(optimizer), clip_val):
+            self._plain.clip_grad_by_value(self, optimizer, clip_val)
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip by norm without a scaler."""
         if not any(map(is_fsdp_flattened, self._parameters())):
+            if parameter_clipping.clip_grad_norm_(params_of(optimizer), clip_val) is not None:
+                return
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
             return
         from torch.distributed.fsdp import FullyShardedDataParallel
