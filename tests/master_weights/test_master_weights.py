@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import castwise
 from castwise import GradScaler, MasterWeights, Policy
+from castwise.master_weights import _parameter_clipping as parameter_clipping
 
 ADAMW: Callable[..., optim.Optimizer] = lambda params: optim.AdamW(params, lr=1e-2, fused=True)  # noqa: E731
 
@@ -231,7 +232,9 @@ def test_complex_gradients_are_no_pairs_of_real_ones_beside_16_bit_weights(norm_
     assert norms[0] == norms[1]
 
 
-def test_clipping_by_torch_rounds_and_ours_does_not() -> None:
+def test_clipping_by_torch_rounds_and_warns_and_ours_does_not() -> None:
+    warned: list[str] = []
+
     def norm_of(how: str) -> tuple[float, dict[str, Any]]:
         model, optimizer = wrapped(ADAMW) if how != "fp32" else (net(), None)
         optimizer = optimizer or ADAMW(model.parameters())
@@ -243,11 +246,18 @@ def test_clipping_by_torch_rounds_and_ours_does_not() -> None:
                 norm = optimizer.clip_grad_norm_(0.1)
             else:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            warned.extend(str(warning.message).partition(",")[0] for warning in caught)
             optimizer.zero_grad()
         return norm.item(), optimizer.fp32_state_dict(model) if how != "fp32" else model.state_dict()
 
-    (norm, weights), (ours, same), (rounded, other) = map(norm_of, ("fp32", "ours", "torch"))
+    (norm, weights), (ours, same) = map(norm_of, ("fp32", "ours"))
+    assert warned == []
+    rounded, other = norm_of("torch")
+    assert len(warned) == 1
+    assert warned[0].startswith("gradients of MasterWeights were multiplied by 0.0008")
     assert ours == norm != rounded
     assert same_bits(same, weights)
     assert not same_bits(other, weights)
@@ -308,25 +318,146 @@ def test_gradients_in_higher_precision_are_clipped_with_the_others(norm_type: fl
         assert torch.allclose(same[name], value, rtol=1e-6, atol=1e-9)
 
 
+def clipped_and_stepped(
+    *, with_master: bool, clip: Callable[[Net, Any], list[Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what clipping returned, and the fp32 weights after a step."""
+    model = net()
+    optimizer: Any = optim.SGD(model.parameters(), lr=1.0)
+    if with_master:
+        optimizer = MasterWeights(optimizer, model)
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        model(next(batches(1))).float().square().mean().backward()
+    norms = clip(model, optimizer if with_master else None)
+    optimizer.step()
+    return norms, optimizer.fp32_state_dict(model) if with_master else model.state_dict()
+
+
 @pytest.mark.parametrize("bounds", [(0.1, 100.0), (100.0, 0.1), (0.2, 0.1), (0.1, 0.2)])
-def test_a_gradient_that_is_clipped_twice_keeps_to_both_bounds(bounds: tuple[float, float]) -> None:
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_gradient_that_is_clipped_twice_keeps_to_both_bounds(by_value: bool, bounds: tuple[float, float]) -> None:
+    def clip(model: Net, optimizer: MasterWeights | None) -> list[float]:
+        clip_value: Any = nn.utils.clip_grad_value_ if optimizer is None else optimizer.clip_grad_value_
+        clip_norm: Any = nn.utils.clip_grad_norm_ if optimizer is None else optimizer.clip_grad_norm_
+        first = () if optimizer is not None else ([*model.parameters()],)
+        if by_value:
+            clip_value(*first, bounds[0] / 100)
+        norms = [clip_norm(*first, bound) for bound in bounds]
+        if by_value:
+            clip_value(*first, bounds[1] / 100)
+        return [norm.item() for norm in norms]
+
+    (norms, weights), (ours, same) = (clipped_and_stepped(with_master=each, clip=clip) for each in (False, True))
+    assert ours == norms
+    assert same_bits(same, weights)
+
+
+def test_some_of_the_parameters_are_clipped_by_their_own_norm() -> None:
+    def clip(model: Net, optimizer: MasterWeights | None) -> list[float]:
+        norms = []
+        for params in ([*model.up.parameters()], [model.down.weight, model.norm.weight], [*model.parameters()]):
+            norm = None if optimizer is None else parameter_clipping.clip_grad_norm_(params, 0.01)
+            norms.append(nn.utils.clip_grad_norm_(params, 0.01) if norm is None else norm)
+        if optimizer is None or not parameter_clipping.clip_grad_value_([model.down.weight], 1e-5):
+            nn.utils.clip_grad_value_([model.down.weight], 1e-5)
+        return [norm.item() for norm in norms]
+
+    (norms, weights), (ours, same) = (clipped_and_stepped(with_master=each, clip=clip) for each in (False, True))
+    assert ours == norms
+    assert same_bits(same, weights)
+
+
+def test_two_optimizers_are_clipped_by_one_norm() -> None:
     results = []
     for with_master in (False, True):
         model = net()
-        optimizer: Any = optim.SGD(model.parameters(), lr=1.0)
+        first, second = [*model.up.parameters()], [*model.down.parameters()]
+        optimizers: list[Any] = [optim.SGD(first, lr=1.0), optim.SGD(second, lr=1.0)]
         if with_master:
-            optimizer = MasterWeights(optimizer, model)
+            optimizers[0] = MasterWeights(optimizers[0], model)
         with castwise.autocast("cpu", dtype=torch.bfloat16):
             model(next(batches(1))).float().square().mean().backward()
+        norm = parameter_clipping.clip_grad_norm_([*second, *first], 0.1) if with_master else None
+        assert (norm is None) is not with_master
+        norm = nn.utils.clip_grad_norm_([*second, *first], 0.1) if norm is None else norm
+        for optimizer in optimizers:
+            optimizer.step()
+        fp32 = optimizers[0].fp32_state_dict(model) if with_master else model.state_dict()
+        results.append((norm.item(), fp32))
+    assert results[0][0] == results[1][0]
+    assert same_bits(results[0][1], results[1][1])
+    assert parameter_clipping.clip_grad_norm_(second, 0.1) is None  # no MasterWeights has these
+    assert not parameter_clipping.clip_grad_value_(second, 0.1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["value", "norm, value", "unscale, norm", "unscale, value", "value, unscale"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_clips_in_fp32(enabled: bool, how: str, fused: bool) -> None:
+    results = []
+    for with_master in (False, True):
+        model = net()
+        optimizer: Any = optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
         if with_master:
-            norms = [optimizer.clip_grad_norm_(bound).item() for bound in bounds]
-        else:
-            norms = [nn.utils.clip_grad_norm_(model.parameters(), bound).item() for bound in bounds]
-        optimizer.step()
-        results.append((norms, optimizer.fp32_state_dict(model) if with_master else model.state_dict()))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
-    for name, value in results[0][1].items():
-        assert torch.allclose(results[1][1][name], value, rtol=1e-5, atol=1e-7)
+            optimizer = MasterWeights(optimizer, model)
+        scaler, numbers = GradScaler("cpu", init_scale=4096.0, growth_interval=2, enabled=enabled), list[Any]()
+        for step, batch in enumerate(batches(5)):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch).float().square().mean()
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0) if enabled else loss).backward()
+            for call in how.split(", "):
+                if call == "unscale":
+                    scaler.unscale_(optimizer)
+                elif call == "value":
+                    scaler.clip_grad_value_(optimizer, 0.001)
+                else:
+                    numbers.append(str(scaler.clip_grad_norm_(optimizer, 0.1)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((numbers, optimizer.fp32_state_dict(model) if with_master else model.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert same_bits(results[1][1], results[0][1])
+
+
+def test_a_scaler_does_not_measure_what_it_clips_by_value_later() -> None:
+    model, optimizer = wrapped(ADAMW)
+    scaler = GradScaler("cpu")
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        scaler.scale(model(next(batches(1))).float().square().mean()).backward()
+    scaler.clip_grad_value_(optimizer, 0.1)
+    with pytest.raises(RuntimeError, match=r"^the gradients are clipped by value in the step: call"):
+        scaler.clip_grad_norm_(optimizer, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda grad: grad.mul_(0.3), "multiplied by 0.3"),
+        (lambda grad: grad.clamp_(-1e-4, 1e-4), "limited to 0.0001"),
+        (lambda grad: grad.mul_(0.25), None),  # without rounding
+        (lambda grad: grad.mul_(1.0), None),
+        (lambda grad: grad.add_(torch.linspace(0, 1e-2, grad.numel()).view_as(grad)), None),
+        (lambda grad: grad.mul_(torch.nan), None),
+    ],
+)
+def test_gradients_that_are_clipped_in_16_bits_are_warned_of(change: Callable[[Any], Any], how: str | None) -> None:
+    model, optimizer = wrapped(ADAMW)
+    warned = []
+    for batch in batches(4):
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(batch).float().square().mean().backward()
+        for param in model.parameters():
+            change(param.grad)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        warned += [str(warning.message) for warning in caught]
+        optimizer.zero_grad()
+    assert len(warned) == (how is not None)
+    for message in warned:
+        assert message.startswith(f"gradients of MasterWeights were {how} in torch.bfloat16 since the backward")
+        assert "optimizer.clip_grad_norm_(max_norm)" in message
 
 
 def test_accumulation_in_fp32_is_exact() -> None:
