@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import castwise
 from castwise import MasterWeights
+from castwise.master_weights import _parameter_clipping as parameter_clipping
 
 STEPS = 4
 
@@ -62,11 +63,20 @@ class Fp32Copies:
         self.params = dict(model.named_parameters())
         self.inner = adamw(self.copies.values())
 
-    def step(self) -> None:
+    def clip(self, max_norm: float) -> torch.Tensor:
+        self.copy_grads()
+        return nn.utils.clip_grad_norm_(self.copies.values(), max_norm)
+
+    def copy_grads(self) -> None:
         for name, copied in self.copies.items():
             grad = self.params[name].grad
             copied.grad = None if grad is None else grad.float()
+
+    def step(self) -> None:
+        if all(copied.grad is None for copied in self.copies.values()):
+            self.copy_grads()
         self.inner.step()
+        self.inner.zero_grad()
         with torch.no_grad():
             for name, copied in self.copies.items():
                 self.params[name].copy_(copied)
@@ -126,6 +136,24 @@ HOW: dict[str, Callable[[int, str], tuple[nn.Module, MasterWeights]]] = {
     "FSDP2 of 16-bit weights": fsdp2_of_16_bit,
     "tensor parallel": tensor_parallel,
 }
+
+
+def clipped(how: str, rank: int, method: str) -> dict[str, Any]:
+    """Clip by parameters, as frameworks do."""
+    model, optimizer = HOW[how](rank, method)
+    norms = []
+    for step in range(STEPS):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(x).float().square().mean().backward()
+        if method == "split":
+            norm: Any = parameter_clipping.clip_grad_norm_([*model.parameters()], 0.05)
+        else:
+            norm = optimizer.clip(0.05)
+        norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": norms, "weights": weights_of(optimizer, model)}
 
 
 def run(how: str, rank: int, method: str) -> dict[str, Any]:
@@ -243,6 +271,9 @@ def main() -> None:
     report = {how: {method: run(how, rank, method) for method in ("split", "fp32")} for how in HOW}
     result = {"runs": report, "fsdp1": fsdp1(rank), "errors": errors(), "resharded": resharded(rank, Path(folder))}
     result["other step"] = {how: of_another_step(how, rank) for how in ("FSDP2", "tensor parallel")}
+    result["clipped"] = {
+        how: {method: clipped(how, rank, method) for method in ("split", "fp32")} for how in ("DDP", "FSDP2")
+    }
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(result), flush=True)

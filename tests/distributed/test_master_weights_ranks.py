@@ -25,6 +25,15 @@ def test_residues_are_fp32_weights_on_each_rank(how: str, ranks: list[dict[str, 
     assert ranks[0]["runs"][how]["split"]["weights"] == ranks[1]["runs"][how]["split"]["weights"]
 
 
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_clipping_by_parameters_is_that_of_fp32_gradients_on_each_rank(how: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        runs = rank["clipped"][how]
+        assert runs["split"] == runs["fp32"]
+        assert min(runs["split"]["norms"]) > 0.05
+    assert ranks[0]["clipped"][how] == ranks[1]["clipped"][how]
+
+
 def test_sharded_and_replicated_runs_are_the_same_run(ranks: list[dict[str, Any]]) -> None:
     runs = ranks[0]["runs"]
     for name, values in runs["DDP"]["split"]["weights"].items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+@pytest.fixture
+def _fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state in the process, and refuses another precision until it is reset."""
+    accelerate: Any = pytest.importorskip("accelerate.state")
+    yield
+    accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
 def test_accelerate(expected: dict[str, Any]) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -45,6 +57,37 @@ def test_accelerate(expected: dict[str, Any]) -> None:
         schedule.step()
         optimizer.zero_grad()
     assert same_bits(inner.fp32_state_dict(model), expected)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_accelerate_clips_as_with_fp32_weights(by_value: bool, guarded: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from castwise.integrations.accelerate import prepare
+
+    def run(*, with_master: bool) -> tuple[list[float], dict[str, Any]]:
+        schedule = castwise.schedules.Guard() if guarded else None
+        accelerator = prepare(accelerate.Accelerator(cpu=True, mixed_precision="bf16"), schedule=schedule)
+        model = net()
+        inner: Any = MasterWeights(adamw(model.parameters()), model) if with_master else adamw(model.parameters())
+        prepared, optimizer = accelerator.prepare(model, inner)
+        numbers = []
+        for batch in batches(STEPS):
+            loss = nn.functional.cross_entropy(prepared(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            accelerator.backward(loss)
+            if by_value:
+                accelerator.clip_grad_value_(prepared.parameters(), 0.01)
+            else:
+                numbers.append(float(accelerator.clip_grad_norm_(prepared.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(loss.item())
+        return numbers, inner.fp32_state_dict(model) if with_master else model.state_dict()
+
+    (numbers, weights), (ours, same) = run(with_master=False), run(with_master=True)
+    assert ours == numbers
+    assert same_bits(same, weights)
 
 
 def test_lightning(expected: dict[str, Any], tmp_path: Path) -> None:
@@ -73,6 +116,129 @@ def test_lightning(expected: dict[str, Any], tmp_path: Path) -> None:
     further = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, **options)
     further.fit(again, data, ckpt_path=tmp_path / "it.ckpt", weights_only=False)
     assert same_bits(further.optimizers[0].fp32_state_dict(again.net), expected)
+
+
+@pytest.mark.parametrize("plugin", ["castwise", "castwise with a scaler", "Lightning"])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_lightning_clips_as_with_fp32_weights(by_value: bool, plugin: str, tmp_path: Path) -> None:
+    lightning: Any = pytest.importorskip("lightning")
+    from castwise.integrations.lightning import MixedPrecision
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, *, with_master: bool) -> None:
+            super().__init__()
+            self.net, self.with_master, self.losses = net(), with_master, list[float]()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(self.net, batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = adamw(self.parameters())
+            return MasterWeights(optimizer, self) if self.with_master else optimizer
+
+    def run(*, with_master: bool) -> tuple[list[float], dict[str, Any]]:
+        module = Module(with_master=with_master)
+        guard = castwise.GradScaler("cpu", schedule=castwise.schedules.Guard()) if "scaler" in plugin else None
+        given = {} if plugin == "Lightning" else {"plugins": MixedPrecision("bf16-mixed", "cpu", guard)}
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        clip = {
+            "gradient_clip_val": 0.01 if by_value else 0.5,
+            "gradient_clip_algorithm": "value" if by_value else "norm",
+        }
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, **options, **clip, **given
+        )
+        with castwise.installed() if plugin == "Lightning" else nullcontext():  # in fp32: the module has its own region
+            trainer.fit(module, torch.utils.data.DataLoader([*batches(STEPS)], batch_size=None))
+        optimizer = trainer.optimizers[0]
+        return module.losses, optimizer.fp32_state_dict(module) if with_master else module.state_dict()
+
+    (losses, weights), (ours, same) = run(with_master=False), run(with_master=True)
+    assert ours == losses
+    assert same_bits(same, weights)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_fabric_clips_as_with_fp32_weights(by_value: bool, guarded: bool) -> None:
+    lightning: Any = pytest.importorskip("lightning")
+    from castwise.integrations.lightning import FabricMixedPrecision
+
+    def run(*, with_master: bool) -> tuple[list[float], dict[str, Any]]:
+        guard = castwise.GradScaler("cpu", schedule=castwise.schedules.Guard()) if guarded else None
+        plugin = FabricMixedPrecision("bf16-mixed", "cpu", guard)
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        module = net()
+        inner: Any = MasterWeights(adamw(module.parameters()), module) if with_master else adamw(module.parameters())
+        model, optimizer = fabric.setup(module, inner)
+        numbers = []
+        for batch in batches(STEPS):
+            loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            fabric.backward(loss)
+            bound = {"clip_val": 0.01} if by_value else {"max_norm": 0.5}
+            norm = fabric.clip_gradients(model, optimizer, **bound)
+            numbers += [loss.item(), 0.0 if norm is None else norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers, inner.fp32_state_dict(module) if with_master else module.state_dict()
+
+    (numbers, weights), (ours, same) = run(with_master=False), run(with_master=True)
+    assert ours == numbers
+    assert same_bits(same, weights)
+
+
+def test_the_plugin_of_fabric_clips_without_a_scaler() -> None:
+    pytest.importorskip("lightning")
+    from castwise.integrations.lightning import FabricMixedPrecision
+
+    model, optimizer = wrapped(adamw)
+    loss_of(model, next(batches(1))).backward()
+    expected = nn.utils.get_total_norm([param.grad.float() for param in model.parameters() if param.grad is not None])
+    assert torch.equal(FabricMixedPrecision("bf16-mixed", "cpu").clip_grad_norm_(optimizer, 0.5), expected)
+    assert optimizer.clip_grad_norm_(torch.inf).item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("how", ["prepare", "the callback", "installed"])
+def test_transformers_trainer_clips_as_with_fp32_weights(how: str, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    from castwise.integrations.accelerate import prepare
+    from castwise.integrations.transformers import ReportCallback
+
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = torch.randint(16, (16, 8), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def run(*, with_master: bool) -> tuple[list[Any], dict[str, Any]]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **size))
+        settings = transformers.TrainingArguments(
+            *(str(tmp_path),), max_steps=STEPS, use_cpu=True, bf16=True, report_to=[], save_strategy="no",
+            max_grad_norm=0.1, disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4,
+            gradient_checkpointing=True,
+        )  # fmt: skip
+        # The Trainer's own, whose parameters are in another order than the model's, because norms are not decayed.
+        optimizer = transformers.Trainer(model, settings, train_dataset=rows).create_optimizer()
+        if with_master:
+            optimizer = MasterWeights(optimizer, model)
+        schedule = optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        callbacks = [ReportCallback(tmp_path / str(with_master))] if how == "the callback" else []
+        with castwise.installed() if how == "installed" else nullcontext():
+            trainer = transformers.Trainer(
+                model, settings, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=callbacks
+            )
+            if how == "prepare":
+                prepare(trainer.accelerator)
+            trainer.train()
+        logged = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+        return logged, optimizer.fp32_state_dict(model) if with_master else model.state_dict()
+
+    (logged, weights), (ours, same) = run(with_master=False), run(with_master=True)
+    assert ours == logged
+    assert len(logged) == STEPS
+    assert same_bits(same, {name: value.detach() for name, value in weights.items()})
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
