@@ -225,6 +225,21 @@ def test_weights_that_an_optimizer_puts_elsewhere_are_stepped() -> None:
         assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
 
 
+def test_fp16_gradients_are_unscaled_by_the_step_alone() -> None:
+    model, optimizer = wrapped(adamw, dtype=torch.float16)
+    scaler = GradScaler("cpu")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.") as caught:
+        scaler.unscale_(optimizer)
+    text = "MasterWeights unscales in its step: to clip, call scaler.clip_grad_norm_(optimizer, ...) instead"
+    assert str(caught.value).partition("gradients.")[2].strip() == text
+    assert all(param.grad is not None and (param.grad == 1).all() for param in model.parameters())
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+
+
 def test_scaled_gradients_are_not_clipped_as_if_they_were_not() -> None:
     model, optimizer = wrapped(adamw)
     scaler = GradScaler("cpu", init_scale=1024.0)

@@ -203,11 +203,13 @@ def _check_kind(
         )
     if dtype in _HALF and not allow_fp16:
         half = [_name(optimizer, param) for param, other in zip(params, kinds, strict=True) if other[0] in _HALF]
-        ours = ValueError(
+        advice = (
             "They may underflow once unscaled: keep the parameters in fp32 and let autocast choose fp16 op by op, or "
-            "allow them with GradScaler(..., allow_fp16_gradients=True). "
-            f"fp16 gradients: {', '.join(half)}"
+            f"allow them with GradScaler(..., allow_fp16_gradients=True). fp16 gradients: {', '.join(half)}"
         )
+        if getattr(optimizer, "_steps_in_fp32", False):
+            advice = "MasterWeights unscales in its step: to clip, call scaler.clip_grad_norm_(optimizer, ...) instead"
+        ours = ValueError(advice)
         param = torch.zeros((), dtype=torch.float16)
         param.grad = torch.zeros_like(param)
         raise torch_words.error(ours, lambda: torch_words.unscale(param))
