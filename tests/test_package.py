@@ -42,8 +42,8 @@ MAY_IMPORT = {
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
     "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "diagnosis"},
     "report": {"amp", "monitor"},
-    "_installation": {"amp", "policy", "weights", "diagnosis", "_mistakes", "monitor", "report"},
-    "integrations": {"amp", "distributed", "policy", "weights", "monitor", "report"},
+    "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "monitor", "report"},
+    "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report"},
     "_demo": {"amp", "monitor", "report", "_installation"},
     "_cli": {"amp", "policy", "tracing", "_mistakes", "monitor", "report", "_installation", "_doctor", "_demo"}
     | {"comparison", "tuning"},

@@ -48,7 +48,7 @@ except ImportError as error:
         "castwise.integrations.accelerate needs Accelerate: pip install 'castwise[accelerate]'"
     ) from error
 
-__all__ = ["clip_in_step", "prepare", "report", "unwrapped"]
+__all__ = ["prepare", "report", "unwrapped"]
 
 _Parameters: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
 
