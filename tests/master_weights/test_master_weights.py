@@ -460,6 +460,86 @@ def test_gradients_that_are_clipped_in_16_bits_are_warned_of(change: Callable[[A
         assert "optimizer.clip_grad_norm_(max_norm)" in message
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_compensated_sums_have_the_bits_of_fp32_sums(set_to_none: bool, micro_batches: int) -> None:
+    def accumulate(model: Net, optimizer: Any, clip: Callable[[], torch.Tensor]) -> list[float]:
+        norms = []
+        for step in range(4):
+            for batch in batches(micro_batches, micro_batches * step):
+                with castwise.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(batch).float().square().mean() / micro_batches
+                loss.backward()
+            norms.append(clip().item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return norms
+
+    plain = net()
+    expected = accumulate(plain, ADAMW(plain.parameters()), lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    model, optimizer = wrapped(ADAMW, accumulate="compensated")
+    assert accumulate(model, optimizer, lambda: optimizer.clip_grad_norm_(0.1)) == expected
+    assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
+    rounded, of_rounded = wrapped(ADAMW)
+    accumulate(rounded, of_rounded, lambda: of_rounded.clip_grad_norm_(0.1))
+    is_same = same_bits(of_rounded.fp32_state_dict(rounded), plain.state_dict())
+    assert is_same is (micro_batches == 1)
+
+
+def test_compensation_needs_memory_from_the_second_micro_batch_until_the_step() -> None:
+    model, optimizer = wrapped(ADAMW, accumulate="compensated")
+    measured = []
+    for batch in batches(3):
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(batch).float().square().mean().backward()
+        measured.append(optimizer.memory()["gradients"])
+    in_bf16 = 2 * optimizer.memory()["parameters"]
+    assert measured == [in_bf16, 2 * in_bf16, 2 * in_bf16]
+    optimizer.step()
+    assert optimizer.memory()["gradients"] == in_bf16
+
+
+def test_compensation_drops_what_belongs_to_other_gradients() -> None:
+    model, optimizer = wrapped(lambda params: optim.SGD(params, lr=1.0), accumulate="compensated")
+    before = {name: value.clone() for name, value in optimizer.fp32_state_dict(model).items()}
+    for batch in batches(2):
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(batch).float().square().mean().backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.fill_(0.5)
+    optimizer.step()
+    after = optimizer.fp32_state_dict(model)
+    assert all(torch.equal(after[name], before[name] - 0.5) for name in before)
+
+
+def test_compensated_sums_that_are_not_finite_stay_so() -> None:
+    layer = nn.Linear(1, 4, bias=False)
+    optimizer = MasterWeights(optim.SGD(layer.parameters(), lr=1.0), layer, accumulate="compensated")
+    weight, infinite = layer.weight, float("inf")
+    largest = torch.finfo(torch.bfloat16).max
+    for row in ([infinite, infinite, float("nan"), largest], [1.0, -infinite, 1.0, largest]):
+        torch.autograd.backward(weight, torch.tensor(row, dtype=torch.bfloat16).view(4, 1))
+    assert weight.grad is not None
+    assert [str(value) for value in weight.grad.flatten().tolist()] == ["inf", "nan", "nan", "inf"]
+    copied = copy.deepcopy((layer, optimizer))[1]
+    assert [*copied.param_groups[0]["params"][0].shape] == [4, 1]
+    optimizer.step()
+    assert not weight.isfinite().any()
+
+
+def test_compensation_is_for_bf16() -> None:
+    model = net()
+    for options in ({"dtype": torch.float16}, {"grad_dtype": torch.float32}):
+        if "grad_dtype" in options and not hasattr(torch.Tensor, "grad_dtype"):
+            continue
+        settings: dict[str, Any] = options
+        with pytest.raises(ValueError, match=r'^accumulate="compensated" is for bfloat16 gradients'):
+            MasterWeights(ADAMW(model.parameters()), model, accumulate="compensated", **settings)
+    with pytest.raises(ValueError, match=r"^accumulate must be one of 'plain', 'compensated', got 'compensate'"):
+        MasterWeights(ADAMW(model.parameters()), model, accumulate="compensate")
+
+
 def test_accumulation_in_fp32_is_exact() -> None:
     def accumulate(model: Net, optimizer: Any) -> dict[str, Any]:
         for step in range(4):

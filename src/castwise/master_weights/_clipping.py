@@ -76,7 +76,7 @@ def norm_and_factor(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-    clips_of: Callable[[torch.Tensor], tuple[Clip, ...]],
+    fp32_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of gradients and the factor that clips them, with the bits of torch's functions for fp32 ones.
 
@@ -85,26 +85,19 @@ def norm_and_factor(
         max_norm: The largest allowed norm.
         norm_type: p of the p-norm.
         error_if_nonfinite: Raise a RuntimeError if the norm is not finite. Syncs.
-        clips_of: Returns the earlier clippings of a parameter's gradient, which the norm includes.
+        fp32_of: Returns the fp32 gradient to measure for a parameter and its gradient; None for the gradient itself.
     """
-    earlier = [(param, grad, clips) for param, grad in pairs if (clips := clips_of(param))]
-    clipped = {param: _norm_once_clipped(param, grad, clips, norm_type) for param, grad, clips in earlier}
-    others = iter(_norms([grad for param, grad in pairs if param not in clipped], norm_type))
-    norms = [clipped[param] if param in clipped else next(others) for param, _ in pairs]
+    copied = {}
+    for param, grad in pairs:
+        if (in_fp32 := fp32_of(param, grad)) is not None:
+            copied[param] = _norms([in_fp32], norm_type)[0]  # one at a time, to need memory for one only
+    others = iter(_norms([grad for param, grad in pairs if param not in copied], norm_type))
+    norms = [copied[param] if param in copied else next(others) for param, _ in pairs]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped")
     return norm, (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_, for the same bits
-
-
-def _norm_once_clipped(
-    param: torch.Tensor, grad: torch.Tensor, clips: tuple[Clip, ...], norm_type: float
-) -> torch.Tensor:
-    copied = grad.to(torch.float32) if grad.dtype.itemsize < 4 else grad.clone()
-    for clip in clips:
-        clip.apply_([(param, copied)])
-    return _norms([copied], norm_type)[0]
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

@@ -45,11 +45,14 @@ class LowState:
         return stored if is_dtensor(param) else laid_out_as(stored, local(param))
 
 
-def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
+def loans_of(
+    views: BucketViews, residue_of: Callable[[torch.Tensor], torch.Tensor | None] | None, *, all_: bool
+) -> list[Loan]:
     """Return the loans of a bucket's segments that have a gradient, and set their gradients.
 
     Args:
         views: The views of the decoded bucket.
+        residue_of: Returns what to add to the bits of a parameter's gradient in fp32, as int16.
         all_: Whether to include segments without a gradient.
     """
     loans, copied_to, copied = [], [], []
@@ -58,7 +61,7 @@ def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
         of_param = param.grad
         loan.grad = None
         if of_param is not None:
-            loan.grad = grad = _grad_of(loan, of_param)
+            loan.grad = grad = _part_of(loan, of_param)
             if grad.dtype is torch.float32:
                 fp32_grad = grad
             else:
@@ -71,10 +74,15 @@ def loans_of(views: BucketViews, *, all_: bool) -> list[Loan]:
             loans.append(loan)
     if copied:
         torch._foreach_copy_(copied_to, copied)
+    for loan in () if residue_of is None else loans:
+        residue = residue_of(loan.segment.weight.param)
+        if residue is not None:
+            loan.fp32_grad.view(torch.int32).add_(_part_of(loan, residue))
     return loans
 
 
-def _grad_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
+def _part_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
+    """Return a loan's part of a gradient, or of a tensor beside it, with the strides of the loan."""
     weight = loan.segment.weight
     here = of_param if is_plain(of_param) else local(of_param)
     if here.stride() != weight.layout.stride or here.is_neg():

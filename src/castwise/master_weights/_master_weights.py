@@ -27,6 +27,7 @@ from castwise.amp._iteration import Snapshot
 from castwise.amp._measure import check_bound, check_norm_type, reciprocal
 from castwise.amp.autocast_mode import autocast
 from castwise.master_weights import _narrowing as narrowing
+from castwise.master_weights._accumulation import Accumulation
 from castwise.master_weights._buckets import (
     Bucket,
     BucketViews,
@@ -116,6 +117,9 @@ class MasterWeights(torch.optim.Optimizer):
             other module shares; with a bound policy, those of them that compute in `dtype`; with "all", all parameters.
         grad_dtype: Dtype in which gradients accumulate: "param", the dtype of the weights, or torch.float32 (needs
             torch >= 2.13; not with DDP and FSDP, which require one dtype for both).
+        accumulate: How bf16 gradients of several micro-batches are added. "plain" rounds each sum to bf16, as torch
+            does. "compensated" keeps what rounding drops, in 2 more bytes per parameter from the second micro-batch
+            until the step, which has the bits of fp32 sums then. Not with FSDP, nor with float16.
         generator: Its `initial_seed()` seeds stochastic rounding; 0 by default. Must be the same on all ranks.
 
     Raises:
@@ -151,6 +155,7 @@ class MasterWeights(torch.optim.Optimizer):
         state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None = None,
         narrow: object = None,
         grad_dtype: str | torch.dtype = "param",
+        accumulate: str = "plain",
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(optimizer, MasterWeights):
@@ -161,6 +166,12 @@ class MasterWeights(torch.optim.Optimizer):
         _check_choice("dtype", dtype, _DTYPES)
         _check_choice("method", method, _METHODS)
         _check_choice("grad_dtype", grad_dtype, ("param", torch.float32))
+        _check_choice("accumulate", accumulate, ("plain", "compensated"))
+        if accumulate == "compensated" and (dtype is torch.float16 or grad_dtype is torch.float32):
+            raise ValueError(
+                'accumulate="compensated" is for bfloat16 gradients: omit it to accumulate in fp32 by grad_dtype, and '
+                "give grad_dtype=torch.float32 with float16 weights"
+            )
         if grad_dtype is torch.float32 and not hasattr(torch.Tensor, "grad_dtype"):
             raise ValueError(f"grad_dtype=torch.float32 needs torch >= 2.13, got {torch.__version__}")
         if not isinstance(generator, (torch.Generator, type(None))):
@@ -176,6 +187,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._known_rounds: tuple[list[list[int]], list[_Round]] | None = None
         self._clipping: Clipping | None = None
         self._rounded_clipping: RoundedClipping | None = None
+        self._accumulation = Accumulation() if accumulate == "compensated" else None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
         self._low_state = _low_state(optimizer, state_dtype, self._chance)
@@ -247,6 +259,12 @@ class MasterWeights(torch.optim.Optimizer):
                     f"{name!r} is flattened by FSDP1, which works only with optimizers that step each element "
                     "independently: use FSDP2 (fully_shard)"
                 )
+            if self._accumulation is not None and (is_dtensor(param) or is_fsdp_flattened(param)):
+                raise ValueError(
+                    f"{name!r} is sharded, and FSDP adds its gradients itself: omit accumulate, reduce in fp32 with "
+                    "MixedPrecisionPolicy(reduce_dtype=torch.float32), and call model.set_requires_gradient_sync("
+                    "False) for all micro-batches but the last"
+                )
             if self._grad_dtype is torch.float32 and is_dtensor(param):
                 raise ValueError(
                     f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: omit grad_dtype, and reduce "
@@ -299,6 +317,8 @@ class MasterWeights(torch.optim.Optimizer):
             _OWNERS[weight.param] = ref(self)
             if self._grad_dtype is torch.float32:
                 weight.param.grad_dtype = torch.float32
+            if self._accumulation is not None:
+                self._accumulation.watch(weight)
             of_param = self.state.get(weight.param, {})
             of_param.update(self._low_state.stored(of_param, weight.param))
         self._weights += new
@@ -393,8 +413,8 @@ class MasterWeights(torch.optim.Optimizer):
         if not pairs:
             return torch.zeros(())
         with torch.no_grad():
-            clips = self._clips()
-            norm, factor = norm_and_factor(pairs, max_norm, norm_type, error_if_nonfinite, lambda _: clips)
+            fp32_of = functools.partial(self._fp32_grad, clips=self._clips())
+            norm, factor = norm_and_factor(pairs, max_norm, norm_type, error_if_nonfinite, fp32_of)
             self._add_clip(Clip(factor))
         return norm
 
@@ -436,7 +456,21 @@ class MasterWeights(torch.optim.Optimizer):
             set_to_none: Set them to None instead of zero.
         """
         self._clipping = None
+        if self._accumulation is not None:
+            self._accumulation.clear()
         super().zero_grad(set_to_none)
+
+    def _fp32_grad(self, param: torch.Tensor, grad: torch.Tensor, clips: tuple[Clip, ...]) -> torch.Tensor | None:
+        """Return a gradient in fp32 as it is clipped by now; None if it is the gradient itself."""
+        residue = None if self._accumulation is None else self._accumulation.residue_of(param)
+        if residue is None and not clips:
+            return None
+        in_fp32 = grad.to(torch.float32) if grad.dtype.itemsize < 4 else grad.clone()
+        if residue is not None:
+            in_fp32.view(torch.int32).add_(residue)
+        for clip in clips:
+            clip.apply_([(param, in_fp32)])
+        return in_fp32
 
     def _pairs_to_clip(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parameters that have gradients, with these; raise a RuntimeError if FSDP1 has flattened them."""
@@ -533,6 +567,8 @@ class MasterWeights(torch.optim.Optimizer):
                     stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
             for round_ in rounds:
                 returned = self._step_round(round_, clips, created, written, writes_grads=scale is not None)
+        if self._accumulation is not None:
+            self._accumulation.clear()
         note_stepped(self._inner)
         self._chance.count(found_inf)
         self._warn_of(written, is_counted=False)
@@ -616,13 +652,14 @@ class MasterWeights(torch.optim.Optimizer):
             all_: Whether to also lend weights without gradients.
         """
         all_ = all_ or self._reach is Reach.ALL  # such optimizers may refer to parameters by position
+        residue_of = None if self._accumulation is None else self._accumulation.residue_of
         views_of, found, loans = dict[Bucket, BucketViews](), dict[Bucket, list[Segment]](), dict[Segment, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
                 # An unknown optimizer may keep lent tensors or assign to their `.data`, so it gets new ones.
                 views = BucketViews(bucket, Workspace(bucket.length)) if all_ else self._workspace.views_of(bucket)
                 views_of[bucket], found[bucket] = views, bucket.decode(views)
-                loans.update((loan.segment, loan) for loan in loans_of(views, all_=all_))
+                loans.update((loan.segment, loan) for loan in loans_of(views, residue_of, all_=all_))
         members: dict[int, list[Loan | torch.Tensor]] = {
             index: [
                 loans[each] if isinstance(each, Segment) else each
@@ -950,7 +987,16 @@ class MasterWeights(torch.optim.Optimizer):
         # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
         made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
         narrow = narrowing.without_model(self._narrow)
-        return {**state, **made, "_model": None, "_narrow": narrow, "_clipping": None, "_rounded_clipping": None}
+        accumulation = None if self._accumulation is None else Accumulation()
+        return {
+            **state,
+            **made,
+            "_model": None,
+            "_narrow": narrow,
+            "_clipping": None,
+            "_rounded_clipping": None,
+            "_accumulation": accumulation,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -959,6 +1005,8 @@ class MasterWeights(torch.optim.Optimizer):
         for weight in self.__dict__.get("_weights", []):
             weight.version = write_count(weight.param)
             _OWNERS[weight.param] = ref(self)
+            if self._accumulation is not None:
+                self._accumulation.watch(weight)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -1027,7 +1075,8 @@ class MasterWeights(torch.optim.Optimizer):
             "parameters": sum(local(param).numel() for param in low),
             "weights": sum(local(param).nbytes for param in low),
             "kept": sum(bucket.codec.bytes() for bucket in self._buckets),
-            "gradients": sum(local(param.grad).nbytes for param in low if param.grad is not None),
+            "gradients": sum(local(param.grad).nbytes for param in low if param.grad is not None)
+            + (0 if self._accumulation is None else self._accumulation.nbytes()),
             "state": sum(local(tensor).nbytes for tensor in tensors),
         }
 

@@ -50,7 +50,9 @@ def clip_grad_norm_(
     with torch.no_grad():
         norm, factor = norm_and_factor(
             *(pairs, float(max_norm), float(norm_type), error_if_nonfinite),
-            lambda param: clips[stepped_by[param]] if param in stepped_by else (),
+            lambda param, grad: (
+                (owner := stepped_by[param])._fp32_grad(param, grad, clips[owner]) if param in stepped_by else None
+            ),
         )
         _clip(parameters, stepped_by, factor=factor)
         multiply_(grads_of(param for param in parameters if param not in stepped_by), factor)

@@ -1,0 +1,85 @@
+"""Sums of bf16 gradients over micro-batches that lose nothing: what rounding a sum to 16 bits drops is kept beside it.
+
+The sum is computed in fp32. Its upper 16 bits, rounded, are `.grad`; the lower 16 bits are a residue, which the step
+and clipping add again. Together they are the fp32 sum, with the bits of fp32 accumulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+
+from castwise._torch_private import never_traced
+from castwise.amp._gradients import versions_of
+from castwise.master_weights._buckets import Weight
+
+_HALF = 0x8000  # half of the last bit of a bf16 number, in the bits of an fp32 one
+_LARGEST = 0x7FFF0000  # the NaN with the largest bits whose upper half does not overflow when it is rounded
+
+
+@dataclass(slots=True)
+class _Residue:
+    grad: torch.Tensor
+    """The gradient that the residue belongs to."""
+    version: int
+    """Its version counter when the sum was complete."""
+    bits: torch.Tensor
+    """What to add to the bits of the gradient in fp32: int16, with the strides of the gradient."""
+
+
+class Accumulation:
+    """The residues of one optimizer's gradients. Needs memory from the second micro-batch until the step."""
+
+    def __init__(self) -> None:
+        self._residues: dict[torch.Tensor, _Residue] = {}
+
+    def watch(self, weight: Weight) -> None:
+        """Keep what is lost when a backward adds to a parameter's gradient."""
+        param, itself = weight.param, ref(self)
+        if not (param.requires_grad and param.is_leaf):
+            return
+        of_param = ref(param)
+
+        def add(grad: torch.Tensor) -> torch.Tensor | None:
+            accumulation, param = itself(), of_param()
+            return None if accumulation is None or param is None else accumulation._add(param, grad)
+
+        hooked: Any = param
+        hooked.register_hook(never_traced(add))
+
+    def _add(self, param: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        """Add to a gradient, before autograd does; return a zero for autograd to add, or None to let it add."""
+        grad = param.grad
+        if grad is None or torch.is_grad_enabled() or {grad.layout, new.layout} != {torch.strided}:
+            return None
+        if not grad.dtype is new.dtype is torch.bfloat16 or grad.shape != new.shape:
+            return None
+        bits = self.residue_of(param)
+        total = grad.float()
+        if bits is None:
+            bits = torch.empty_like(grad, dtype=torch.int16)
+        else:
+            total.view(torch.int32).add_(bits)
+        of_total = total.add_(new).view(torch.int32).clamp_(max=_LARGEST)
+        bits.copy_(of_total)  # the conversion to int16 keeps the lower 16 bits
+        grad.view(torch.int16).copy_(of_total.add_(_HALF).bitwise_right_shift_(16))
+        self._residues[param] = _Residue(grad, versions_of([grad])[0] + 1, bits)  # autograd is going to add in place
+        return torch.full((), -0.0, dtype=grad.dtype, device=grad.device).expand_as(grad)  # 0.0 would change -0.0
+
+    def residue_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return what to add to the bits of a gradient in fp32; None if it was written to since, or is no sum."""
+        residue = self._residues.get(param)
+        if residue is None or residue.grad is not param.grad or versions_of([residue.grad])[0] != residue.version:
+            return None
+        return residue.bits
+
+    def clear(self) -> None:
+        """Free the residues."""
+        self._residues.clear()
+
+    def nbytes(self) -> int:
+        """Return the memory of the residues, in bytes."""
+        return sum(residue.bits.nbytes for residue in self._residues.values())
