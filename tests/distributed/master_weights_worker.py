@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,29 @@ def clipped(how: str, rank: int, method: str) -> dict[str, Any]:
     return {"norms": norms, "weights": weights_of(optimizer, model)}
 
 
+def summed_in_fp32(rank: int, *, with_master: bool, hooked: bool = True) -> dict[str, Any]:
+    """Train with DDP on two micro-batches a step, the first without a reduction."""
+    model = net()
+    inner: Any = MasterWeights(adamw(model.parameters()), model, accumulate="compensated") if with_master else None
+    optimizer = inner or adamw(model.parameters())
+    parallel = nn.parallel.DistributedDataParallel(model)
+    if with_master and hooked:
+        inner.sum_over_ranks(parallel)
+    norms = []
+    for step in range(STEPS):
+        for micro_batch, context in enumerate((parallel.no_sync, nullcontext)):
+            seed = 100 * step + 10 * micro_batch + rank
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            with context(), castwise.autocast("cpu", dtype=torch.bfloat16):
+                parallel(x).float().square().mean().backward()
+        clip: Any = parameter_clipping.clip_grad_norm_ if with_master else nn.utils.clip_grad_norm_
+        norms.append(clip([*model.parameters()], 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = inner.fp32_state_dict(model) if with_master else model.state_dict()
+    return {"norms": norms, "weights": {name: value.flatten().tolist() for name, value in weights.items()}}
+
+
 def run(how: str, rank: int, method: str) -> dict[str, Any]:
     model, optimizer = HOW[how](rank if how != "tensor parallel" else 0, method)
     with warnings.catch_warnings():
@@ -273,6 +297,11 @@ def main() -> None:
     result["other step"] = {how: of_another_step(how, rank) for how in ("FSDP2", "tensor parallel")}
     result["clipped"] = {
         how: {method: clipped(how, rank, method) for method in ("split", "fp32")} for how in ("DDP", "FSDP2")
+    }
+    result["summed"] = {
+        "fp32": summed_in_fp32(rank, with_master=False),
+        "compensated": summed_in_fp32(rank, with_master=True),
+        "in bf16": summed_in_fp32(rank, with_master=True, hooked=False),
     }
     dist.barrier()
     dist.destroy_process_group()

@@ -34,6 +34,13 @@ def test_clipping_by_parameters_is_that_of_fp32_gradients_on_each_rank(how: str,
     assert ranks[0]["clipped"][how] == ranks[1]["clipped"][how]
 
 
+def test_sums_over_ranks_and_micro_batches_are_those_of_fp32_weights(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["summed"]["compensated"] == rank["summed"]["fp32"]
+        assert rank["summed"]["in bf16"] != rank["summed"]["fp32"]
+    assert ranks[0]["summed"] == ranks[1]["summed"]
+
+
 def test_sharded_and_replicated_runs_are_the_same_run(ranks: list[dict[str, Any]]) -> None:
     runs = ranks[0]["runs"]
     for name, values in runs["DDP"]["split"]["weights"].items():

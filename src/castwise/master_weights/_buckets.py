@@ -103,7 +103,7 @@ class Weight:
 
     def digest(self) -> torch.Tensor:
         """Return a hash of the 16-bit weights on this rank, in memory order: int32, shape (). Does not sync."""
-        return _row_digests(flat(local(self.param))[None]).view(())
+        return digest_of(local(self.param))
 
     def row_digests(self) -> torch.Tensor:
         """Return a hash of each row on this rank, a slice along the first dimension: int32. Does not sync.
@@ -364,6 +364,11 @@ def hashed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a strided tensor's bits in logical order: int32, shape (1,). Does not sync."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return _row_digests(values.resolve_neg().reshape(1, -1))
+
+
+def digest_of(values: torch.Tensor) -> torch.Tensor:
+    """Return a hash of dense 16-bit numbers, in memory order: int32, shape (). Does not sync."""
+    return _row_digests(flat(values.detach())[None]).view(())
 
 
 def _row_digests(rows: torch.Tensor) -> torch.Tensor:

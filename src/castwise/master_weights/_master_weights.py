@@ -376,6 +376,33 @@ class MasterWeights(torch.optim.Optimizer):
         self._inner.add_param_group({**param_group, "params": params})
         self._adopt(model, tensors, chosen)
 
+    def sum_over_ranks(self, model: nn.parallel.DistributedDataParallel) -> None:
+        """Have DDP average bf16 gradients over ranks in fp32, and keep what bf16 cannot hold until the step.
+
+        Gradients then have the bits that DDP computes from fp32 weights, but are sent in fp32. Call once, before
+        training. Needs `accumulate="compensated"`.
+
+        Args:
+            model: The model in DDP, without `gradient_as_bucket_view` and without another communication hook.
+
+        Raises:
+            TypeError: `model` is not in DDP.
+            ValueError: `accumulate` is not "compensated", or DDP's gradients are views of its buckets.
+        """
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            raise TypeError(f"model must be a DistributedDataParallel, got {type(model).__name__}")
+        if self._accumulation is None:
+            raise ValueError('sum_over_ranks keeps bits beside gradients: give MasterWeights accumulate="compensated"')
+        if model.gradient_as_bucket_view:
+            raise ValueError("gradients that are views of DDP's buckets count no writes: omit gradient_as_bucket_view")
+        accumulation = self._accumulation
+
+        def all_reduce(state: Any, bucket: Any) -> Any:
+            return accumulation.all_reduce(state, bucket)
+
+        all_reduce.__annotations__.clear()  # which DDP would compare with its own classes
+        model.register_comm_hook(model.process_group, all_reduce)  # type: ignore[no-untyped-call]  # torch's
+
     def _find_model(self, new: set[torch.Tensor]) -> nn.Module | None:
         """Return the model; of a copied or unpickled optimizer, the smallest module that has its weights and `new`."""
         model = None if self._model is None else self._model()
