@@ -53,6 +53,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.recipes
 	$(BIN)/python -m benchmarks.gradient_exponents
 	$(BIN)/python -m benchmarks.ranks_apart
+	$(BIN)/python -m benchmarks.gradient_sums
 	$(BIN)/python -m benchmarks.readme
 	$(BIN)/python examples/compare_schedules.py --write
 	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page; do $(BIN)/python docs/pictures/$$each.py || exit 1; done

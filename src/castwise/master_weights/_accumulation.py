@@ -127,7 +127,8 @@ class Accumulation:
 
     def nbytes(self) -> int:
         """Return the memory of the residues, in bytes."""
-        return sum(residue.bits.nbytes for residue in (*self._residues.values(), *self._reduced.values()))
+        kept = [residue.bits for residue in self._residues.values()]
+        return sum(bits.nbytes for bits in (*kept, *(reduced.bits for reduced in self._reduced.values())))
 
 
 def _split(total: torch.Tensor, grad: torch.Tensor, bits: torch.Tensor) -> None:

@@ -74,7 +74,9 @@ def loans_of(
             loans.append(loan)
     if copied:
         torch._foreach_copy_(copied_to, copied)
-    for loan in () if residue_of is None else loans:
+    if residue_of is None:
+        return loans
+    for loan in loans:
         residue = residue_of(loan.segment.weight.param)
         if residue is not None:
             loan.fp32_grad.view(torch.int32).add_(_part_of(loan, residue))

@@ -401,7 +401,7 @@ class MasterWeights(torch.optim.Optimizer):
             return accumulation.all_reduce(state, bucket)
 
         all_reduce.__annotations__.clear()  # which DDP would compare with its own classes
-        model.register_comm_hook(model.process_group, all_reduce)  # type: ignore[no-untyped-call]  # torch's
+        model.register_comm_hook(model.process_group, all_reduce)
 
     def _find_model(self, new: set[torch.Tensor]) -> nn.Module | None:
         """Return the model; of a copied or unpickled optimizer, the smallest module that has its weights and `new`."""
