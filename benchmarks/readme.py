@@ -44,8 +44,8 @@ def figures() -> str:
         f"autocast's copy before), {split['gradients']:.0f} for the gradient ({fp32['gradients']:.0f} before), "
         f"{split['state']:.0f} for the state. A step of fused AdamW takes {steps:.1f} times as long, a whole training "
         f"step of a GPT {training:.2f} times. Losses are the same, bit for bit, unless gradients are summed in bf16 "
-        "(over micro-batches or ranks, which options avoid), or the model's own code reads a weight or its dtype (`narrowing_report` finds "
-        "such code).",
+        "(over micro-batches or ranks, which options avoid), or the model's own code reads a weight or its dtype "
+        "(`narrowing_report` finds such code).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 
