@@ -463,3 +463,19 @@ def test_no_deprecated_name_of_torch_is_touched(tmp_path: Path) -> None:
             castwise.MasterWeights(torch.optim.SGD(model.parameters(), 0.1), model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sums_over_ranks_need_ddp_and_compensation() -> None:
+    model, optimizer = wrapped(adamw)
+    not_in_ddp: Any = model
+    with pytest.raises(TypeError, match=r"^model must be a DistributedDataParallel, got Net"):
+        optimizer.sum_over_ranks(not_in_ddp)
+    in_ddp = object.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(
+        ValueError, match=r'^sum_over_ranks keeps bits beside gradients: give MasterWeights accumulate="co'
+    ):
+        optimizer.sum_over_ranks(in_ddp)
+    model, optimizer = wrapped(adamw, accumulate="compensated")
+    vars(in_ddp)["gradient_as_bucket_view"] = True
+    with pytest.raises(ValueError, match=r"^gradients that are views of DDP's buckets count no writes"):
+        optimizer.sum_over_ranks(in_ddp)
