@@ -394,7 +394,7 @@ class MasterWeights(torch.optim.Optimizer):
         if self._accumulation is None:
             raise ValueError('sum_over_ranks keeps bits beside gradients: give MasterWeights accumulate="compensated"')
         if model.gradient_as_bucket_view:
-            raise ValueError("gradients that are views of DDP's buckets count no writes: omit gradient_as_bucket_view")
+            raise ValueError("gradients must not be views of DDP's buckets: omit gradient_as_bucket_view")
         accumulation = self._accumulation
 
         def all_reduce(state: Any, bucket: Any) -> Any:
