@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint docs bench foreign coverage newest oldest versions clean
+.PHONY: demo test lint docs bench foreign coverage newest oldest versions pythons clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -31,8 +31,9 @@ docs: .venv/.ready
 coverage: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.core_coverage
 
-# All tests, except the manual's, with the newest and the oldest torch that castwise is tested with; the small set with all
-# versions, before a release. Each makes an environment (about 3 GB to download, 6 GB on disk) and removes it again.
+# Before a release: all tests, except the manual's, with the newest and the oldest torch that castwise is tested with; the
+# small set with every torch; the light tests with every Python that is installed as `python3.x`. One at a time, each makes
+# an environment (about 3 GB to download, 6 GB on disk) and removes it again.
 newest:
 	$(PYTHON) benchmarks/torch_versions.py 2.15 --all
 
@@ -41,6 +42,9 @@ oldest:
 
 versions:
 	$(PYTHON) benchmarks/torch_versions.py
+
+pythons:
+	$(PYTHON) benchmarks/torch_versions.py --pythons
 
 # Takes about half an hour on two cores. Use an idle machine.
 bench: .venv/.ready

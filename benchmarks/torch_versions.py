@@ -1,13 +1,15 @@
-"""Run tests with each supported minor version of torch, in an environment that is made for it and removed afterwards.
+"""Run tests with each supported minor version of torch and of Python, in environments made for it and then removed.
 
-    python benchmarks/torch_versions.py               # the small set with every version, before a release
-    python benchmarks/torch_versions.py 2.15          # the small set with one version; other rows are kept
-    python benchmarks/torch_versions.py 2.15 --all    # all tests except the manual's; writes nothing
-    python benchmarks/torch_versions.py 2.15 --names  # only look up the private names
+    python benchmarks/torch_versions.py                # the small set with every torch, before a release
+    python benchmarks/torch_versions.py 2.15           # the small set with one torch; other rows are kept
+    python benchmarks/torch_versions.py 2.15 --all     # all tests except the manual's
+    python benchmarks/torch_versions.py 2.15 --names   # only look up the private names; writes nothing
     python benchmarks/torch_versions.py 2.13 --in .venv/bin/python   # in an environment that exists
+    python benchmarks/torch_versions.py --pythons      # the light tests with every Python that is installed
+    python benchmarks/torch_versions.py --pythons 3.12 # the light tests with one Python
 
-Writes benchmarks/results/torch_versions.json and the table in docs/explanation/testing.md. Needs only the standard
-library. With the CUDA libraries, an environment takes 3 GB to download and 6 GB of disk.
+Writes files in benchmarks/results/ and the tables in docs/explanation/testing.md. Needs only the standard library. With
+the CUDA libraries, an environment takes 3 GB to download and 6 GB of disk.
 """
 
 from __future__ import annotations
@@ -22,14 +24,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "torch_versions.json"
 PAGE = ROOT / "docs" / "explanation" / "testing.md"
-BEGINS, ENDS = "<!-- torch_versions begins -->\n", "<!-- torch_versions ends -->\n"
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 SMALL = (
     "tests/test_package.py",  # the contract: names, signatures, classes
@@ -44,12 +45,41 @@ SMALL = (
     "tests/doctor/test_notes.py",
 )
 ALL = ("tests", "--ignore=tests/docs")  # the manual shows the output of one version
-ERRORS = (
-    *("-W", "error::FutureWarning", "-W", "error::DeprecationWarning"),
-    # torch 2.11 gives these warnings to itself, in torch.export and Inductor.
-    *("-W", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    *("-W", "ignore:`isinstance(treespec, LeafSpec)` is deprecated:FutureWarning"),
+LIGHT = (
+    *SMALL,
+    "tests/cli/test_run.py",
+    "tests/mistakes",
+    "tests/monitor/test_record_file.py",
+    "tests/policy",
+    "tests/weights",
 )
+WARNINGS = (
+    "error::FutureWarning",
+    "error::DeprecationWarning",
+    # torch 2.11 gives these warnings to itself, in torch.export and Inductor.
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    "ignore:`isinstance(treespec:FutureWarning",  # PYTHONWARNINGS would end it at its comma
+)
+
+
+class Suite(NamedTuple):
+    """The tests that are run with some versions of torch or of Python, and the name of their result file and table."""
+
+    name: str
+    of: str
+    versions: tuple[str, ...]
+    tests: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def result(self) -> Path:
+        """The file with a record for each version."""
+        return ROOT / "benchmarks" / "results" / f"{self.name}.json"
+
+
+SMALL_SET = Suite("torch_versions", "torch", VERSIONS, SMALL, WARNINGS)
+ALL_TESTS = Suite("all_tests", "torch", (VERSIONS[0], VERSIONS[-1]), ALL)
+LIGHT_TESTS = Suite("python_versions", "python", PYTHONS, LIGHT)
 
 # Private names of `castwise._torch_private`, with what is off without them. Names after ":" are not attributes of an
 # importable object: torch sets or reads them on the user's objects, so they are looked up in the module's source.
@@ -120,25 +150,45 @@ print(json.dumps({"torch": torch.__version__, "python": platform.python_version(
 """
 
 
-def make_environment(folder: Path, version: str) -> Path:
-    """Install castwise and everything its tests need, with a version of torch; return the interpreter."""
+def interpreter(version: str) -> str | None:
+    """Return the path of a Python of a minor version, None if none is installed."""
+    try:  # a shim of pyenv is there even if its version is not chosen
+        command = [f"python{version}", "-c", "import sys; print(sys.executable)"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+def make_environment(folder: Path, base: str, torch: str | None) -> Path:
+    """Install castwise and everything its tests need for a Python, with a version of torch; return the interpreter."""
     pins = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins.write_text("\n".join([*(line for line in lines if not line.startswith("torch==")), f"torch=={version}.*"]))
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    if torch is not None:
+        lines = [*(line for line in lines if not line.startswith("torch==")), f"torch=={torch}.*"]
+    pins.write_text("\n".join(lines))
+    subprocess.run([base, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
     subprocess.run([*pip, "-c", pins, "-e", f"{ROOT}[dev]"], check=True)
     return python
 
 
-def pytest(python: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Run tests; return how many had each outcome, which failed, and the minutes."""
+def minutes_since(begun: float) -> float:
+    """Return how long ago `time.monotonic()` was so."""
+    return round((time.monotonic() - begun) / 60, 1)
+
+
+def pytest(python: Path, arguments: tuple[str, ...], warnings: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run tests; return how many had each outcome, which failed, and the minutes.
+
+    Warning filters hold in the tests and in processes that they start: subprocesses, and ranks forked from a server.
+    """
     processes = ("-q", "-n", "auto", "--maxprocesses", "4", "-p", "no:cacheprovider")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000"}
-    command = [str(python), "-m", "pytest", *processes, *arguments]
+    filters = [word for one in warnings for word in ("-W", one)]
+    settings = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000", "PYTHONWARNINGS": ",".join(warnings)}
+    command = [str(python), "-m", "pytest", *processes, *filters, *arguments]
     begun = time.monotonic()
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
     print(run.stdout[-20_000:], run.stderr[-5_000:], sep="\n")
     last = run.stdout.splitlines()[-1] if run.stdout else ""
     outcomes = {
@@ -148,7 +198,7 @@ def pytest(python: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
         **{kind: outcomes.get(kind, 0) for kind in ("passed", "skipped", "failed", "error")},
         "not passed": re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M),
         "status": run.returncode,
-        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "minutes": minutes_since(begun),
     }
 
 
@@ -159,60 +209,77 @@ def look_up(python: Path) -> dict[str, Any]:
     return {**found, "date": datetime.date.today().isoformat()}
 
 
-def table(record: dict[str, Any]) -> str:
+def table(suite: Suite, record: dict[str, Any]) -> str:
     """Return a table with a row per version."""
-    lines = ["| torch | Python | date | passed | skipped | failed | errors | minutes | private names missing |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    for of_version in record.values():
-        missing = "; ".join(f"`{name}`: {NAMES[name]} is off" for name in of_version["missing"]) or "none"
-        tests = [of_version.get(kind, "not run") for kind in ("passed", "skipped", "failed", "error", "minutes")]
-        cells = [*(of_version[key] for key in ("torch", "python", "date")), *tests, missing]
+    outcomes = "passed | skipped | failed | errors | minutes of tests | minutes to install"
+    lines = [f"| torch | Python | date | {outcomes} | private names missing |", f"|{'---|' * 10}"]
+    for version in suite.versions:
+        found = {"torch": "-", "python": "-", suite.of: version, "date": "-", "missing": [], **record.get(version, {})}
+        missing = "; ".join(f"`{name}`: {NAMES[name]} is off" for name in found["missing"]) or "none"
+        tests = [found.get(kind, "not run") for kind in ("passed", "skipped", "failed", "error", "minutes")]
+        tests.append(found.get("minutes to install", "-"))
+        cells = [*(found[key] for key in ("torch", "python", "date")), *tests, missing if version in record else "-"]
         lines.append(f"| {' | '.join(map(str, cells))} <!-- no promise --> |")
     return "\n".join(lines) + "\n"
 
 
-def write(version: str, found: dict[str, Any]) -> None:
+def shown(suite: Suite, record: dict[str, Any]) -> str:
+    """Return the part of the page that a suite writes."""
+    return f"<!-- {suite.name} begins -->\n{table(suite, record)}<!-- {suite.name} ends -->\n"
+
+
+def write(suite: Suite, version: str, found: dict[str, Any]) -> None:
     """Write one version's result and the table of all."""
-    record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    record = json.loads(suite.result.read_text()) if suite.result.exists() else {}
     record[version] = found
-    record = {name: record[name] for name in VERSIONS if name in record}
-    RESULT.write_text(json.dumps(record, indent=2) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGINS)
-    PAGE.write_text(f"{before}{BEGINS}{table(record)}{ENDS}{rest.partition(ENDS)[2]}")
+    record = {name: record[name] for name in suite.versions if name in record}
+    suite.result.write_text(json.dumps(record, indent=2) + "\n")
+    part = rf"<!-- {suite.name} begins -->\n.*?<!-- {suite.name} ends -->\n"
+    PAGE.write_text(re.sub(part, lambda _: shown(suite, record), PAGE.read_text(), flags=re.S))
+
+
+def test(suite: Suite, version: str, python: Path | None, only_names: bool) -> dict[str, Any]:
+    """Run a suite with one version, in an environment of its own if none is given; return what was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {}
+        if python is None:
+            base = sys.executable if suite.of == "torch" else interpreter(version)
+            if base is None:
+                return {"not run": f"python{version} is not installed"}
+            begun = time.monotonic()
+            python = make_environment(Path(folder), base, version if suite.of == "torch" else None)
+            found["minutes to install"] = minutes_since(begun)
+        about = look_up(python)
+        if not about[suite.of].startswith(f"{version}."):
+            sys.exit(f"{python} has {suite.of} {about[suite.of]}, not {version}")
+        return about | found | ({} if only_names else pytest(python, suite.tests, suite.warnings))
 
 
 def main() -> None:
     """Test the versions one after the other; fail if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=", ".join(VERSIONS))
-    parser.add_argument("--all", action="store_true", help="run all tests; write nothing")
-    parser.add_argument("--names", action="store_true", help="only look up the private names")
+    every = f"of torch: {', '.join(VERSIONS)}; of Python: {', '.join(PYTHONS)}"
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=every)
+    parser.add_argument("--all", action="store_true", help="run all tests; only with the oldest and the newest torch")
+    parser.add_argument("--pythons", action="store_true", help="run the light tests; versions are those of Python")
+    parser.add_argument("--names", action="store_true", help="only look up the private names; write nothing")
     parser.add_argument("--in", dest="python", type=Path, help="the interpreter of an environment that exists")
     options = parser.parse_args()
-    if unknown := set(options.versions) - set(VERSIONS):
-        parser.error(f"VERSION must be one of {', '.join(VERSIONS)}, got {', '.join(sorted(unknown))}")
+    suite = ALL_TESTS if options.all else LIGHT_TESTS if options.pythons else SMALL_SET
+    if unknown := set(options.versions) - set(suite.versions):
+        parser.error(f"VERSION must be one of {', '.join(suite.versions)}, got {', '.join(sorted(unknown))}")
     if options.python and len(options.versions) != 1:
         parser.error("--in needs one version")
     failed = []
-    for version in options.versions or VERSIONS:
-        with tempfile.TemporaryDirectory() as folder:
-            python = options.python.absolute() if options.python else make_environment(Path(folder), version)
-            about = look_up(python)
-            if not about["torch"].startswith(f"{version}."):
-                sys.exit(f"{python} has torch {about['torch']}, not {version}")
-            if options.names:
-                found = about
-            elif options.all:
-                found = about | pytest(python, ALL)
-            else:
-                found = about | pytest(python, (*ERRORS, *SMALL))
-        if not (options.all or options.names):
-            write(version, found)
-        print(f"torch {version}: {json.dumps(found)}", flush=True)
+    for version in options.versions or suite.versions:
+        found = test(suite, version, options.python and options.python.absolute(), options.names)
+        if "status" in found:
+            write(suite, version, found)
+        print(f"{suite.of} {version}: {json.dumps(found)}", flush=True)
         if found.get("status"):
             failed.append(version)
     if failed:
-        sys.exit(f"tests failed with torch {', '.join(failed)}")
+        sys.exit(f"tests failed with {suite.of} {', '.join(failed)}")
 
 
 if __name__ == "__main__":

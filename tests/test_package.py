@@ -511,7 +511,7 @@ def train_without(name):
 for name in names:
     read, write = os.pipe()
     if not os.fork():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore", UserWarning)
         try:
             result = train_without(name)
         except BaseException:

@@ -424,7 +424,7 @@ def matrix(libraries: list[str], rank: int, world_size: int) -> dict[str, Any]:
 
 def main(rank: int, world_size: int, what: str) -> None:
     results: Any
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore", UserWarning)
     if what.startswith("matrix"):
         results = matrix(what.split()[1:], rank, world_size)
     elif what == "pipeline":
