@@ -188,15 +188,17 @@ def pytest(python: Path, arguments: tuple[str, ...], warnings: tuple[str, ...] =
     settings = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000", "PYTHONWARNINGS": ",".join(warnings)}
     command = [str(python), "-m", "pytest", *processes, *filters, *arguments]
     begun = time.monotonic()
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
-    print(run.stdout[-20_000:], run.stderr[-5_000:], sep="\n")
-    last = run.stdout.splitlines()[-1] if run.stdout else ""
+    lines = [""]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
     outcomes = {
-        word.rstrip("s"): int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+        word.rstrip("s"): int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])
     }
     return {
         **{kind: outcomes.get(kind, 0) for kind in ("passed", "skipped", "failed", "error")},
-        "not passed": re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M),
+        "not passed": re.findall(r"^(?:FAILED|ERROR) (\S+)", "".join(lines), re.M),
         "status": run.returncode,
         "minutes": minutes_since(begun),
     }

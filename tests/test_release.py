@@ -259,30 +259,6 @@ def test_the_tested_range_of_torch_is_the_same_everywhere() -> None:
     assert any(f"newer than {newest}" in note.text for note in notes_on(f"{major}.{int(minor) + 1}"))
 
 
-@pytest.mark.parametrize(
-    ("name", "of"), [("torch_versions", "torch"), ("all_tests", "torch"), ("python_versions", "python")]
-)
-def test_every_recorded_version_is_the_one_it_stands_for_and_passed(name: str, of: str) -> None:
-    record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    assert record
-    assert all(found[of].startswith(f"{version}.") for version, found in record.items())
-    assert all(found["status"] == 0 for found in record.values())
-
-
-def test_all_tests_were_run_with_the_oldest_and_the_newest_torch() -> None:
-    results = ROOT / "benchmarks" / "results"
-    versions = [*json.loads((results / "torch_versions.json").read_text())]
-    assert [*json.loads((results / "all_tests.json").read_text())] == [versions[0], versions[-1]]
-
-
-def test_the_pythons_that_are_classified_and_that_nox_lists_are_those_that_were_run() -> None:
-    run_with = [*json.loads((ROOT / "benchmarks" / "results" / "python_versions.json").read_text())]
-    assert re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()) == run_with
-    listed = re.search(r"^PYTHONS = (\[.*\])$", (ROOT / "noxfile.py").read_text(), re.M)
-    assert listed is not None
-    assert json.loads(listed[1]) == run_with
-
-
 def test_tests_that_need_a_gpu_run_only_if_they_are_asked_for(request: pytest.FixtureRequest) -> None:
     options = re.search(r'^addopts = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert options is not None

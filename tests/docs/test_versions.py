@@ -1,0 +1,47 @@
+"""What pages and the package say of versions that were tested is what `benchmarks/torch_versions.py` has recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.torch_versions import ALL_TESTS, LIGHT_TESTS, SMALL_SET, Suite
+
+from benchmarks import torch_versions
+
+ROOT = Path(__file__).parents[2]
+SUITES = pytest.mark.parametrize("suite", [SMALL_SET, ALL_TESTS, LIGHT_TESTS], ids=lambda suite: suite.name)
+
+
+def record_of(suite: Suite) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(suite.result.read_text())
+    return record
+
+
+@SUITES
+def test_the_page_shows_what_was_recorded(suite: Suite) -> None:
+    assert torch_versions.shown(suite, record_of(suite)) in torch_versions.PAGE.read_text()
+
+
+@SUITES
+def test_every_recorded_version_is_the_one_it_stands_for_and_passed(suite: Suite) -> None:
+    record = record_of(suite)
+    assert record
+    assert all(found[suite.of].startswith(f"{version}.") for version, found in record.items())
+    assert all(found["status"] == 0 for found in record.values())
+
+
+@pytest.mark.parametrize("suite", [SMALL_SET, ALL_TESTS], ids=lambda suite: suite.name)
+def test_tests_were_run_with_every_torch_of_a_suite(suite: Suite) -> None:
+    assert tuple(record_of(suite)) == suite.versions
+
+
+def test_the_pythons_that_are_classified_and_that_nox_lists_are_those_that_were_run() -> None:
+    pythons = [*record_of(LIGHT_TESTS)]
+    assert re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()) == pythons
+    listed = re.search(r"^PYTHONS = (\[.*\])$", (ROOT / "noxfile.py").read_text(), re.M)
+    assert listed is not None
+    assert json.loads(listed[1]) == pythons
