@@ -71,6 +71,12 @@ def test_warnings_are_errors_in_processes_of_tests_as_well(tmp_path: Path) -> No
     assert [(found["passed"], found["failed"]) for found in counts.values()] == [(3, 0), (0, 3)]
 
 
+def test_no_rank_ignores_deprecations() -> None:
+    workers = [path for path in (ROOT / "tests").rglob("*worker.py") if path.parent.name != "integrations"]
+    assert len(workers) > 3
+    assert [path for path in workers if 'simplefilter("ignore")' in path.read_text()] == []
+
+
 def test_no_filter_has_a_comma_at_which_python_would_end_it() -> None:
     assert not any("," in one for one in torch_versions.WARNINGS)
 

@@ -65,7 +65,7 @@ def refused() -> str:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore", UserWarning)
     rank, world_size, _ = join(sys.argv)
     report = {
         recipe: {how: train(recipe, how, rank, world_size) for how in ("DDP", "FSDP2", "FSDP2 cached")}
