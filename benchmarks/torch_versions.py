@@ -46,12 +46,16 @@ SMALL = (
 )
 ALL = ("tests", "--ignore=tests/docs")  # the manual shows the output of one version
 LIGHT = (
-    *SMALL,
+    "tests/test_package.py",
+    "tests/amp/test_autocast_lockstep.py",
+    "tests/amp/test_grad_scaler_lockstep.py",
+    "tests/amp/test_step_budget.py",
+    "tests/amp/test_torch_is_wrong.py",
+    "tests/amp/test_autocast_compile.py",
+    "tests/amp/test_grad_scaler_compile.py",
+    "tests/policy/test_policy.py",
     "tests/cli/test_run.py",
     "tests/mistakes",
-    "tests/monitor/test_record_file.py",
-    "tests/policy",
-    "tests/weights",
 )
 WARNINGS = (
     "error::FutureWarning",
