@@ -8,14 +8,19 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint docs bench foreign coverage newest oldest versions pythons clean
+.PHONY: demo test accelerator lint docs bench foreign coverage newest oldest versions pythons clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
 
 # One thread per process, because most tests are too small for more. tests/conftest.py sets the number of processes.
-test: .venv/.ready lint
+test: .venv/.ready lint accelerator
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+
+# In a process of its own, because the simulated accelerator is the one device that torch lets extensions add. Builds it
+# first (half a minute) unless torch's extension cache has it. Skipped without g++ or ninja.
+accelerator: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/accelerator
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

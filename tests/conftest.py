@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,14 @@ _TOGETHER = (
     "tests/report/test_report_browser.py",
 )
 _OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests on the simulated accelerator, which need a process of their own, unless they are named."""
+    if collection_path != Path(__file__).parent / "accelerator":
+        return None
+    named = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    return not any(path.is_relative_to(collection_path) for path in named)
 
 
 @pytest.hookimpl(optionalhook=True)
