@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from castwise.amp import DELAY, grad_scaler
 from castwise.amp import _measure as measure
 from castwise.amp import _readback as readback
+from castwise.amp import grad_scaler
+from castwise.amp._readback import DELAY
 from castwise.amp.grad_scaler import GradScaler
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
@@ -25,7 +26,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A fake tensor is a subclass; what is tested is the route of plain tensors on a GPU.
     monkeypatch.setattr(measure, "is_plain", lambda tensor: True)
     monkeypatch.setattr(grad_scaler, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(readback, "_WITH_EVENTS", ())
+    monkeypatch.setattr(readback, "copies_asynchronously", lambda device_type: False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

@@ -18,8 +18,8 @@ from tests.amp.scalers import agreeing
 from torch import nn
 
 import castwise
-from castwise.amp import DELAY, Cause, ScaleExhausted, StepFacts
-from castwise.amp._readback import Readback
+from castwise.amp import Cause, ScaleExhausted, StepFacts
+from castwise.amp._readback import DELAY, Readback
 from castwise.amp.grad_scaler import GradScaler
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 

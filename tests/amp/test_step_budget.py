@@ -168,7 +168,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(measure, "is_plain", lambda tensor: True)  # the route of plain tensors on a GPU
     monkeypatch.setattr(grad_scaler, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(readback, "_WITH_EVENTS", ())
+    monkeypatch.setattr(readback, "copies_asynchronously", lambda device_type: False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.amp import DELAY
-from castwise.amp._readback import Readback
+from castwise.amp._readback import DELAY, Readback
 from castwise.monitor._step_sources import ScaledSteps, StepsByHand
 
 Record = dict[str, Any]

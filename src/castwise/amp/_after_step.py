@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from castwise.amp import _measure as measure
-from castwise.amp._outcomes import DELAY
-from castwise.amp._readback import Flag
+from castwise.amp._readback import DELAY, Flag
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +24,8 @@ class LastStep:
     """One element each, not 0 if a gradient was not finite; empty if the scaler is disabled."""
     _flag: Flag | None = None
     _followers: list[object] = field(default_factory=list)
+    is_finite: bool | None = None
+    """Whether the step was taken; None if the host has not read `found_infs`."""
 
     def follow(self, follower: object) -> bool:
         """Note that a scheduler advances because of this step; return False if it already has."""
@@ -36,7 +37,8 @@ class LastStep:
     def is_skipped(self) -> Flag | None:
         """Return a flag for whether the step was skipped; None if the scaler is disabled. Reading it may wait."""
         if self._flag is None and self.found_infs:
-            self._flag = Flag(self.found_infs, measure.combine(self.found_infs, self.found_infs[0]))
+            known = None if self.is_finite is None else not self.is_finite
+            self._flag = Flag(self.found_infs, measure.combine(self.found_infs, self.found_infs[0]), known)
         return self._flag
 
 

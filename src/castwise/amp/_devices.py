@@ -112,6 +112,19 @@ def device_type(device: Any) -> Any:
         ) from error
 
 
+@functools.cache
+def copies_asynchronously(device_type: str) -> bool:
+    """Return True if a type of device has events and pinned memory, so that the host can wait for a copy later."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return False
+    try:
+        torch.accelerator.current_stream(torch.device(device_type)).record_event()
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Return True if a tensor's stream is being captured in a CUDA graph, so that the host cannot read values."""
     if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's

@@ -287,7 +287,7 @@ class Clip(NamedTuple):
         """Return the factor that unscales and clips, or only unscales if `found_inf` is set: fp32, shape ()."""
         if scale.is_cpu:
             return reciprocal(scale) if self.found_inf.item() else self.coefficient / scale
-        return torch.where(self.found_inf != 0, 1.0, self.coefficient) / scale
+        return torch.fmax(self.coefficient, self.found_inf) / scale  # fmax also replaces a NaN
 
 
 def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype: torch.dtype = torch.float32) -> Clip:
@@ -301,8 +301,8 @@ def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype:
         max_norm: >= 0.
         dtype: The dtype of the norm: fp64 if a gradient is, as in torch.
     """
-    norm = (scaled_norm / scale).to(dtype)
     if scale.is_cpu:  # on the host, rounded as in torch, which multiplies by the reciprocal
+        norm = (scaled_norm / scale).to(dtype)
         fp32, known = ctypes.c_float, norm.item()
         if dtype is torch.float32:
             inverse = fp32(1.0 / fp32(known + _EPSILON).value).value
@@ -313,6 +313,8 @@ def clip(scaled_norm: torch.Tensor, scale: torch.Tensor, max_norm: float, dtype:
         found_inf = not math.isfinite(divisor if max_norm else known)
         numbers = (coefficient, divisor, float(found_inf))
         return Clip(norm, *[torch.full((), number, dtype=torch.float32, device="cpu") for number in numbers])
+    # `out` makes this one launch: it divides in the wider dtype and rounds.
+    norm = torch.div(scaled_norm, scale, out=scaled_norm.new_empty((), dtype=dtype))
     of_norm = norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
     divisor_here = (scale / of_norm).float()
     return Clip(norm, of_norm.float(), divisor_here, nonfinite([divisor_here if max_norm else norm]))

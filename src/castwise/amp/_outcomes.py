@@ -21,14 +21,11 @@ from castwise._warnings import warn
 from castwise.amp import _measure as measure
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
-from castwise.amp._readback import Readback
+from castwise.amp._readback import DELAY, Readback
 from castwise.amp._schedules import Schedule
 
 if TYPE_CHECKING:
     from castwise.amp._iteration import Iteration, OptimizerRecord
-
-DELAY = 2
-"""Updates after which the results of a step on an accelerator are read."""
 
 _TOGETHER = 16  # steps whose results are sent together if no hook waits for them, as each transfer takes several ops
 

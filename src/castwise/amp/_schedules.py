@@ -19,6 +19,7 @@ from castwise.amp import _measure as measure
 from castwise.amp._checks import MAX_SCALE, MIN_SCALE, at_least, check_scale, count, one_of, real_number
 
 _SLACK = 2.0**-10
+_ROUNDED_DOWN = 1.0 - 2.0**-22  # more than fp32 rounding takes away
 
 
 class IterationFacts(NamedTuple):
@@ -87,6 +88,18 @@ class Schedule:
             f"{type(self).__name__} does not define how the scale moves: override advance_(), or use Dynamic, "
             "Headroom, Static or Guard"
         )
+
+    def lowest_after(self, scale: float, is_finite: bool) -> float:
+        """Return the lowest scale that `advance_` may move this one to; 0.0, the default, if that is not known.
+
+        While the host knows that the scale is at least 1, `unscale_` on an accelerator reads gradients once and not
+        twice, because dividing by the scale cannot make a finite gradient infinite.
+
+        Args:
+            scale: A scale, or a number that is at most the scale.
+            is_finite: Whether all gradients are known to be finite.
+        """
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +198,11 @@ class Dynamic(Schedule):
         if not scale.is_cpu or not self.min_scale <= scale.item() <= self.max_scale:
             scale.clamp_(self.min_scale, self.max_scale)
 
+    def lowest_after(self, scale: float, is_finite: bool) -> float:
+        """Return the lowest scale that `advance_` may move this one to; arguments as in `Schedule`."""
+        lowest = scale if is_finite else max(scale * self.backoff_factor * _ROUNDED_DOWN, self.min_scale)
+        return min(lowest, self.max_scale)
+
     def _advance_with_options_(
         self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts
     ) -> None:
@@ -228,6 +246,10 @@ class Static(Schedule):
 
     def advance_(self, scale: torch.Tensor, trackers: Mapping[str, torch.Tensor], facts: IterationFacts) -> None:
         """Do nothing, because the scale is constant."""
+
+    def lowest_after(self, scale: float, is_finite: bool) -> float:
+        """Return the scale, which is constant."""
+        return scale
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ from castwise.amp._iteration import (
 )
 from castwise.amp._observers import OBSERVERS, registered, step_of
 from castwise.amp._outcomes import Outcomes, StepFacts
+from castwise.amp._readback import ScaleBound
 from castwise.amp._schedules import Dynamic, IterationFacts, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
@@ -170,6 +171,7 @@ class GradScaler(torch.amp.GradScaler):
         self._trackers: dict[str, torch.Tensor] = {}
         self._iteration = Iteration()
         self._optimizers = KnownOptimizers()
+        self._scale_bound = ScaleBound()
         self._outcomes = Outcomes()
         self._after_steps = AfterSteps()
         self._last_step: LastStep | None = None
@@ -251,7 +253,13 @@ class GradScaler(torch.amp.GradScaler):
             raise torch_words.error(ours, lambda: torchs._lazy_init_scale_growth_tracker(dev))
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        self._note_scale(self._init_scale)
         self._trackers = on_device(self._init_trackers, dev)
+
+    def _note_scale(self, number: float) -> None:
+        """Note that the scale was set to a number, rounded to fp32."""
+        if self._scale is not None and not self._scale.is_cpu:
+            self._scale_bound.set(self._scale, number)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None and self._agreement is not None:
@@ -407,10 +415,10 @@ class GradScaler(torch.amp.GradScaler):
             if self._rule.needs_largest:
                 self._note_largest(record, grads)
             found = {}
+            may_overflow = scale.is_cpu or self._scale_bound.of(scale) < 1.0
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)
-                # Otherwise `_find_late_infs` does this in `step`, where the host reads the flags anyway.
-                if scale.is_cpu or self._agreement is not None or record.takes_grad_scale:
+                if may_overflow:
                     measure.find_new_infs(groups, factor, found)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
@@ -624,7 +632,8 @@ class GradScaler(torch.amp.GradScaler):
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
         clip = measure.clip(scaled_norm, scaled_by, max_norm, torch.float64 if grads.is_double() else torch.float32)
         if found_before:
-            clip = clip._replace(found_inf=measure.combine([clip.found_inf, *found_before], scaled_by))
+            found_inf = measure.combine([clip.found_inf, *found_before], scaled_by)
+            clip = clip._replace(found_inf=(found_inf != 0).float())  # tools may have written other numbers
         return clip, norms
 
     def _clip_now(
@@ -755,12 +764,12 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             if self._agreement is not None:
                 self._agree("step")
-            elif self._scale is not None and not self._scale.is_cpu:
-                self._find_late_infs(record)
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record.state = Stepped()
         found_infs = list(record.found_inf_per_device.values())
-        self._last_step = record.info.last_step = LastStep(self._outcomes.updates + 1, found_infs)
+        is_finite = None if record.takes_grad_scale else record.is_finite
+        last = LastStep(self._outcomes.updates + 1, found_infs, is_finite=is_finite)
+        self._last_step = record.info.last_step = last
         return returned
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -782,18 +791,6 @@ class GradScaler(torch.amp.GradScaler):
             for observer in OBSERVERS:
                 observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
         return not record.is_finite
-
-    def _find_late_infs(self, record: OptimizerRecord) -> None:
-        """Find gradients on an accelerator that unscaling made infinite, when the host has to wait for it anyway."""
-        scale = self._made_scale()
-        if scale.item() < 1.0 and not self._replaces_unscaling():
-            found = dict(record.found_inf_per_device)
-            measure.find_new_infs(
-                collect(record.optimizer, allow_fp16=True, agreement=self._agreement).groups,
-                measure.reciprocal(scale),
-                found,
-            )
-            record.found_inf_per_device = found
 
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales, clips and skips in its own step."""
@@ -1003,13 +1000,19 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             scale.fill_(new_scale)
+            self._note_scale(new_scale)
         elif found_infs:
             trackers = {"growth_tracker": growth_tracker, **self._trackers}
             schedule, found_inf = self._schedule(), measure.combine(found_infs, scale)
             wants_more = schedule.needs_loss or schedule.needs_largest
-            schedule.advance_(
-                scale, trackers, self._iteration_facts(found_inf) if wants_more else IterationFacts(found_inf)
-            )
+            facts = self._iteration_facts(found_inf) if wants_more else IterationFacts(found_inf)
+            if scale.is_cpu:
+                schedule.advance_(scale, trackers, facts)
+            else:
+                self._scale_bound.before_update(scale)
+                schedule.advance_(scale, trackers, facts)
+                is_finite = not self._iteration.unseen and all(map(_is_known_finite, self._iteration.records.values()))
+                self._scale_bound.after_update(scale, functools.partial(schedule.lowest_after, is_finite=is_finite))
         else:
             ours = RuntimeError("Call scaler.step(optimizer) or scaler.unscale_(optimizer) before each update()")
             raise torch_words.error(ours, torch_words.scaler(stage=OptState.READY).update)
@@ -1322,6 +1325,7 @@ class GradScaler(torch.amp.GradScaler):
         self._outcomes.counts = taken + skips, skips, skips_in_a_row
         if self._scale is not None:
             self._scale.fill_(saved.scale)
+            self._note_scale(saved.scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(saved.growth_tracker)
         if self._scale is not None and self._trackers.keys() != saved.trackers.keys():
@@ -1361,6 +1365,10 @@ class GradScaler(torch.amp.GradScaler):
 @functools.lru_cache(maxsize=8)
 def _text(schedule: Schedule) -> str:
     return repr(schedule)
+
+
+def _is_known_finite(record: OptimizerRecord) -> bool:
+    return bool(record.is_finite)
 
 
 def _changed_since_clipping() -> RuntimeError:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from castwise.amp._outcomes import DELAY, StepFacts
+from castwise.amp._outcomes import StepFacts
+from castwise.amp._readback import DELAY
 from castwise.monitor._sample import Sample
 
 if TYPE_CHECKING:

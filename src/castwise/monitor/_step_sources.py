@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from castwise._guard import Guard, guarded
 from castwise.amp._gradients import params_of
-from castwise.amp._outcomes import DELAY, StepFacts
-from castwise.amp._readback import Readback
+from castwise.amp._outcomes import StepFacts
+from castwise.amp._readback import DELAY, Readback
 
 
 class Handle(Protocol):
