@@ -497,7 +497,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Aliases aliases;
   std::optional<c10::Device> device;
   std::vector<std::pair<Tensor, bool>> arguments;  // and whether the op writes to it
-  int64_t tensors = 0;
+  int64_t tensors = 0, bytes = 0;
   bool has_mask = false;
   for (size_t i = 0; i < parameters.size(); i++) {
     auto& value = (*stack)[first + i];
@@ -507,6 +507,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (is_on_sim(tensor)) {
         device = device.value_or(tensor.device());
         arguments.emplace_back(tensor, writes);
+        // An argument that is written is read as well, unless it only takes a result.
+        bytes += bytes_of(tensor) * (writes && !parameters[i].is_out() && name != "aten::_foreach_copy_" ? 2 : 1);
       }
       return aliases.to_cpu(tensor);
     };
@@ -554,11 +556,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (returns_number) wait_for_stream(stream, name);
   bool writes = false;
-  int64_t bytes = 0;
-  for (const auto& [tensor, is_written] : arguments) {
-    writes |= is_written;
-    bytes += bytes_of(tensor) * (is_written ? 2 : 1);
-  }
+  for (const auto& [_, is_written] : arguments) writes |= is_written;
   if (!is_new && !writes) return;  // a view launches nothing
   const auto full_name = name + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
   {

@@ -233,6 +233,10 @@ class Workspace:
             self._tensors[key] = torch.empty(self.length, dtype=dtype, device=bucket.device)
         return self._tensors[key][: bucket.length]
 
+    def bytes(self) -> int:
+        """Return the number of bytes allocated so far."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
 
 @dataclass(slots=True, eq=False)
 class Bucket:

@@ -178,7 +178,7 @@ class _PackedTies:
         self._bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
 
     def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
-        self._pack((bits.bitwise_and(0x1FFFF)).eq_(1 << 15).to(torch.uint8))
+        self._pack(bits.bitwise_and(0x1FFFF).eq(1 << 15).view(torch.uint8))
 
     def add_to(self, bits: torch.Tensor) -> None:
         bits.add_(self._unpacked(), alpha=1 << 16)
@@ -192,7 +192,7 @@ class _PackedTies:
         self._pack(whole)
 
     def _pack(self, mask: torch.Tensor) -> None:
-        padded = torch.nn.functional.pad(mask, (0, -self._length % 8))
+        padded = torch.nn.functional.pad(mask, (0, -self._length % 8)) if self._length % 8 else mask
         self._bits.copy_((padded.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56))
 
     def _unpacked(self) -> torch.Tensor:
@@ -253,32 +253,41 @@ class Chance:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.taken = seed, 0
-        self._taken_on: dict[torch.device, torch.Tensor] = {}  # steps that only a device has counted
-
-    def count(self, found_inf: torch.Tensor | None = None) -> None:
-        """Count a step unless `found_inf` is nonzero. Does not sync."""
-        if found_inf is None or found_inf.is_cpu:
-            self.taken += 1 if found_inf is None else int(found_inf.item() == 0)
-            return
-        before = self._taken_on.get(found_inf.device, torch.zeros((), dtype=torch.int32, device=found_inf.device))
-        self._taken_on[found_inf.device] = before + (found_inf.reshape(()) == 0)
-
-    def steps(self) -> int:
-        """Return the number of steps taken. Syncs if a device decided whether to take them."""
-        return self.taken + sum(int(taken.item()) for taken in self._taken_on.values())
+        self.set(seed, 0)
 
     def set(self, seed: int, taken: int) -> None:
         """Restore the state of a checkpoint."""
-        self.seed, self.taken, self._taken_on = seed, taken, {}
+        self.seed, self.taken = seed, taken
+        # Both stay on their devices, so that a step copies nothing to them and can be captured in a CUDA graph.
+        self._taken_on: dict[torch.device, torch.Tensor] = {}  # steps that only a device has counted
+        self._keys: dict[tuple[str, torch.device], torch.Tensor] = {}  # by stream
+
+    def count(self, device: torch.device, found_inf: torch.Tensor | None = None) -> None:
+        """Count a step of weights on a device, unless `found_inf` is nonzero. Does not sync."""
+        if found_inf is None and device.type == "cpu":
+            self.taken += 1
+        elif found_inf is not None and found_inf.is_cpu:
+            self.taken += int(found_inf.item() == 0)
+        else:
+            counted_on = device if found_inf is None else found_inf.device
+            if counted_on not in self._taken_on:
+                self._taken_on[counted_on] = torch.zeros((), dtype=torch.int32, device=counted_on)
+            self._taken_on[counted_on].add_(1 if found_inf is None else found_inf.reshape(()) == 0)
+
+    def steps(self) -> int:
+        """Return the number of steps taken. Syncs if a device counts them."""
+        return self.taken + sum(int(taken.item()) for taken in self._taken_on.values())
 
     def round(self, values: torch.Tensor, dtype: torch.dtype, stream: str) -> torch.Tensor:
         """Round stochastically with `round_by_chance`, using the bits of a stream for this step."""
-        key = torch.full((), _signed(zlib.crc32(f"{self.seed} {stream}".encode())), dtype=torch.int32)
-        step = torch.full((), _signed(self.taken), dtype=torch.int32)
-        key, step = key.to(values.device), step.to(values.device)
-        for taken in self._taken_on.values():  # of each device that has decided about steps
-            step = step + taken.to(values.device)
+        device = values.device
+        key = self._keys.get((stream, device))
+        if key is None:
+            number = _signed(zlib.crc32(f"{self.seed} {stream}".encode()))
+            key = self._keys[stream, device] = torch.full((), number, dtype=torch.int32, device=device)
+        step = torch.full((), _signed(self.taken), dtype=torch.int32, device=device)
+        for taken in self._taken_on.values():
+            step += taken.to(device)
         flat = values.reshape(-1)
         return round_by_chance(flat, random_bits(flat, key, step), dtype).view(values.shape)
 

@@ -597,7 +597,8 @@ class MasterWeights(torch.optim.Optimizer):
         if self._accumulation is not None:
             self._accumulation.clear()
         note_stepped(self._inner)
-        self._chance.count(found_inf)
+        if self._saved_chance() is not None and self._buckets:
+            self._chance.count(self._buckets[0].device, found_inf)
         self._warn_of(written, is_counted=False)
         return returned if closure is None else loss
 
@@ -1094,7 +1095,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Returns:
             A dict with "parameters" (their number), and in bytes "weights", "kept" (the extra bits that make them
-            fp32), "gradients" and "state".
+            fp32), "gradients", "state" and "workspace" (memory that steps reuse, allocated by the first one).
         """
         low = [weight.param for weight in self._weights]
         tensors = [value for param in low for value in self.state.get(param, {}).values() if torch.is_tensor(value)]
@@ -1105,6 +1106,7 @@ class MasterWeights(torch.optim.Optimizer):
             "gradients": sum(local(param.grad).nbytes for param in low if param.grad is not None)
             + (0 if self._accumulation is None else self._accumulation.nbytes()),
             "state": sum(local(tensor).nbytes for tensor in tensors),
+            "workspace": self._workspace.bytes(),
         }
 
     def __repr__(self) -> str:
