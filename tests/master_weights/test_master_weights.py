@@ -815,8 +815,8 @@ def test_the_bytes_of_each_setting() -> None:
                 model(torch.ones(2, 300)).float().sum().backward()
         memory = optimizer.memory()
         kept = sum(memory[name] for name in ("weights", "kept", "gradients", "state"))
-    assert kept <= limit * memory["parameters"]
-    assert 0 < memory["workspace"] <= 12 * memory["parameters"]
+        assert kept <= limit * memory["parameters"]
+        assert 0 < memory["workspace"] <= 12 * memory["parameters"]
 
 
 def test_stochastic_rounding_learns_nearly_as_well() -> None:

@@ -1,0 +1,283 @@
+"""Policies, caches, recipes, diagnosis, comparison, tuning, monitoring and commands on an accelerator."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.accelerator.device import Counted
+from tests.accelerator.training import KINDS, Training, batches, bits, net
+from torch import nn
+
+import castwise
+from castwise import Policy, WeightCache, policies
+from castwise._recipes.quantized_linear import linear
+from castwise._recipes.recipe import RECIPES
+from castwise.monitor._exponents import count, tally
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
+
+
+# -- policies, caches, recipes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16_stable", "fp16", "fp16_stable"])
+def test_a_policy_computes_what_torchs_region_computes_without_waits(name: str) -> None:
+    policy, model, batch = getattr(policies, name), net().to("sim"), batches(1)[0]
+    bound = policy.bind(model)
+    with Counted() as counted, castwise.autocast("sim", policy=bound):
+        out = model(batch)
+    assert counted.waits == {}
+    dtype = torch.float16 if "fp16" in name else torch.bfloat16
+    with torch.autocast("sim", dtype=dtype):
+        assert bits([model(batch)]) == bits([out]) or name.endswith("stable")
+
+
+def dtypes_of_outputs(policy: Policy, device: str) -> list[torch.dtype]:
+    model, dtypes = net().to(device), list[torch.dtype]()
+    for module in model:
+        module.register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
+    with castwise.autocast(device, policy=policy.bind(model)):
+        model(batches(1, device)[0]).float().sum().backward()
+    return dtypes[:3]
+
+
+def test_rules_for_modules_and_ops() -> None:
+    fields: dict[str, Any] = {"modules": {"0": "float16"}, "ops": {"layer_norm": "bfloat16", "gelu": "float32"}}
+    policy, expected = Policy(compute="bfloat16", **fields), [torch.float16, torch.bfloat16, torch.float32]
+    assert dtypes_of_outputs(policy, "sim") == dtypes_of_outputs(policy, "cpu") == expected
+
+
+@pytest.mark.parametrize("verify", [False, "rolling"])
+def test_a_weight_cache_casts_once_in_inference_and_is_not_waited_for(verify: bool | str) -> None:
+    model, batch = net().to("sim").requires_grad_(False), batches(1)[0]
+    cache, outputs = WeightCache(model, verify=verify), []
+    for _ in range(3):
+        with Counted() as counted, torch.inference_mode(), castwise.autocast("sim", torch.float16, weight_cache=cache):
+            outputs.append(model(batch))
+    with torch.no_grad(), torch.autocast("sim", dtype=torch.float16):
+        outputs.append(model(batch))
+    assert len({str(bits([out])) for out in outputs}) == 1
+    assert counted.waits == {}
+    assert cache.report().hits > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_cache_in_training_never_serves_a_stale_cast(kind: str) -> None:
+    results = []
+    for uses_cache in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(1024, 512).to("sim")  # smaller weights are not cached in training
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **KINDS[kind])
+        cache = WeightCache(model) if uses_cache else None
+        for batch in torch.randn(3, 2, 1024).to("sim"):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with castwise.autocast("sim", torch.float16, weight_cache=cache):
+                    loss = model(batch).square().mean()
+                loss.backward()
+            optimizer.step()
+        assert cache is None or cache.report().refreshes == 6  # two tensors in three steps of two forwards
+        results.append(bits(model.parameters()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_compute_what_a_cpu_computes_without_waits(recipe: str) -> None:
+    results = []
+    for device in ("sim", "cpu"):
+        torch.manual_seed(0)
+        layer = nn.Linear(128, 128).to(device)
+        x = torch.randn(128, 128).to(device).requires_grad_()
+        with Counted() as counted:
+            out = linear(x, layer.weight, layer.bias, RECIPES[recipe], False)
+            out.backward(torch.ones_like(out))
+        assert counted.waits == {}, counted.lines
+        results.append(bits([out, x.grad, layer.weight.grad]))
+    assert results[0] == results[1] or "stochastic" in str(RECIPES[recipe])
+
+
+# -- trace, diagnose, compare, tune -----------------------------------------------------------------------------------
+
+
+def test_a_trace_names_the_dtypes() -> None:
+    trace = castwise.trace(net().to("sim"), batches(1)[0], policy=policies.bf16)
+    assert "bfloat16" in str(trace) or "bf16" in str(trace)
+    assert len(trace.casts) > 0
+
+
+def test_a_diagnosis_finds_what_a_cpu_finds() -> None:
+    texts = []
+    for device in ("sim", "cpu"):
+        model = net().to(device)
+        with torch.no_grad():
+            model[3].weight[0, 0] = 1e30
+        scaler = castwise.GradScaler(device, init_scale=2.0**10)
+        (batch,) = batches(1, device)
+        with castwise.autocast(device, dtype=torch.float16):
+            texts.append(str(castwise.diagnose(model, lambda out: out.float().square().mean(), batch, scaler)))
+    ours, cpus = (text.partition("loss 0.0")[0] for text in texts)  # losses differ: other autocast lists
+    assert ours == cpus
+
+
+def test_a_comparison_of_policies_restores_the_model() -> None:
+    model = net().to("sim")
+    before = bits(model.parameters())
+    drift = castwise.compare(model, batches(2), {"bf16": policies.bf16}, forward=loss_of)
+    assert bits(model.parameters()) == before
+    assert "bf16" in str(drift)
+
+
+def test_tuning_ends_with_a_policy() -> None:
+    tuned = castwise.tune(net().to("sim"), batches(2), forward=loss_of, tolerance=0.5)
+    assert isinstance(tuned.policy, Policy)
+
+
+# -- monitoring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_exponents_are_those_that_a_cpu_counts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = (torch.randn(300, 200) * torch.exp2(torch.randint(-140, 120, (300, 200)).float())).to(dtype)
+    with Counted() as counted:
+        here = count(values.to("sim", non_blocking=True))
+    assert counted.waits == {}
+    assert tally(here.cpu()) == tally(count(values))
+
+
+def monitored(device: str, kind: str = "fused") -> tuple[list[dict[str, Any]], Counted]:
+    """Return the records of eight steps, every one sampled, and the counts of the sixth."""
+    training, records = Training(castwise, kind, "clip_grad_norm_", device, low=False), list[dict[str, Any]]()
+    monitor = castwise.Monitor(training.model, training.optimizer, training.scaler, every=1, sinks=[records.append])
+    monitor.attach()
+    counts = Counted()
+    for index, batch in enumerate(batches(8, device, (2,))):
+        if index == 5:
+            with counts:
+                training.step(batch)
+        else:
+            training.step(batch)
+    monitor.detach()
+    return records, counts
+
+
+def assert_close(mine: Any, other: Any) -> None:
+    """Compare nested records; numbers may differ by the order of sums."""
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys()
+        for key, value in mine.items():
+            assert_close(value, other[key])
+    elif isinstance(mine, (list, tuple)):
+        assert len(mine) == len(other)
+        for value, of_other in zip(mine, other, strict=True):
+            assert_close(value, of_other)
+    elif isinstance(mine, float):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
+    else:
+        assert mine == other
+
+
+def test_records_are_those_of_a_cpu() -> None:
+    ours, cpus = (monitored(device)[0] for device in ("sim", "cpu"))
+    assert [record["kind"] for record in ours] == [record["kind"] for record in cpus]
+    for mine, other in zip(ours, cpus, strict=True):
+        if mine["kind"] == "sample":
+            assert_close(mine, other)
+
+
+def test_a_sampled_step_waits_for_nothing_newer_than_two_updates() -> None:
+    _, counted = monitored("sim")
+    assert set(counted.waits) <= {"event"}, counted.lines
+
+
+def test_watching_changes_no_bit() -> None:
+    plain, watched = (Training(castwise, "fused", "clip_grad_norm_") for _ in range(2))
+    monitor = castwise.Monitor(watched.model, watched.optimizer, watched.scaler, every=1, on_skip="diagnose").attach()
+    data = batches(8, spoilt=(2, 6))
+    assert watched.run(data) == plain.run(data)
+    monitor.detach()
+
+
+def test_a_skip_is_diagnosed() -> None:
+    training, facts = Training(castwise, "fused"), list[dict[str, Any]]()
+    monitor = castwise.Monitor(
+        training.model, training.optimizer, training.scaler, sinks=[facts.append], on_skip="diagnose"
+    ).attach()
+    training.run(batches(6, spoilt=(2,)))
+    monitor.detach()
+    assert any("skip" in record["kind"] or record.get("skipped") for record in facts)
+    assert "input" in json.dumps(facts, default=str) or "batch" in json.dumps(facts, default=str)
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import torch
+import tests.accelerator.device  # an extension that adds a device
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4).to("sim")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
+for step in range(6):
+    x = torch.randn(4, 8).to("sim")
+    if step == 3:
+        x = x * float("inf")
+    with torch.autocast("sim", dtype=torch.float16):
+        loss = model(x).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+print("scale", scaler.get_scale())
+"""
+
+
+def castwise_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.path.join(root, "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "castwise", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_castwise_run_reports_on_an_unchanged_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = castwise_command("run", "--every", "1", "train.py", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "scale 512.0\n"
+    assert "skipped" in run.stderr
+    assert list(tmp_path.glob("castwise-run/*/report.html"))
+
+
+def test_doctor_and_demo_say_what_they_can_do_here(tmp_path: Path) -> None:
+    demo = castwise_command("demo", "--device", "sim", cwd=tmp_path)
+    assert demo.returncode == 2
+    assert "--device must be cpu or cuda" in demo.stderr
+
+
+def test_a_schedule_that_is_exhausted_raises() -> None:
+    training = Training(castwise, schedule=castwise.schedules.Dynamic(2.0**10, patience=2, on_exhausted="raise"))
+    with pytest.raises(castwise.ScaleExhausted, match="non-finite loss") as raised:
+        training.run(batches(24, spoilt=(*range(1, 24),)))
+    assert raised.value.step.skipped
+    assert raised.value.step.loss is not None
+    assert not math.isfinite(raised.value.step.loss)
