@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -309,20 +310,23 @@ class Later:
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_the_next_to_look_raises(world: Callable[[int], World], differs: bool) -> None:
+def test_a_collective_four_later_raises(world: Callable[[int], World], differs: bool) -> None:
     def meet(rank: int) -> Any:
         ranks = agreed()
-        ranks._mismatch = Later(torch.tensor(differs)), "what was said"  # type: ignore[assignment]
+        ranks._unchecked.extend((Later(torch.tensor(differs)), f"call {number}") for number in range(3))  # type: ignore[misc]
+        ranks.any_(flags(of=1), "step")
+        ranks._unchecked.append((Later(torch.tensor(False)), "call 3"))  # type: ignore[arg-type]
         try:
             ranks.any_(flags(of=1), "step")
         except RuntimeError as error:
             return str(error), ranks.any_(flags(of=1), "step")
+        assert len(ranks._unchecked) == 3
         return None
 
     for error in world(2).run(meet):
         assert (error is not None) is differs
         if error is not None:
-            assert "ranks [0, 1] report: what was said (history" in error[0]
+            assert "ranks [0, 1] report: call 0 (history" in error[0]
 
 
 class OnADevice(torch.Tensor):
@@ -343,7 +347,7 @@ def test_on_a_device_nobody_looks_and_no_rank_steps(
     ranks, head = agreed(), torch.tensor([3.0, 9.0])
     reduced = torch.tensor([4.0 if differs else 3.0, 9.0, 0.0, 1.0]).as_subclass(OnADevice)
     assert numbers(ranks._checked(reduced, head, "step")) == ([math.inf, math.inf] if differs else [0.0, 1.0])
-    assert (ranks._mismatch is None) is is_captured
+    assert len(ranks._unchecked) == (0 if is_captured else 1)
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda ranks: pickle.loads(pickle.dumps(ranks))])
@@ -351,9 +355,9 @@ def test_a_copy_has_the_history_and_no_pending_mismatch(twin: Callable[[Agreemen
     ranks = agreed()
     ranks.note_update(None)
     ranks.note_call("scale")
-    ranks._mismatch = Later(torch.tensor(True)), "what was said"  # type: ignore[assignment]
+    ranks._unchecked.append((Later(torch.tensor(True)), "a call"))  # type: ignore[arg-type]
     other = twin(ranks)
-    assert other.__dict__ == ranks.__dict__ | {"_mismatch": None, "_watched": other._watched}
+    assert other.__dict__ == ranks.__dict__ | {"_unchecked": deque(), "_watched": other._watched}
     assert other._watched is not ranks._watched
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -33,6 +34,9 @@ _FACTS = _SIZE - 2
 _BITS = 53
 # Up to this power, norms of fp32 numbers stay in the range of fp64.
 _LARGEST_POWER = 4.0
+# An accelerator's check of a collective is read at the collective so many later: of an iteration that has no more than
+# that, none waits for the device. Counted in collectives, because ranks that diverge may differ in their updates.
+_CHECK_DELAY = 4
 
 
 class Agreement:
@@ -61,7 +65,7 @@ class Agreement:
         if not integer("pipeline_stages", stages) >= 1:
             raise ValueError(f"pipeline_stages must be an integer >= 1, got {stages!r}")
         self.ranks, self._device_type, self._stages = ranks, device_type, int(stages)
-        self._mismatch: tuple[Readback, str] | None = None
+        self._unchecked: deque[tuple[Readback, str]] = deque()
         self._device_types: dict[Any, str] = {}  # by group
         self._watched = LeftOut()
         self.start()
@@ -187,8 +191,9 @@ class Agreement:
         """
         if self.size() == 1:
             return list(numbers)
+        self._check_earlier(numbers[0])
         text, digest, _ = self._describe(call)
-        head = _fp64([digest, -digest]).to(numbers[0].device, non_blocking=True)  # same maxima: all digests are equal
+        head = _pair(digest, -digest, numbers[0].device)  # same maxima: all digests are equal
         facts = torch.cat([number.reshape(1).double() for number in numbers]).nan_to_num(nan=math.inf, posinf=math.inf)
         vector = torch.cat([head, facts, facts.new_zeros(_FACTS - len(numbers))])  # a maximum might lose a NaN
         reduced = self._reduce(vector, torch.distributed.ReduceOp.MAX, text)
@@ -206,6 +211,7 @@ class Agreement:
         Returns:
             The sums: floats if the numbers are on a CPU, otherwise tensors (fp64, shape ()).
         """
+        self._check_earlier(facts[0])
         text, digest, size = self._describe(call)
         # If n integers add up to n * d and their squares to n * d**2, all of them are d.
         mine, padding = [float(digest), float(digest**2)], [0.0] * (_FACTS - len(facts))
@@ -216,27 +222,26 @@ class Agreement:
                 self._raise(text)
             return reduced[2 : 2 + len(facts)]
         device = facts[0].device
-        head, powers = (
-            _fp64(mine).to(device, non_blocking=True),
-            torch.cat([fact.reshape(1) for fact in facts]).double(),
-        )
+        head, powers = _pair(*mine, device), torch.cat([fact.reshape(1) for fact in facts]).double()
         vector = torch.cat([head, powers**power * share, powers.new_zeros(len(padding))])
         sums = self._checked(self._reduce(vector, torch.distributed.ReduceOp.SUM, text), head * size, text)
         return sums[: len(facts)]
 
     def _checked(self, reduced: torch.Tensor, expected: torch.Tensor, text: str) -> list[torch.Tensor]:
-        """Return a vector's facts; if its head is not as expected, raise, or on an accelerator return inf for now."""
+        """Return a vector's facts; if its head is not as expected, raise, or on an accelerator return inf for now.
+
+        From then on the ranks' digests differ, so no rank steps until a later collective raises.
+        """
         differs = (reduced[:2] != expected).any()
         if differs.device.type == "cpu":
             if differs:
                 self._raise(text)
         elif not is_capturing(differs):
-            self._mismatch = Readback(differs), text
+            self._unchecked.append((Readback(differs), text))
         return list(reduced[2:].masked_fill(differs, math.inf).unbind())  # so that no rank steps
 
     def _describe(self, call: str) -> tuple[str, int, int]:
         """Return a description of this rank's call, a digest whose sum of squares is exact, and the number of ranks."""
-        self.check_pending_mismatch()
         text, size = f"{call}, call {self._calls} after {self._updates} updates", self.size()
         if self._left_out:
             text += f", {self._left_out} of its iterations left out"
@@ -269,11 +274,18 @@ class Agreement:
             tensor = there.to(tensor.device)
         return tensor
 
-    def check_pending_mismatch(self) -> None:
-        """Raise if the last collective found that the ranks have diverged; waits for the device."""
-        pending, self._mismatch = self._mismatch, None
-        if pending is not None and pending[0].wait():
-            self._raise(pending[1])
+    def _check_earlier(self, like: torch.Tensor) -> None:
+        """Raise if a collective that is long enough ago found that the ranks have diverged.
+
+        Args:
+            like: A tensor on the device of the collectives, which is not waited for during capture in a CUDA graph.
+        """
+        if len(self._unchecked) < _CHECK_DELAY or is_capturing(like):
+            return
+        differs, text = self._unchecked.popleft()
+        if differs.wait():
+            self._unchecked.clear()
+            self._raise(text)
 
     def _raise(self, text: str) -> NoReturn:
         """Exchange what each rank did, and raise; if a rank ends meanwhile, raise with what is known."""
@@ -294,7 +306,7 @@ class Agreement:
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         twin = object.__new__(Agreement)
         # A process group cannot be copied, and need not be.
-        twin.__dict__.update(self.__dict__, _mismatch=None, _watched=LeftOut())
+        twin.__dict__.update(self.__dict__, _unchecked=deque(), _watched=LeftOut())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,7 +314,7 @@ class Agreement:
             raise RuntimeError(
                 "a process group cannot be pickled, and so neither can a scaler that has one: save its state_dict()"
             )
-        return self.__dict__ | {"_mismatch": None, "_watched": None}
+        return self.__dict__ | {"_unchecked": deque(), "_watched": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _watched=LeftOut())
@@ -314,6 +326,13 @@ def _is_outside(ranks: object) -> bool:
 
 def _fp64(numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _pair(first: float, second: float, device: torch.device) -> torch.Tensor:
+    """Return two fp64 numbers on a device; filled there, because a CUDA graph captures no copy from pageable memory."""
+    pair = torch.full((2,), first, dtype=torch.float64, device=device)
+    pair[1].fill_(second)
+    return pair
 
 
 def _power(number: float, power: float) -> float:
