@@ -214,7 +214,7 @@ class Agreement:
         self._check_earlier(facts[0])
         text, digest, size = self._describe(call)
         # If n integers add up to n * d and their squares to n * d**2, all of them are d.
-        mine, padding = [float(digest), float(digest**2)], [0.0] * (_FACTS - len(facts))
+        mine, padding = (float(digest), float(digest**2)), [0.0] * (_FACTS - len(facts))
         if facts[0].device.type == "cpu":  # the host is faster for a few numbers, and needs them anyway
             known = [_power(fact.item(), power) * share for fact in facts]
             reduced = self._reduce(_fp64([*mine, *known, *padding]), torch.distributed.ReduceOp.SUM, text).tolist()

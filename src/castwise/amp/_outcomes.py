@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -125,7 +125,9 @@ class _Pending:
     norms: list[torch.Tensor]
     """One for each of `params`: not finite if its gradient is not."""
     numbers: Readback | None = None
-    """All of these and the scale after the step, once the transfer to the host has begun."""
+    """All of these and the scale after the step, for this and other steps, once the transfer to the host has begun."""
+    place: slice = field(default_factory=lambda: slice(0))
+    """Where this step's are among them."""
     sent_at: int = 0
     ends_streak: bool = False
     """Whether the optimizer's next step is known to be finite, which may be known before this one is."""
@@ -265,14 +267,18 @@ class Outcomes:
         if not (all_ or self.hooks or self._scale.device.type == "cpu" or len(waiting) >= _TOGETHER):
             return
         scale_after, later = self._scale, None
+        together: list[torch.Tensor] = []  # one transfer, because each takes several launches
         for pending in reversed(waiting):
             if later is not None and later.update != pending.update:
                 scale_after = later.scale
             later = pending
             known = [pending.found_inf, pending.least, pending.scale, scale_after]
             known += [number for number in (pending.loss, pending.norm) if number is not None]
-            parts = [part.to(self._scale.device, non_blocking=True).reshape(1) for part in [*known, *pending.norms]]
-            pending.numbers, pending.sent_at = Readback(torch.cat(parts)), self.updates
+            pending.place = slice(len(together), len(together) + len(known) + len(pending.norms))
+            together += [part.to(self._scale.device, non_blocking=True).reshape(1) for part in [*known, *pending.norms]]
+        numbers = Readback(torch.cat(together))
+        for pending in waiting:
+            pending.numbers, pending.sent_at = numbers, self.updates
 
     def _is_due(self, pending: _Pending) -> bool:
         if pending.numbers is None:
@@ -301,7 +307,7 @@ def _several(count: int, noun: str) -> str:
 def _facts_of(pending: _Pending, *, ranks_agree: bool) -> tuple[StepFacts, float]:
     """Return the facts and the scale after the step; waits for the device."""
     assert pending.numbers is not None
-    found_inf, least, scale, after, *numbers = pending.numbers.wait().tolist()
+    found_inf, least, scale, after, *numbers = pending.numbers.wait()[pending.place].tolist()
     loss = numbers.pop(0) if pending.loss is not None else math.nan
     norm = numbers.pop(0) if pending.norm is not None else None
     skipped = found_inf != 0.0
