@@ -97,6 +97,17 @@ def test_a_fused_step_never_waits(options: str, scaled: bool) -> None:
     assert counted.waits == {}, counted.lines
 
 
+def test_a_skipped_step_uses_up_no_random_bits() -> None:
+    weights = []
+    for skips in (False, True):
+        training = Training("fused", OPTIONS["stochastic"], scaled=True)
+        for batch in batches(3, spoilt=(1,)):
+            if skips or batch.isfinite().all():
+                training.step(batch)
+        weights.append(training.fp32())
+    assert weights[0] == weights[1]
+
+
 def test_a_checkpoint_continues_the_run() -> None:
     data = batches(8)
     for options in OPTIONS.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ from castwise.amp._readback import DELAY
 from castwise.schedules import Dynamic, Guard, Headroom, Schedule, Static
 
 SPOILT = (2, 6)
+CALLS = ["unscale_", "clip_grad_norm_", "clip_grad_value_"]
+ORDERS = [order for count in range(4) for order in itertools.permutations(CALLS, count)]
 SCHEDULES = [
     Headroom(),
     Dynamic(2.0**10, growth_interval=3, hysteresis=2, on_nonfinite_loss="hold"),
@@ -43,6 +46,33 @@ def test_clipping_by_the_scaler_is_torchs_clipping(kind: str) -> None:
         assert bool(ours.scaler.step_skipped) == (index in SPOILT)
     for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), other.detach().cpu(), rtol=1e-5, atol=1e-7)
+
+
+def prepared(training: Training, order: tuple[str, ...], norm_type: float) -> None:
+    """Make calls between a backward and the step."""
+    for call in order:
+        if call == "clip_grad_norm_":
+            norm = training.scaler.clip_grad_norm_(training.optimizer, MAX_NORM, norm_type)
+            assert (norm.device.type, norm.dtype, tuple(norm.shape)) == ("sim", torch.float32, ())
+        elif call == "clip_grad_value_":
+            training.scaler.clip_grad_value_(training.optimizer, MAX_NORM)
+        elif "clip_grad_value_" not in order or order.index(call) == 0:
+            training.scaler.unscale_(training.optimizer)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_no_order_of_calls_waits_before_the_step_has_to_know(order: tuple[str, ...], norm_type: float) -> None:
+    for kind in KINDS:
+        training = Training(castwise, kind)
+        training.backward(batches(1)[0])
+        with Counted() as counted:
+            prepared(training, order, norm_type)
+        assert counted.waits == {}
+        with Counted() as counted:
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+        assert counted.waits == ({} if kind == "fused" else {"item": 1}), counted.lines
 
 
 @pytest.mark.parametrize("clipping", [*CLIPPING, "clip_grad_value_"])

@@ -20,6 +20,8 @@ import castwise
 from castwise import Policy, WeightCache, policies
 from castwise._recipes.quantized_linear import linear
 from castwise._recipes.recipe import RECIPES
+from castwise.monitor import _exponents as exponents
+from castwise.monitor import _updates as updates
 from castwise.monitor._exponents import count, tally
 
 
@@ -153,6 +155,66 @@ def test_exponents_are_those_that_a_cpu_counts(dtype: torch.dtype) -> None:
         here = count(values.to("sim", non_blocking=True))
     assert counted.waits == {}
     assert tally(here.cpu()) == tally(count(values))
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("piece", [2**22, 1000])
+def test_tensors_that_are_counted_together_are_counted_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, piece: int, is_deterministic: bool
+) -> None:
+    monkeypatch.setattr(exponents, "_PIECE_ON_ACCELERATORS", piece)
+    torch.manual_seed(0)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+    tensors = [torch.randn(shape).to(dtype) for dtype in dtypes for shape in ((70, 50), (), (0,), (7,))]
+    tensors[0][:5] = 0.0
+    tensors[0][6, 7], tensors[0][8] = math.inf, 1e-42
+    tensors.append(torch.randn(40, 30)[:, ::2])
+    counter = exponents.Counter(with_squares=True)
+    torch.use_deterministic_algorithms(is_deterministic)
+    for tensor in tensors:
+        here = tensor.to("sim")
+        counter.add(here)
+        if here.numel():
+            here.zero_()  # as an op in place that follows
+    results = counter.results()
+    torch.use_deterministic_algorithms(False)
+    for tensor, (counts, squares) in zip(tensors, results, strict=True):
+        assert tally(counts.cpu()) == tally(count(tensor))
+        assert squares is not None
+        torch.testing.assert_close(squares.cpu(), exponents.sum_of_squares(tensor))
+
+
+@pytest.mark.parametrize("piece", [2**22, 500])
+def test_updates_that_are_compared_together_are_compared_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(exponents, "_PIECE_ON_ACCELERATORS", piece)
+    torch.manual_seed(0)
+    pairs = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for shape in ((20, 30), (5,), (0,), (100,)):
+            old = torch.randn(shape).to(dtype)
+            pairs.append((old, old + 1e-3 * torch.randn(shape).to(dtype)))
+    together = updates.compare_together([(old.to("sim"), new.to("sim")) for old, new in pairs])
+    for (old, new), found in zip(pairs, together, strict=True):
+        torch.testing.assert_close(found.cpu(), updates.compare(old, new), equal_nan=True)
+
+
+def test_a_sampled_step_launches_at_most_six_kernels_a_tensor() -> None:
+    def launches(every: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(24))).to("sim")
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), castwise.GradScaler("sim")
+        castwise.Monitor(model, optimizer, scaler, every=every, sinks=[lambda record: None]).attach()
+        for _ in range(6):
+            optimizer.zero_grad()
+            with Counted() as counted:
+                scaler.scale(model(torch.ones(4, 8, device="sim")).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return counted.launches
+
+    assert launches(1) - launches(1000) <= 6 * 48
 
 
 def monitored(device: str, kind: str = "fused") -> tuple[list[dict[str, Any]], Counted]:

@@ -1,51 +1,20 @@
-"""A sampled step is measured without a look at any value."""
+"""The record of a sampled step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from tests.monitor.reduced import combined
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from castwise.amp import _readback as readback
 from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._exponents import count, tally
 from castwise.monitor._records import Update
 from castwise.monitor._reduction import Layout, layout_of
-from castwise.monitor._sample import Measured, OfGradient, Sample, sample_record
+from castwise.monitor._sample import Measured, OfGradient, sample_record
 from castwise.monitor._tally import Tally
-
-
-class Histograms(TorchDispatchMode):
-    """Counts those that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket is torch.ops.aten.histc
-        return func(*args, **kwargs or {})
-
-
-def test_an_accelerator_is_not_waited_for_and_counts_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readback, "copies_asynchronously", lambda device_type: False)
-    with FakeTensorMode():  # whose tensors on a GPU have no values to read
-        model = nn.ParameterDict({"weight": torch.empty(3, 2, device="cuda"), "bias": torch.empty(3, device="cuda")})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        sample = Sample(model, {"": [count(torch.empty(5, 2, device="cuda"))]})
-        with Histograms() as of_gradients:
-            sample.measure_gradients(optimizer, torch.empty((), device="cuda"))
-        assert of_gradients.number == 2
-        sample.measure_update(optimizer)
 
 
 def test_a_norm_counts_copies_once_and_parts_of_ranks_together() -> None:

@@ -19,7 +19,7 @@ from castwise._torch_private import (
 from castwise.amp._gradients import is_plain
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import _module_names as names
-from castwise.monitor._exponents import count
+from castwise.monitor._exponents import Counter
 from castwise.monitor._local_shards import is_partial, is_split, part_of
 from castwise.tracing._module_hooks import ModuleHooks, inside_fused_layers
 
@@ -41,7 +41,7 @@ class Activations:
         self._guard = Guard()
         self._hooks = ModuleHooks(self._guard)
         self._inside: set[nn.Module] = set()
-        self._found: dict[str, list[torch.Tensor]] = {}
+        self._counter, self._counted = Counter(), list[str]()
         self._in_this_forward: set[str] = set()
         self._done: set[str] = set()
         self._depth = 0
@@ -64,7 +64,10 @@ class Activations:
         self._done.clear()
         self._in_this_forward.clear()
         self._depth = 0
-        found, self._found = self._found, {}
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, (counts, _) in zip(self._counted, self._counter.results(), strict=True):
+            found.setdefault(name, []).append(counts)
+        self._counter, self._counted = Counter(), []
         return found
 
     def _enter(self, *_: object) -> None:
@@ -84,7 +87,9 @@ class Activations:
             if self._counts and has_output and name not in self._done:
                 self._in_this_forward.add(name)
                 with self._guard:  # the depth is counted anyway
-                    self._found.setdefault(name, []).extend([count(tensor) for tensor in _tensors(output)])
+                    for tensor in _tensors(output):
+                        self._counter.add(tensor)
+                        self._counted.append(name)
             self._depth -= 1
             if self._depth == 0:
                 self._hooks.take_off(self._inside)

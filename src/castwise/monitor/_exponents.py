@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -125,6 +125,113 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class Counter:
+    """Counts the exponents of many tensors, on an accelerator with few launches however many there are.
+
+    On an accelerator each tensor is copied when it is added, in one launch, and the copies are counted together.
+
+    Args:
+        with_squares: Whether to add up the squares too, as `sum_of_squares` does.
+    """
+
+    def __init__(self, *, with_squares: bool = False) -> None:
+        self._with_squares = with_squares
+        self._batches: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+        self._pieces: list[list[_Piece]] = []
+
+    @torch.no_grad()
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor as `count` does."""
+        values = _values(tensor)
+        if values.device.type == "cpu" or not values.numel():
+            squares = sum_of_squares(tensor) if self._with_squares else None
+            self._pieces.append([_Piece(count(tensor), squares)])
+            return
+        encoding = _FP64 if values.dtype is torch.float64 else _FP32
+        key = values.device, encoding.floats
+        if key not in self._batches:
+            self._batches[key] = _Batch(values.device, encoding, self._with_squares)
+        batch = self._batches[key]
+        self._pieces.append([batch.add(piece) for piece in _pieces(values, piece_size(values.device))])
+
+    @torch.no_grad()
+    def results(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return a result of `count` for each tensor, and its sum of squares if wanted, in the order of `add`."""
+        for batch in self._batches.values():
+            batch.count()
+        return [_together(pieces) for pieces in self._pieces]
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A part of a tensor, once it is counted."""
+
+    counts: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Copies of pieces on one accelerator that are counted together."""
+
+    device: torch.device
+    encoding: _Encoding
+    with_squares: bool
+    memory: torch.Tensor = field(init=False)
+    pieces: list[_Piece] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory = torch.empty(_PIECE_ON_ACCELERATORS, dtype=self.encoding.floats, device=self.device)
+
+    def add(self, values: torch.Tensor) -> _Piece:
+        """Copy flat values of at most `_PIECE_ON_ACCELERATORS` elements."""
+        used = sum(self.lengths)
+        # `histc` finds bins in fp32, which is exact to an eighth of a bin up to this many.
+        if used + len(values) > len(self.memory) or (len(self.pieces) + 1) * self.encoding.bins > 2**20:
+            self.count()
+            used = 0
+        self.memory[used : used + len(values)].copy_(values)
+        self.pieces.append(_Piece())
+        self.lengths.append(len(values))
+        return self.pieces[-1]
+
+    def count(self) -> None:
+        """Count the pieces that were added since the last call."""
+        if not self.pieces:
+            return
+        encoding, rows = self.encoding, len(self.pieces)
+        values = self.memory[: sum(self.lengths)]
+        if self.with_squares:
+            squares = torch.split(values.to(wide(self.device), copy=True).square_(), self.lengths)
+            for piece, of_piece in zip(self.pieces, torch._foreach_norm(squares, 1), strict=True):
+                piece.squares = of_piece.reshape(1)
+        bits = values.view(encoding.integers).bitwise_and_(encoding.magnitude)
+        counts = torch.empty(rows, encoding.bins + 2, dtype=torch.int64, device=self.device)
+        bins = _bins_of(bits, encoding)
+        torch._foreach_add_(torch.split(bins, self.lengths), [encoding.bins * row for row in range(rows)])
+        flat_counts = torch.zeros(rows * encoding.bins, dtype=torch.int64, device=self.device)
+        _add_bins(bins, flat_counts)
+        counts[:, :-2] = flat_counts.view(rows, encoding.bins)
+        counts[:, -2] = torch.stack(torch._foreach_max(torch.split(_finite_or_zero(bits, encoding), self.lengths)))
+        above = torch.split(encoding.magnitude - _less_one(bits, encoding), self.lengths)
+        counts[:, -1] = encoding.magnitude - torch.stack(torch._foreach_max(above))
+        for piece, of_piece in zip(self.pieces, counts.unbind(), strict=True):
+            piece.counts = of_piece
+        self.pieces, self.lengths = [], []
+
+
+def _together(pieces: list[_Piece]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the counts and the sum of squares of a tensor's pieces."""
+    if len(pieces) == 1:
+        assert pieces[0].counts is not None
+        return pieces[0].counts, pieces[0].squares
+    squares = [piece.squares for piece in pieces if piece.squares is not None]
+    counts = torch.stack([piece.counts for piece in pieces if piece.counts is not None])
+    numbers = [counts[:, :-2].sum(0), counts[:, -2:-1].amax(0), counts[:, -1:].amin(0)]
+    return torch.cat(numbers), torch.stack(squares).sum(0) if squares else None
+
+
 def tally(found: torch.Tensor) -> Tally:
     """Convert a result of `count` that is on the host."""
     encoding = _FP32 if len(found) == _FP32.bins + 2 else _FP64
@@ -199,15 +306,19 @@ def _add_without_a_sync(
     largest: torch.Tensor,
     below_smallest: torch.Tensor,
 ) -> None:
-    of_each = _bins_of(bits, encoding)
+    _add_bins(_bins_of(bits, encoding), bins)
+    torch.maximum(largest, _finite_or_zero(bits, encoding).amax(), out=largest)
+    torch.minimum(below_smallest, _less_one(bits, encoding).amin(), out=below_smallest)
+
+
+def _add_bins(of_each: torch.Tensor, bins: torch.Tensor) -> None:
+    """Add to each bin the number of elements in it, without a sync."""
     if torch.are_deterministic_algorithms_enabled():  # histc raises then, although sums of ones do not depend on order
         of_each = of_each.long()
         bins.scatter_add_(0, of_each, torch.ones_like(of_each))
     else:
         # Half a bin away from the edges, so that rounding cannot move a number to another bin.
-        bins += torch.histc(of_each.float().add_(0.5), encoding.bins, 0, encoding.bins).long()
-    torch.maximum(largest, _finite_or_zero(bits, encoding).amax(), out=largest)
-    torch.minimum(below_smallest, _less_one(bits, encoding).amin(), out=below_smallest)
+        bins += torch.histc(of_each.float().add_(0.5), len(bins), 0, len(bins)).long()
 
 
 def _finite_or_zero(bits: torch.Tensor, encoding: _Encoding) -> torch.Tensor:

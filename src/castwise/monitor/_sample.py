@@ -11,7 +11,7 @@ from torch import nn
 
 from castwise.amp._gradients import params_and_grads
 from castwise.monitor import _module_names as names
-from castwise.monitor._exponents import count, sum_of_squares, tally
+from castwise.monitor._exponents import Counter, count, tally
 from castwise.monitor._host_copies import HostCopies
 from castwise.monitor._local_shards import is_partial, part_of
 from castwise.monitor._quantized_layers import QuantizedSample
@@ -97,7 +97,8 @@ class Sample:
         """
         mantissa = _mantissa(scale) if is_scaled else None
         of_parameter = {parameter: name for name, parameter in names.parameters(self._model).items()}
-        counts, squares = {}, {}
+        counts: dict[tuple[str, bool], torch.Tensor] = {}
+        counter, counted = Counter(with_squares=True), list[str]()
         for parameter in params_and_grads(optimizer)[0]:
             name = of_parameter.get(parameter)
             if name is None:
@@ -108,10 +109,14 @@ class Sample:
             part = part_of(parameter.grad, parameter)
             self._parts[name] = part.distinct, None if part.distinct is None else tuple(parameter.shape)
             self._is_scaled[name] = is_scaled
-            counts[name, True] = count(part.local)
-            squares[name] = sum_of_squares(part.local)
+            counter.add(part.local)
+            counted.append(name)
             if mantissa is not None:
                 counts[name, False] = count(part.local, mantissa.to(part.local.device))
+        squares = {}
+        for name, (of_gradient, of_squares) in zip(counted, counter.results(), strict=True):
+            assert of_squares is not None
+            counts[name, True], squares[name] = of_gradient, of_squares
         self._gradients.append(HostCopies(counts))
         self._squares.append(HostCopies(squares))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -29,19 +30,49 @@ def compare(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(4, dtype=wide(after.device), device=after.device)
     size = piece_size(after.device)
     for old, new in zip(torch.split(_flat(before), size), torch.split(_flat(after), size), strict=True):
-        exact = torch.promote_types(old.dtype, torch.float32)
-        old = old.to(exact)
-        change = new.to(exact) - old
-        rounded = old.bfloat16()
-        changed = change != 0
-        lost = changed & ((rounded.to(exact) + change).bfloat16() == rounded)
-        wide_change, wide_old = change.to(found.dtype, copy=True), old.to(found.dtype, copy=True)
         # No dot products, because a CPU splits even short ones among threads.
-        numbers = [wide_change.square_().sum(), wide_old.square_().sum(), changed.sum(), lost.sum()]
-        found += torch.stack([number.to(found.dtype) for number in numbers])
+        found += torch.stack([number.sum().to(found.dtype) for number in _numbers(old, new)])
     if before.dtype.itemsize < 4:
         found[3] = math.nan
     return found
+
+
+def _numbers(old: torch.Tensor, new: torch.Tensor) -> list[torch.Tensor]:
+    """Return for each element what `compare` adds up."""
+    exact, summed = torch.promote_types(old.dtype, torch.float32), wide(old.device)
+    old = old.to(exact)
+    change = new.to(exact) - old
+    rounded = old.bfloat16()
+    changed = change != 0
+    lost = changed & ((rounded.to(exact) + change).bfloat16() == rounded)
+    return [change.to(summed, copy=True).square_(), old.to(summed, copy=True).square_(), changed, lost]
+
+
+@torch.no_grad()
+def compare_together(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return a result of `compare` for each pair; pairs on an accelerator share launches."""
+    found: list[torch.Tensor | None] = [None] * len(pairs)
+    batches: dict[tuple[torch.device, torch.dtype, torch.dtype], list[list[int]]] = {}
+    for index, (before, after) in enumerate(pairs):
+        limit = piece_size(after.device)
+        if after.device.type == "cpu" or not 0 < after.numel() <= limit // 2:
+            found[index] = compare(before, after)
+            continue
+        of_kind = batches.setdefault((after.device, before.dtype, after.dtype), [[]])
+        if sum(pairs[other][1].numel() for other in of_kind[-1]) + after.numel() > limit // 2:
+            of_kind.append([])
+        of_kind[-1].append(index)
+    for batch in (batch for of_kind in batches.values() for batch in of_kind if batch):
+        old, new = ([_flat(pairs[index][place]) for index in batch] for place in (0, 1))
+        lengths = [len(each) for each in old]
+        numbers = _numbers(torch.cat(old), torch.cat(new))
+        sums = [torch._foreach_norm(torch.split(number.to(wide(number.device)), lengths), 1) for number in numbers]
+        rows = torch.stack([one for of_number in sums for one in of_number]).view(4, -1).T
+        if pairs[batch[0]][0].dtype.itemsize < 4:
+            rows = torch.cat([rows[:, :3], torch.full_like(rows[:, :1], math.nan)], 1)
+        for index, row in zip(batch, rows.unbind(), strict=True):
+            found[index] = row
+    return [one for one in found if one is not None]
 
 
 def update_of(numbers: list[float]) -> Update:
@@ -73,11 +104,16 @@ class Updates:
     @torch.no_grad()
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights that an optimizer is about to change."""
-        self._before[optimizer] = [
-            (parameter, part_of(parameter.detach()).local.clone())
+        kept = [
+            parameter
             for parameter in params_and_grads(optimizer)[0]
             if (parameter.is_floating_point() or parameter.is_complex()) and not is_partial(parameter)
         ]
+        weights = [part_of(parameter.detach()).local for parameter in kept]
+        copies = [torch.empty_like(weight) for weight in weights]
+        if copies:
+            torch._foreach_copy_(copies, weights)
+        self._before[optimizer] = list(zip(kept, copies, strict=True))
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop the copies for an optimizer that does not step, or all copies."""
@@ -86,10 +122,9 @@ class Updates:
 
     def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return a result of `compare` for each parameter, and drop the copies."""
-        return {
-            parameter: compare(before, part_of(parameter.detach()).local)
-            for parameter, before in self._before.pop(optimizer, ())
-        }
+        kept = self._before.pop(optimizer, ())
+        pairs = [(before, part_of(parameter.detach()).local) for parameter, before in kept]
+        return dict(zip((parameter for parameter, _ in kept), compare_together(pairs), strict=True))
 
 
 def _flat(weights: torch.Tensor) -> torch.Tensor:
