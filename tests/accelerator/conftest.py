@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.accelerator.availability import why_unavailable
@@ -26,6 +27,24 @@ def _no_hazards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     torch.accelerator.set_device_index(0)
     assert device.take_hazards() == []
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of two ranks whose other rank does the same; its collectives run on the device, as NCCL's do."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+    def all_reduce(tensor: Any, op: Any = torch.distributed.ReduceOp.SUM, *args: Any) -> None:
+        if op == torch.distributed.ReduceOp.SUM:
+            tensor.mul_(2.0)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,sim:nccl")
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

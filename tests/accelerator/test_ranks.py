@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.accelerator.device import Counted
 from tests.accelerator.training import CLIPPING, Training, batches, counted_step
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import castwise
 from castwise.schedules import Dynamic, Headroom, Schedule
@@ -57,21 +54,6 @@ def test_ranks_that_diverge_raise_on_all_before_any_steps(of_ranks: list[dict[st
     errors = [of_rank["diverged"] for of_rank in of_ranks]
     assert errors[0] == errors[1]
     assert errors[0].startswith("[-1.0, -1.0, -1.0] the ranks no longer use their scalers in the same way")
-
-
-@pytest.fixture
-def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of two ranks whose other rank does the same; its collectives run on the device, as NCCL's do."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-
-    def all_reduce(tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, *args: Any) -> None:
-        if op == torch.distributed.ReduceOp.SUM:
-            tensor.mul_(2.0)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,sim:nccl")
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("fake_ranks")

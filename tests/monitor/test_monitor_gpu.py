@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from castwise.monitor._exponents import count, tally
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
+@contextmanager
 def no_sync() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -31,21 +34,20 @@ def test_exponents_are_those_that_a_cpu_counts(dtype: torch.dtype) -> None:
     assert tally(count(values.cuda()).cpu()) == tally(count(values))
 
 
-@pytest.mark.usefixtures("no_sync")
 def test_a_sampled_step_does_not_wait_for_the_device() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler, records = castwise.GradScaler("cuda"), list[dict[str, Any]]()
     x = torch.ones(4, 8, device="cuda")
     monitor = Monitor(model, optimizer, scaler, every=1, sinks=[records.append]).attach()
-    for _ in range(5):
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    with no_sync():
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
     kinds = [record["kind"] for record in records]
     assert kinds == ["run", *["step", "sample"] * 3]
-    torch.cuda.set_sync_debug_mode("default")
     monitor.detach()
     assert [record["step"] for record in records if record["kind"] == "sample"] == [1, 2, 3, 4, 5]
     assert all(record["weights"] for record in records if record["kind"] == "sample")
