@@ -647,6 +647,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar item(const Tensor& self) {
+  count_launch("item", 1, bytes_of(self));  // a copy to the host
   wait_for_stream(stream_on(self.device()), "item");
   return Aliases().to_cpu(self).item();
 }

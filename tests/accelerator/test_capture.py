@@ -57,7 +57,7 @@ def test_a_fused_step_under_autocast(schedule: Schedule, clipping: str) -> None:
 
 
 def test_a_step_that_is_not_fused_waits_so_it_cannot_be_captured() -> None:
-    assert work_of(Training(castwise, "foreach").step)["item"] == 1
+    assert work_of(Training(castwise, "foreach").step)["event"] == 1
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -72,7 +72,7 @@ def test_no_order_of_calls_waits_before_the_step_has_to_know(order: tuple[str, .
         with Counted() as counted:
             training.scaler.step(training.optimizer)
             training.scaler.update()
-        assert counted.waits == ({} if kind == "fused" else {"item": 1}), counted.lines
+        assert counted.waits == ({} if kind == "fused" else {"event": 1}), counted.lines
 
 
 @pytest.mark.parametrize("clipping", [*CLIPPING, "clip_grad_value_"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -43,6 +43,12 @@ class Readback:
         if self._arrived is not None:  # pragma: only on a GPU
             self._arrived.synchronize()
         return self._host.cpu()
+
+
+def any_set(flags: Iterable[torch.Tensor]) -> bool:
+    """Return True if a flag is not zero; waits for the copies of all flags and not for their devices."""
+    copies = [Readback(flag) for flag in flags]
+    return any(bool(copy.wait().item()) for copy in copies)
 
 
 class Flag:

@@ -55,7 +55,7 @@ from castwise.amp._iteration import (
 )
 from castwise.amp._observers import OBSERVERS, registered, step_of
 from castwise.amp._outcomes import Outcomes, StepFacts
-from castwise.amp._readback import ScaleBound
+from castwise.amp._readback import ScaleBound, any_set
 from castwise.amp._schedules import Dynamic, IterationFacts, Schedule, on_device
 
 __all__ = ["GradScaler", "OptState"]
@@ -783,7 +783,9 @@ class GradScaler(torch.amp.GradScaler):
 
         If it is, also record which gradients are not finite, because they may be gone before `update`.
         """
-        record.is_finite = not any(map(torch.Tensor.item, record.found_inf_per_device.values()))
+        flags = record.found_inf_per_device.values()
+        is_on_host = all(flag.is_cpu for flag in flags)
+        record.is_finite = not (any(map(torch.Tensor.item, flags)) if is_on_host else any_set(flags))
         if not record.is_finite:
             params, grads = params_and_grads(record.optimizer)
             still_scaled_by = self._scale if record.state.awaits_unscaling else None
