@@ -334,3 +334,18 @@ def test_autocast_computes_the_bits_of_torch() -> None:
         for mine, other in zip(*results, strict=True):
             assert mine.dtype is other.dtype
             assert bits([mine]) == bits([other])
+
+
+def test_a_scale_that_compiled_code_creates() -> None:
+    plain, compiled = (Training(castwise, "fused", "unscale_ and torch's") for _ in range(2))
+    scale = torch.compile(compiled.scaler.scale, backend="eager", fullgraph=True)
+    for batch in batches(8, spoilt=SPOILT):
+        plain.step(batch)
+        compiled.optimizer.zero_grad()
+        with castwise.autocast("sim", dtype=torch.float16):
+            loss = compiled.model(batch).square().mean()
+        scale(loss).backward()
+        compiled.clip()
+        compiled.scaler.step(compiled.optimizer)
+        compiled.scaler.update()
+    assert compiled.state() == plain.state()

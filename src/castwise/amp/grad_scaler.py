@@ -257,8 +257,8 @@ class GradScaler(torch.amp.GradScaler):
         self._trackers = on_device(self._init_trackers, dev)
 
     def _note_scale(self, number: float) -> None:
-        """Note that the scale was set to a number, rounded to fp32."""
-        if self._scale is not None and not self._scale.is_cpu:
+        """Note that the scale was set to a number, rounded to fp32; compiled code notes nothing, and reads it later."""
+        if self._scale is not None and not self._scale.is_cpu and not is_dynamo_compiling():
             self._scale_bound.set(self._scale, number)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
