@@ -1,6 +1,7 @@
 """Autocasting and gradient scaling: the counterpart of `torch.amp`."""
 
-from castwise.amp._outcomes import DELAY, Cause, ScaleExhausted, StepFacts
+from castwise.amp._outcomes import Cause, ScaleExhausted, StepFacts
+from castwise.amp._readback import DELAY
 from castwise.amp.autocast_mode import (
     _enter_autocast,  # noqa: F401  # torch has it here
     _exit_autocast,  # noqa: F401  # torch has it here
