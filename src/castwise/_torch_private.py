@@ -1,8 +1,8 @@
 """All private torch names that castwise uses, so that a new torch release is checked in one place.
 
-Checked against torch 2.11 to 2.15 by `benchmarks/torch_versions.py`. If a torch release drops a name, the feature that
-needs it is disabled and `import castwise` still works; each name documents its fallback. Native ops
-(`torch._foreach_*`, `torch._amp_*`, `torch.ops`) are called directly where they are needed.
+Checked against torch 2.11 to 2.15 by `benchmarks/torch_versions.py`. Each name says what breaks without it; if a torch
+release drops one, `import castwise` and plain training still work. Native ops (`torch._foreach_*`, `torch._amp_*`,
+`torch.ops`) are called directly where they are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,7 +23,9 @@ import torch
 from castwise._warnings import warn
 
 __all__ = [
+    "REPLICATE",
     "TO_COPY",
+    "UNSCALES_IN_STEP",
     "PlainFunctions",
     "TorchDispatchMode",
     "after_tracing",
@@ -30,6 +33,9 @@ __all__ = [
     "at_the_end_of_this_backward",
     "backward_running",
     "backwards_without_autocast",
+    "buffers_in",
+    "children_in",
+    "convert_tensors",
     "counted_version",
     "dispatch_modes",
     "fsdp_mixed_precision",
@@ -40,6 +46,7 @@ __all__ = [
     "is_compiled",
     "is_default_device",
     "is_dynamo_active",
+    "is_forward_recorded",
     "is_fsdp_flattened",
     "is_jit_tracing",
     "is_torch_function_mode_enabled",
@@ -48,12 +55,15 @@ __all__ = [
     "load_compiler",
     "never_traced",
     "no_post_accumulate_hooks",
+    "note_stepped",
     "number_of_node",
     "on_collective",
     "only_inlined",
-    "privateuse1_backend_name",
+    "parameters_in",
     "record_enter_autocast",
     "record_exit_autocast",
+    "record_forward",
+    "recorded_forward",
     "run_while_tracing",
     "schema_of",
     "scripted_as",
@@ -62,8 +72,10 @@ __all__ = [
     "tell_of_no_more_compilations",
     "tree_leaves",
     "tree_map",
+    "unscales_in_step",
     "version",
     "without_dispatch_modes",
+    "wraps_checkpoint",
     "wraps_compiled",
     "writes_to",
 ]
@@ -120,15 +132,12 @@ without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch"
 _is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
 
 # A context in which functions treat subclass tensors as plain ones. If None, gradients are not watched for misuse.
-PlainFunctions: Any = _find("torch._C", "DisableTorchFunctionSubclass")
+PlainFunctions: Any = getattr(torch, "DisableTorchFunctionSubclass", None)
+
+# Without it, a `WeightCache` gives its copies to `torch.func` transforms, which cast by rules of their own.
 are_functorch_transforms_active: Callable[[], bool] = _find(
     "torch._C", "_are_functorch_transforms_active", lambda: False
 )
-# Without it, a renamed custom backend counts as one of torch's own.
-privateuse1_backend_name: Callable[[], str] = _find(
-    "torch._C", "_get_privateuse1_backend_name", lambda: "privateuseone"
-)
-
 _HAS_VERSIONS = hasattr(torch.Tensor, "_version")
 # A tensor's version counter; raises a RuntimeError for inference tensors. In C, because it is read for each gradient.
 # Without it, changes to gradients after clipping are not detected.
@@ -230,15 +239,18 @@ def scripted_as(instead: type) -> Callable[[_Class], _Class]:
     return decorate
 
 
+def _graph_traced() -> Any:
+    return _find("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().output
+
+
 def after_tracing(function: Callable[[], None]) -> None:
     """Have Dynamo call a function when the current trace ends or fails; the last one registered runs first."""
-    _find("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().output.add_cleanup_hook(function)
+    _graph_traced().add_cleanup_hook(function)
 
 
 def lines_traced() -> list[tuple[str, int]]:
     """Return the file and line of each frame that Dynamo is tracing, innermost last."""
-    stack = _find("torch._guards", "TracingContext").extract_stack()
-    return [(frame.filename, frame.lineno or 0) for frame in stack]
+    return [(frame.filename, frame.lineno or 0) for frame in _graph_traced().tracing_context.extract_stack()]
 
 
 @only_inlined
@@ -296,7 +308,7 @@ def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
 
 
 # Without these, backwards are not detected, and a forward that a checkpoint recomputes counts as a new one.
-_nodes_made: Callable[[], int] = _find("torch._C._autograd", "_get_sequence_nr", lambda: 0)
+_nodes_made: Callable[[], int] = _find("torch.autograd", "_get_sequence_nr", lambda: 0)
 _backward: Callable[[], int] = _find("torch._C", "_current_graph_task_id", lambda: -1)
 _node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: None)
 
@@ -340,8 +352,9 @@ def number_of_node(node: Any) -> int:
 
 def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
     """Return the `MixedPrecisionPolicy` of a module that `fully_shard` was applied to, or None."""
-    state = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else getattr(state(), "_mp_policy", None)
+    # A program that shards a module has imported this.
+    state_of = getattr(getattr(sys.modules.get("torch.distributed.fsdp"), "fully_shard", None), "state", None)
+    return None if state_of is None else getattr(state_of(module), "_mp_policy", None)
 
 
 @only_inlined
@@ -362,6 +375,64 @@ def stored_values(sparse: torch.Tensor) -> torch.Tensor:
     """Return the stored values of a sparse COO tensor, coalesced or not; they share its memory."""
     values: torch.Tensor = torch.ops.aten._values(sparse)
     return values
+
+
+# The live tables of a module, with entries that are None. In C, because a `WeightCache` reads them in each region.
+# Without them, policies, `WeightCache`, `diagnose`, `compare` and `trace` fail: torch's own iterators skip None, which
+# a forward may replace by a tensor, and take several times as long.
+parameters_in: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
+buffers_in: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
+children_in: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = operator.attrgetter("_modules")
+
+
+def convert_tensors(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert a module's tensors and their gradients in place, as `nn.Module.to` does.
+
+    Without it, `MasterWeights` narrows nothing. FSDP2 overrides it to take note of new tensors.
+    """
+    module._apply(function)  # type: ignore[no-untyped-call]  # torch's
+
+
+# The method that `nn.DataParallel` calls to copy a module to a device. Without it, replicas would get the forward that
+# a `WeightCache` has put on the module, with the weights of another device.
+REPLICATE = "_replicate_for_data_parallel"
+
+# The attribute that tells a scaler that an optimizer's `step` unscales. Without it, the gradients of fused optimizers
+# are unscaled before, in one more pass.
+UNSCALES_IN_STEP = "_step_supports_amp_scaling"
+
+
+def unscales_in_step(cls: _Class) -> _Class:
+    """Let scalers leave the unscaling to an optimizer's `step`."""
+    setattr(cls, UNSCALES_IN_STEP, True)
+    return cls
+
+
+def note_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Mark an optimizer as stepped, for learning-rate schedulers that have patched its `step`, which is not called.
+
+    Without torch's name, they warn that the optimizer has not stepped.
+    """
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' flag
+
+
+def record_forward(ctx: Any, enabled: bool, dtype: torch.dtype) -> None:
+    """Record on the context of a `torch.autograd.Function` in which autocast state its forward ran.
+
+    Without torch's names, castwise's `custom_fwd` does not go with torch's `custom_bwd`, nor torch's with castwise's.
+    """
+    ctx._dtype, ctx._fwd_used_autocast = dtype, enabled
+
+
+def is_forward_recorded(ctx: Any) -> bool:
+    """Return True if castwise's or torch's `custom_fwd` has recorded the state of a forward."""
+    return hasattr(ctx, "_fwd_used_autocast")
+
+
+def recorded_forward(ctx: Any) -> tuple[bool, torch.dtype]:
+    """Return what `record_forward` has recorded; raise torch's AttributeError if there is nothing."""
+    return ctx._fwd_used_autocast, ctx._dtype
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
@@ -430,12 +501,29 @@ def wraps_compiled(module: Any) -> bool:
     return "get_compiler_config" in vars(module)
 
 
-def is_compiled(module: Any) -> bool:
-    """Return True if `torch.compile` wraps a module, or compiles its call or its forward."""
-    if wraps_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
+def wraps_checkpoint(module: torch.nn.Module) -> bool:
+    """Return True for the wrapper of a module that torch checkpoints or offloads; the module is its only child.
+
+    Without the class, names in a policy must have the wrapper's part.
+    """
+    return any(
+        cls.__name__ == "ActivationWrapper" and cls.__module__.startswith("torch.") for cls in type(module).__mro__
+    )
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return True if `torch.compile` wraps a module, or compiles its forward or another of its methods."""
     forward = vars(module).get("forward")
-    return hasattr(getattr(forward, "before", forward), "get_compiler_config")  # a policy may have wrapped it
+    return (
+        wraps_compiled(module)
+        or hasattr(getattr(forward, "before", forward), "get_compiler_config")  # a policy may have wrapped it
+        or any(_is_compiled_method(value, module) for value in vars(module).values())  # `module.compile()` keeps one
+    )
+
+
+def _is_compiled_method(value: Any, module: torch.nn.Module) -> bool:
+    method = value.__dict__.get("__wrapped__") if type(value) is FunctionType else None
+    return getattr(method, "__self__", None) is module and hasattr(value, "get_compiler_config")
 
 
 def dispatch_modes() -> list[Any]:
@@ -459,15 +547,15 @@ _kernels: list[Any] = []  # libraries, kept alive: a library that is freed unreg
 def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
     """Register a function to be called with the tensors that a collective is about to write to.
 
-    It is never called if torch lacks the private names or torch.distributed.
+    It is never called if torch lacks torch.distributed.
     """
-    below = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
-    if below is None:
-        return
+    level = torch.DispatchKey.ADInplaceOrView
 
     def kernel(op: Any, keys: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
         function(tree_leaves(written))
-        return op.redispatch(keys & below, written, *args, **kwargs)
+        while keys.has(level):
+            keys = keys.remove(keys.highestPriorityTypeId())
+        return op.redispatch(keys, written, *args, **kwargs)
 
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch's
     for op in (getattr(torch.ops.c10d, name).default for name in _WRITING_COLLECTIVES if hasattr(torch.ops.c10d, name)):

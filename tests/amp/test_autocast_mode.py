@@ -335,7 +335,7 @@ def test_availability_is_what_torch_says(device: str) -> None:
 
 
 def test_an_unknown_backend_has_to_say_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise._torch_private.privateuse1_backend_name", lambda: "cpu")
+    monkeypatch.setattr("castwise.amp._devices.custom_backend", lambda: "cpu")
     monkeypatch.setattr(torch, "cpu", object())
     with pytest.raises(RuntimeError, match="backend 'cpu' does not list the dtypes that it can autocast to: register"):
         autocast("cpu")

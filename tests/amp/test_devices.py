@@ -75,7 +75,7 @@ def test_what_can_be_cast_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_of_ones_own_says_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise._torch_private.privateuse1_backend_name", lambda: "npu")
+    monkeypatch.setattr("castwise.amp._devices.custom_backend", lambda: "npu")
     text = (
         "backend 'npu' does not list the dtypes that it can autocast to: register a module for it with "
         "torch._register_device_module that has a function get_amp_supported_dtype() -> list[torch.dtype]"

@@ -22,7 +22,7 @@ from castwise._installation.models import Models, model_with
 from castwise._installation.run_folder import RunFolder, model_folder
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
-from castwise._torch_private import is_dynamo_active
+from castwise._torch_private import is_dynamo_active, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_of
@@ -254,7 +254,7 @@ class Account(Observer):
     def _sink(self, model: nn.Module, records: Path) -> JSONL:
         if self._rank is None:
             self._rank = rank_now()
-        inner = getattr(model, "_orig_mod", getattr(model, "module", model))
+        inner = next(model.children()) if wraps_compiled(model) else getattr(model, "module", model)
         parts = [type(each).__name__ for each in model.children()] if isinstance(model, Models) else []
         name = "+".join(parts) or type(inner if isinstance(inner, nn.Module) else model).__name__
         name = model_folder(name, self._names)

@@ -42,8 +42,7 @@ class Schedulers(Finder):
 
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record the learning rate."""
-        has_schedule = optimizer in self._places or hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if not scaler.is_enabled() or not has_schedule:
+        if not scaler.is_enabled() or not (optimizer in self._places or _has_schedule(optimizer)):
             return  # without a schedule, the script computes the rate itself, on purpose
         steps = self._steps.setdefault(optimizer, deque(maxlen=_REMEMBERED))
         place = self._places[optimizer] if optimizer in self._places else caller()
@@ -73,6 +72,11 @@ class Schedulers(Finder):
             "# or castwise's scaler.step_scheduler(scheduler)",
             place,
         )
+
+
+def _has_schedule(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a schedule of torch's was made for an optimizer: it notes the first rate, and patches `step`."""
+    return "step" in vars(optimizer) and any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def _now(rate: object) -> object:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import get_autocast_dtype, is_autocast_enabled
 
+from castwise._torch_private import is_forward_recorded, record_forward
+
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """Cast a device's floating-point tensors except fp64, including those in containers.
@@ -44,9 +46,8 @@ def _is_numpy_array(value: object) -> bool:
 
 
 def record_autocast(ctx: Any, device_type: str, cast_inputs: torch.dtype | None) -> None:
-    """Record the forward's autocast state on a context, under torch's names, which torch's custom_bwd may read."""
-    ctx._dtype = get_autocast_dtype(device_type)
-    ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
+    """Record the forward's autocast state on a context."""
+    record_forward(ctx, cast_inputs is None and is_autocast_enabled(device_type), get_autocast_dtype(device_type))
 
 
 class SeparateContexts:
@@ -87,7 +88,7 @@ class SeparateContexts:
 
         @functools.wraps(setup_context)
         def record_and_set_up(ctx: Any, inputs: Any, output: Any) -> Any:
-            if hasattr(ctx, "_fwd_used_autocast"):  # called by the setup_context that overrides this one
+            if is_forward_recorded(ctx):  # called by the setup_context that overrides this one
                 return setup_context(ctx, inputs, output)
             record_autocast(ctx, device_type, cast_inputs)
             if cast_inputs is not None and is_autocast_enabled(device_type):

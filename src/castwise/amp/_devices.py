@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.amp import is_autocast_available as is_available_in_torch
 
-from castwise import _torch_private
 from castwise._torch_private import run_while_tracing
 from castwise._warnings import warn
 from castwise.amp import _torch_words as torch_words
@@ -74,7 +73,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
             ours = RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
             raise torch_words.error(ours, lambda: torch_words.region(device_type, dtype))
         return True
-    custom = device_type == _torch_private.privateuse1_backend_name()
+    custom = device_type == custom_backend()
     supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
     if dtype not in supported:
         names = ", ".join(map(str, supported))
@@ -82,6 +81,11 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
         warn(torch_words.warning_of_region(hint, device_type, dtype), UserWarning)
         return False
     return True
+
+
+def custom_backend() -> str:
+    """Return the type of torch's custom device, under the name that its backend has given it."""
+    return torch.device("privateuseone").type
 
 
 def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:

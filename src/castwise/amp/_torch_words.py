@@ -16,14 +16,14 @@ import torch
 from torch.amp.autocast_mode import autocast_decorator
 from torch.amp.grad_scaler import OptState
 
-from castwise._torch_private import run_while_tracing
+from castwise._torch_private import run_while_tracing, unscales_in_step
 
 # `castwise.install` replaces the names in torch, so torch's classes are kept here.
 _REGION, _SCALER = torch.autocast, torch.amp.GradScaler
 
 _DECORATED: Any = autocast_decorator(None, len)  # type: ignore[no-untyped-call]  # torch's
-SCRIPT_UNSUPPORTED: str = vars(_DECORATED).get("__script_unsupported", "autocast cannot decorate scripted functions")
-"""What TorchScript says of a function that a region decorates."""
+MARKS = {name: value for name, value in vars(_DECORATED).items() if name != "__wrapped__"}
+"""The attributes of a function that a region decorates: TorchScript looks for one, and raises its value."""
 
 
 def error(ours: Exception, judge: Callable[[], object]) -> Exception:
@@ -95,9 +95,8 @@ def warning_of_step(ours: str) -> str:
     return _warning(ours, _SCALER.step, scaler(stage=OptState.READY), _TakesScaler())
 
 
+@unscales_in_step
 class _TakesScaler:
-    _step_supports_amp_scaling = True
-
     def step(self, grad_scaler: object = None) -> None:
         pass
 

@@ -35,10 +35,12 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from castwise._torch_private import (
+    is_forward_recorded,
     is_torch_function_mode_enabled,
     only_inlined,
     record_enter_autocast,
     record_exit_autocast,
+    recorded_forward,
     run_while_tracing,
     scripted_as,
 )
@@ -121,8 +123,7 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
             result = func(*args, **kwargs)
             return result if policy is None else policy.cast_output(result, autocast_instance.device)
 
-    # TorchScript looks for this attribute and raises its value.
-    decorate_autocast.__script_unsupported = torch_words.SCRIPT_UNSUPPORTED  # type: ignore[attr-defined]
+    vars(decorate_autocast).update(torch_words.MARKS)
     return decorate_autocast  # type: ignore[return-value]  # wraps() keeps the signature
 
 
@@ -502,15 +503,15 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
     @functools.wraps(bwd)
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
-        enabled = getattr(args[0], "_fwd_used_autocast", None)
-        if enabled is None:
+        if not is_forward_recorded(args[0]):
             ours = RuntimeError(
                 "custom_bwd does not know the autocast state of the forward: "
                 f"decorate forward with custom_fwd(device_type={device_type!r}). (A Function with a separate "
                 "setup_context has to run once before torch.compile(fullgraph=True) can trace it.)"
             )
-            raise torch_words.error(ours, lambda: args[0]._fwd_used_autocast)
-        with autocast(device_type, dtype=args[0]._dtype, enabled=enabled):
+            raise torch_words.error(ours, lambda: recorded_forward(args[0]))
+        enabled, dtype = recorded_forward(args[0])
+        with autocast(device_type, dtype=dtype, enabled=enabled):
             return bwd(*args, **kwargs)
 
     return decorate_bwd

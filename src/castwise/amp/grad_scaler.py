@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from castwise._torch_private import never_traced
+from castwise._torch_private import UNSCALES_IN_STEP, never_traced
 from castwise._warnings import warn
 from castwise.amp import _checkpoint as checkpoint
 from castwise.amp import _closures as closures
@@ -307,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _new_record(self, optimizer: torch.optim.Optimizer, *, was_shown: bool = False) -> OptimizerRecord:
         info = self._optimizers.info(optimizer)
-        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # read every time, as it may change
+        supports = bool(getattr(optimizer, UNSCALES_IN_STEP, False))  # read every time, as it may change
         takes_scaler = supports and info.wants_scaler
         record = OptimizerRecord(
             optimizer,
@@ -520,7 +520,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> torch.Tensor:
         """Clip an optimizer's gradients by their total norm, instead of `unscale_` and torch's clipping.
 
-        The gradients are read once. A fused optimizer (`_step_supports_amp_scaling`) unscales and clips in its own
+        The gradients are read once. A fused optimizer unscales and clips in its own
         step, so its `.grad` stay scaled until then. Otherwise, or after `unscale_`, one multiplication here unscales
         and clips. If gradients are not finite, or the scale is so large that fp32 cannot hold scale * norm / max_norm,
         nothing is clipped and `step` skips. May be called before or after `unscale_`, and repeatedly. A disabled

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise._registered_hooks import hooks_of
 from castwise._torch_private import tree_leaves, tree_map, version
 
 # Types that no module changes, or that are the same object in every call.
@@ -172,6 +173,5 @@ def attributes_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Torch's older weight norm, spectral norm and pruning keep weights this way.
     """
-    if not module._forward_pre_hooks:
-        return {}
-    return {name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    attributes = {name: value.detach() for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    return attributes if attributes and hooks_of(module.register_forward_pre_hook) else {}

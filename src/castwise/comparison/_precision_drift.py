@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._recipes.recipe import RECIPES, labelled
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks
+from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks, wraps_compiled
 from castwise.amp._devices import has_autocast
 from castwise.amp._emulation import SETTLED, is_native_here
 from castwise.amp.autocast_mode import autocast
@@ -130,8 +130,9 @@ def unwrapped(model: Any) -> nn.Module:
     """Return a model without the wrappers of `torch.compile` and DDP."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    inner = model.module if isinstance(model, _WRAPPERS) else getattr(model, "_orig_mod", None)
-    return model if inner is None else unwrapped(inner)
+    if isinstance(model, _WRAPPERS):
+        return unwrapped(model.module)
+    return unwrapped(next(model.children())) if wraps_compiled(model) else model
 
 
 def device_of(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from castwise._full_fp32 import full_fp32, programs_fp32
 from castwise._recipes.recipe import DEVICES, RECIPES, SETTLED
+from castwise._torch_private import buffers_in, parameters_in
 from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
 from castwise.amp.autocast_mode import autocast
@@ -129,26 +130,20 @@ class Precision:
 @contextmanager
 def _exchanged(module: nn.Module, is_exchanged: Callable[[Any], bool], other: Callable[[Any], Any]) -> Iterator[None]:
     """Replace some weights and buffers of a module inside the `with` block."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    flattened: list[tuple[nn.RNNBase, list[Any]]] = []
+    # With `setattr`, for which an nn.RNNBase also updates the list from which it computes.
+    before: list[tuple[nn.Module, str, torch.Tensor]] = []
     try:
         for part in module.modules():
             if isinstance(part, torch.jit.ScriptModule):
                 continue
-            for named in (part._parameters, part._buffers):
-                if any(map(is_exchanged, named.values())):
-                    before.append((named, dict(named)))
-                    named.update({name: other(tensor) for name, tensor in named.items()})
-            if isinstance(part, nn.RNNBase):  # which also keeps its weights in a list
-                flattened.append((part, part._flat_weights))
-                part._flat_weights = [other(weight) for weight in part._flat_weights]
+            for name, tensor in [*parameters_in(part).items(), *buffers_in(part).items()]:
+                if tensor is not None and is_exchanged(tensor):
+                    before.append((part, name, tensor))
+                    setattr(part, name, other(tensor))
         yield
     finally:
-        for named, own in before:
-            named.clear()
-            named.update(own)
-        for rnn, weights in flattened:
-            rnn._flat_weights = weights
+        for part, name, tensor in before:
+            setattr(part, name, tensor)
 
 
 class Region(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from castwise._torch_private import buffers_in
 from castwise.diagnosis._forward_state import RandomState
 
 
@@ -17,7 +18,7 @@ class StartingPoint:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._names = [(module._buffers, dict(module._buffers)) for module in modules]
+        self._names = [(buffers_in(module), dict(buffers_in(module))) for module in modules]
         self._buffer_values = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._random = RandomState()
 

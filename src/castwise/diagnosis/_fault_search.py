@@ -106,8 +106,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]
     """Yield (name, module name, tensor) of every parameter once. Names are without wrappers."""
     seen: set[torch.Tensor] = set()
     for module_name, module in named_modules(model):
-        for name, param in module._parameters.items():
-            if param is not None and param not in seen:
+        for name, param in nn.Module.named_parameters(module, recurse=False):
+            if param not in seen:
                 seen.add(param)
                 yield f"{module_name}.{name}" if module_name else name, module_name, param
 
@@ -170,9 +170,8 @@ def _expect(case: Case, origins: Origins) -> None:
     for name, module, param in named_parameters(case.model):
         origins.expect("weight", name, module, param)
     for module, owner in named_modules(case.model):
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                origins.expect("weight", f"{module}.{name}" if module else name, module, buffer)
+        for name, buffer in nn.Module.named_buffers(owner, recurse=False):
+            origins.expect("weight", f"{module}.{name}" if module else name, module, buffer)
     for name, value in [*((str(place), value) for place, value in enumerate(case.args)), *case.kwargs.items()]:
         for tensor in tensors_of(value):
             origins.expect("input", name, None, tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from castwise._guard import Guard, guarded
-from castwise._torch_private import is_backward_running, tree_map
+from castwise._torch_private import buffers_in, is_backward_running, tree_map
 from castwise._warnings import warn_or_print
 from castwise.amp._outcomes import Cause
 from castwise.diagnosis._cases import outputs_of
@@ -88,7 +88,7 @@ class MicroBatch:
         def region() -> AbstractContextManager[None]:
             self.random.restore()  # the replay restores the previous state
             for module, name, before in self.buffers:
-                module._buffers[name] = before.clone()
+                buffers_in(module)[name] = before.clone()
             return self.casting.applied()
 
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
@@ -265,8 +265,8 @@ class Recording:
             (module, name, buffer.detach().clone())
             for module in model.modules()
             if not isinstance(module, torch.jit.ScriptModule)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and self._fits([buffer])
+            for name, buffer in nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
+            if self._fits([buffer])
         ]
 
     def _fits(self, tensors: Iterable[torch.Tensor]) -> bool:

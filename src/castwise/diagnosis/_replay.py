@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._torch_private import no_post_accumulate_hooks
+from castwise._torch_private import buffers_in, no_post_accumulate_hooks, parameters_in
 from castwise.diagnosis._forward_state import RandomState
 from castwise.diagnosis._op_facts import tensors_of
 from castwise.diagnosis._ranges import memory_of
@@ -61,7 +61,7 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     gradients = [(tensor, tensor.grad) for tensor in kept if tensor.is_leaf]
     training = [(module, module.training) for module in model.modules()]
     # A ScriptModule cannot gain or lose parameters and buffers.
-    names = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules() if not isinstance(m, _SCRIPTED)]
+    names = [(m, dict(parameters_in(m)), dict(buffers_in(m))) for m in model.modules() if not isinstance(m, _SCRIPTED)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     guard = CopyOnWrite(tensors_of([kept, [gradient for _, gradient in gradients]]))
     random = RandomState()
@@ -76,8 +76,8 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
         for module, was_training in training:
             module.training = was_training
         for module, params, of_module in names:
-            _fill(module._parameters, params)
-            _fill(module._buffers, of_module)
+            _fill(parameters_in(module), params)
+            _fill(buffers_in(module), of_module)
         guard.put_back()
         for buffer, before in buffers:
             _write(buffer, before)

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from castwise._torch_private import UNSCALES_IN_STEP
 from castwise._warnings import warn
 from castwise.amp._gradients import params_of
 from castwise.amp._schedules import Schedule
@@ -288,7 +289,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has 
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         super().step(closure)
-        is_decided_within = closure is not None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        is_decided_within = closure is not None or getattr(self.optimizer, UNSCALES_IN_STEP, False)
         self._skipped = self.scaler.step_skipped if is_decided_within else None
 
     @property

@@ -69,12 +69,6 @@ def step_without_hooks(optimizer: optim.Optimizer) -> object:
     return returned
 
 
-def note_stepped(optimizer: optim.Optimizer) -> None:
-    """Mark an optimizer as stepped, for learning-rate schedulers created before it was wrapped."""
-    if "step" in vars(optimizer):  # schedulers have patched it, and the patch is not called
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' flag
-
-
 def state_after_step(optimizer: optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any] | None:
     """Return the state that an optimizer creates for a weight of shape (2, 3) in one step, with a zero gradient.
 

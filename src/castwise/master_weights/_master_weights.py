@@ -17,10 +17,19 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from castwise._registered_hooks import Hooks, hooks_of
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_fsdp_flattened, never_traced, wraps_compiled
+from castwise._torch_private import (
+    UNSCALES_IN_STEP,
+    is_fsdp_flattened,
+    never_traced,
+    note_stepped,
+    unscales_in_step,
+    wraps_compiled,
+)
 from castwise._warnings import warn, warn_or_print
 from castwise.amp._closures import given, no_momentum_of_a_skipped_step
 from castwise.amp._iteration import Snapshot
@@ -62,7 +71,6 @@ from castwise.master_weights._codecs import Chance, codec_of
 from castwise.master_weights._inner_optimizers import (
     Reach,
     check,
-    note_stepped,
     reach_of,
     state_after_step,
     state_names,
@@ -92,6 +100,7 @@ class _Round:
     """By group index, the members of the call: segments of 16-bit parameters, and other parameters."""
 
 
+@unscales_in_step  # in fp32
 class MasterWeights(torch.optim.Optimizer):
     """Train 16-bit weights with any optimizer as if they were fp32, by keeping the bits that rounding removes.
 
@@ -142,7 +151,6 @@ class MasterWeights(torch.optim.Optimizer):
         (torch.bfloat16, torch.float32)
     """
 
-    _step_supports_amp_scaling = True  # scalers leave unscaling to `step`, which does it in fp32
     _steps_in_fp32 = True  # the protocol `amp._fp32_steps.StepsInFP32`
 
     def __init__(
@@ -198,10 +206,19 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _share_hooks(self) -> None:
         """Run the hooks of the inner optimizer once per step, and make its own `step` raise."""
-        if _refuse_alone not in self._inner._optimizer_step_pre_hooks.values():
+        before = hooks_of(self._inner.register_step_pre_hook)
+        if _refuse_alone not in before.values():
             self._inner.register_step_pre_hook(_refuse_alone)
-        self._optimizer_step_pre_hooks = self._inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = self._inner._optimizer_step_post_hooks
+        super().register_step_pre_hook(functools.partial(_run_before, before))
+        super().register_step_post_hook(functools.partial(_run_after, hooks_of(self._inner.register_step_post_hook)))
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the inner optimizer, which runs before each step."""
+        return self._inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the inner optimizer, which runs after each step."""
+        return self._inner.register_step_post_hook(hook)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -578,7 +595,7 @@ class MasterWeights(torch.optim.Optimizer):
                 "the gradients are scaled, but were clipped as if they were not: call "
                 "scaler.clip_grad_norm_(optimizer, ...) instead of the optimizer's method"
             )
-        is_fused = bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+        is_fused = bool(getattr(self._inner, UNSCALES_IN_STEP, False))
         # A fused optimizer on an accelerator reads found_inf on the device; for all others the host has to know it.
         if found_inf is not None and (found_inf.is_cpu or not is_fused) and found_inf.item():
             self._clipping = None
@@ -836,7 +853,7 @@ class MasterWeights(torch.optim.Optimizer):
             "master_weights.steps". These entries are copies.
         """
         self._take_over_written()
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        for hook in hooks_of(self.register_state_dict_pre_hook).values():
             hook(self)
         saved = self._inner.state_dict()
         numbers, parts = self._numbers(), self._parts()
@@ -844,7 +861,7 @@ class MasterWeights(torch.optim.Optimizer):
         for weight in self._weights:
             number, entries = numbers[weight.param], entries_of(weight, parts[weight], self._saved_chance())
             saved["state"][number] = {**saved["state"].get(number, {}), **entries}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in hooks_of(self.register_state_dict_post_hook).values():
             result = post_hook(self, saved)
             saved = saved if result is None else result
         return saved
@@ -881,7 +898,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         check_form(state_dict)
         state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in hooks_of(self.register_load_state_dict_pre_hook).values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else dict(result)
             check_form(state_dict)
@@ -909,7 +926,7 @@ class MasterWeights(torch.optim.Optimizer):
                 load_entries(weight, parts[weight], entries)
         if chance is not None and self._saved_chance() is not None:
             self._chance.set(*chance)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in hooks_of(self.register_load_state_dict_post_hook).values():
             post_hook(self)
 
     def _check_state(
@@ -1111,6 +1128,23 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r})"
+
+
+def _run_before(hooks: Hooks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Step pre-hook: run others, each with the arguments that the one before it returned."""
+    for hook in hooks.values():
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            if not (isinstance(changed, tuple) and len(changed) == 2):
+                return changed  # which torch refuses
+            args, kwargs = changed
+    return args, kwargs
+
+
+def _run_after(hooks: Hooks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Step post-hook: run others."""
+    for hook in hooks.values():
+        hook(optimizer, args, kwargs)
 
 
 def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -13,16 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from castwise._torch_private import is_fsdp_flattened
+from castwise._patches import OPS, parts_of
+from castwise._torch_private import convert_tensors, is_fsdp_flattened
 from castwise._warnings import warn
 from castwise.policy._bound_policy import BoundPolicy, note_dtypes
 from castwise.policy._module_rules import decide
 from castwise.policy._policy import Policy
-
-_CAST_BY_AUTOCAST = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 class Rules(NamedTuple):
@@ -78,11 +74,11 @@ def choose(model: nn.Module, narrow: object, dtype: torch.dtype, params: Iterabl
 
 def _casts_its_weights(module: nn.Module) -> bool:
     """Return True for a layer that passes its weights only to its op; a custom forward may do more."""
-    kind = next((kind for kind in _CAST_BY_AUTOCAST if isinstance(module, kind)), None)
+    kind = next((kind for kind in OPS if isinstance(module, kind)), None)
     forward = vars(module).get("forward")
     return (
         kind is not None
-        and all(getattr(type(module), name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
+        and all(getattr(type(module), part.name) is part.code for part in parts_of(kind) if part.owner is kind)
         and (forward is None or type(forward).__module__.startswith("castwise."))
     )
 
@@ -109,10 +105,7 @@ def owner_of(params: set[torch.Tensor], others: set[torch.Tensor]) -> nn.Module 
 
 
 def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> None:
-    """Make parameters 16-bit in place, as `nn.Module.to` does, so that they stay the same objects.
-
-    This goes through `_apply`, which FSDP2 overrides to track the change.
-    """
+    """Make parameters 16-bit in place, as `nn.Module.to` does, so that they stay the same objects."""
     chosen = {param for param in chosen if param.dtype is not dtype}
     if not chosen:
         return
@@ -121,7 +114,7 @@ def narrow_(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.dtype) -> 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor in chosen or id(tensor) in grads else tensor
 
-    model._apply(convert)  # type: ignore[no-untyped-call]  # torch's
+    convert_tensors(model, convert)
     note_dtypes(model)
     for param in chosen:  # parameters outside the model, such as a loss function's
         if param.dtype is not dtype:

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from castwise._patches import OPS
 from castwise._recipes.recipe import named as recipe_named
 from castwise._recipes.recipe import why_not_for
 from castwise._suggestions import nearest
+from castwise._torch_private import children_in, wraps_checkpoint, wraps_compiled
 
 if TYPE_CHECKING:
     from castwise.policy._policy import Policy
 
 _MAYBE = "maybe:"
 _KINDS = ("re:", "type:", "last:")
-_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")  # last: Fabric's
 
 
 class Decision(NamedTuple):
@@ -148,7 +149,7 @@ def _recipes(policy: Policy, named: list[tuple[str, nn.Module]], scoping: Mappin
         recipe, why_not = rule.removesuffix("?"), why_not_for(module, rule)
         if why_not is None or rule.endswith("?"):
             given_recipes[name] = _Given(key, recipe, None if is_named else scope[1], why_not)
-        elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        elif isinstance(module, tuple(OPS)):
             raise ValueError(
                 f"modules[{key!r}] = {rule!r} gives {name!r} a recipe that it cannot use: {why_not}. Write "
                 f"{rule + '?'!r} to run such modules in the surrounding dtype, or give {name!r} another rule"
@@ -268,15 +269,19 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
     while (wrapped := _wrapped(module)) is not None:
         module = wrapped
     yield name, module
-    for part, child in module._modules.items():
+    for part, child in children_in(module).items():
         if child is not None:
             yield from named_modules(child, f"{name}.{part}" if name else part)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return module._modules["module"]
-    return next((child for part, child in module._modules.items() if part in _WRAPPED), None)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, fsdp)):
+        inner: nn.Module = module.module
+        return inner
+    if wraps_compiled(module) or wraps_checkpoint(module):
+        return next(module.children())
+    return children_in(module).get("_forward_module")  # Fabric's
 
 
 def _check_none_is_overruled(

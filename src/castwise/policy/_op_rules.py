@@ -139,7 +139,7 @@ def _op_of(function: _Function) -> str | None:
     if name.startswith("__"):
         bare = name.strip("_")
         return _OPERATORS.get(bare, bare)
-    if name == "_threshold":  # torch.nn.functional.threshold
+    if function is nn.functional.threshold:  # whose own name begins with "_"
         return "threshold"
     return None if name.startswith("_") else name
 

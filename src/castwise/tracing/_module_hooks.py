@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from castwise._guard import Guard
+from castwise._registered_hooks import hooks_of
 from castwise._torch_private import (
     is_dynamo_active,
     never_traced,
@@ -170,8 +171,8 @@ class _Pair:
         Dynamo then guards on their number, and would recompile the caller at each call if our hooks were put back.
         """
         module = self.module()
-        hooks = [] if module is None else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        return any(not isinstance(hook, _Hook) for hook in hooks)
+        methods = () if module is None else (module.register_forward_pre_hook, module.register_forward_hook)
+        return any(not isinstance(hook, _Hook) for register in methods for hook in hooks_of(register).values())
 
     def put_on(
         self, enter: Callable[[_Pair, tuple[Any, ...], dict[str, Any], bool], None], guard: Guard | None

@@ -19,6 +19,7 @@ from castwise._recipes.scalings import E2M1, Quantized, Scaling
 from castwise._torch_private import (
     TO_COPY,
     TorchDispatchMode,
+    buffers_in,
     schema_of,
     stored_values,
     tree_leaves,
@@ -121,7 +122,7 @@ def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_in(module).items()
     ]
     for tensor, _ in gradients:
         tensor.grad = None
@@ -134,7 +135,7 @@ def _put_back(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
             tensor.grad = gradient
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
+                buffers_in(module)[name] = buffer
                 if buffer is not None and before is not None and not torch.equal(buffer, before):
                     buffer.copy_(before)
 

@@ -30,9 +30,11 @@ from castwise._patches import OPS, Part, parts_of, patch_of
 from castwise._recipes.quantized_linear import quantize_weight
 from castwise._recipes.scalings import Quantized, Scaling
 from castwise._torch_private import (
+    REPLICATE,
     TO_COPY,
     TorchDispatchMode,
     are_functorch_transforms_active,
+    children_in,
     dispatch_modes,
     function_modes,
     is_compiled,
@@ -40,6 +42,7 @@ from castwise._torch_private import (
     is_jit_tracing,
     is_torch_function_mode_enabled,
     on_collective,
+    parameters_in,
     without_dispatch_modes,
 )
 from castwise._warnings import warn
@@ -100,7 +103,7 @@ class _Layer:
         self.copies, self.thread, self.kind = copies, thread, type(module)
         self.module: Callable[[], Any] = weakref.ref(module)  # the cache does not keep it alive
         self.own: dict[str, Any] = module.__dict__
-        params: Any = module._parameters
+        params: Any = parameters_in(module)
         self.params: dict[str, torch.Tensor | None] = params
         self.weight: torch.Tensor = params["weight"]
         self.bias: torch.Tensor | None = params["bias"]
@@ -224,7 +227,7 @@ class _Layer:
             return _without_ours(self.own)
 
         def replicate() -> nn.Module:
-            replica: nn.Module = self.kind._replicate_for_data_parallel(self.module())  # type: ignore[no-untyped-call]
+            replica: nn.Module = getattr(self.kind, REPLICATE)(self.module())
             replica.__dict__ = _without_ours(vars(replica))
             return replica
 
@@ -236,7 +239,7 @@ class _Layer:
         return {
             "forward": linear if self.kind is nn.Linear else convolution,
             "__getstate__": getstate,
-            "_replicate_for_data_parallel": replicate,
+            REPLICATE: replicate,
             "__prepare_scriptable__": prepare_scriptable,
         }
 
@@ -296,7 +299,7 @@ class _Plan(NamedTuple):
 
 def _is_plain(module: nn.Module | None, kinds: frozenset[type[nn.Module]]) -> bool:
     """Return True for a layer of one of some types whose parameters are of no subclass."""
-    params = {} if module is None else module._parameters
+    params = {} if module is None else parameters_in(module)
     return (
         type(module) in kinds
         and params.keys() >= {"weight", "bias"}
@@ -429,7 +432,7 @@ class WeightCache:
             own = layer.own
             if own.get("forward") is attributes["forward"]:
                 del own["forward"], own["__getstate__"]
-                del own["_replicate_for_data_parallel"], own["__prepare_scriptable__"]
+                del own[REPLICATE], own["__prepare_scriptable__"]
         self._installed = None
 
     def quantized(self, module: nn.Module, weight: torch.Tensor, scaling: Scaling, is_transposed: bool) -> Quantized:
@@ -442,7 +445,7 @@ class WeightCache:
             is_transposed: Whether its transpose is quantized.
         """
         is_seen = not all(hasattr(mode, "sees_copies") for mode in dispatch_modes())
-        if weight is not module._parameters.get("weight") or module in self._sharded or is_seen:
+        if weight is not parameters_in(module).get("weight") or module in self._sharded or is_seen:
             return quantize_weight(weight, scaling, is_transposed)
         how, kept = QuantizedBy(scaling, is_transposed), self._quantized.setdefault(module, {})
         copy = kept[how] = self._copies.find(weight, how)
@@ -467,10 +470,10 @@ class WeightCache:
         unit = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         self._sharded.update(inner for module in modules if isinstance(module, unit) for inner in module.modules())
         self._sharded.update(
-            module for module in modules if any(hasattr(p, "device_mesh") for p in module._parameters.values())
+            module for module in modules if any(hasattr(p, "device_mesh") for p in parameters_in(module).values())
         )
         left_alone = compiled.union(self._sharded)
-        children = [(some, [*map(id, some.values())]) for module in modules if (some := module._modules)]
+        children = [(some, [*map(id, some.values())]) for module in modules if (some := children_in(module))]
         parts = {kind: parts_of(kind) for kind in {type(module) for module in modules}.intersection(OPS)}
         kinds = frozenset(
             kind for kind, parts_of_kind in parts.items() if all(part.is_torchs for part in parts_of_kind)
@@ -479,7 +482,7 @@ class WeightCache:
         plan = _Plan([], [], kinds, code, children, [weakref.ref(module, drop_plan) for module in modules])
         for module in modules:
             if module not in left_alone and _is_plain(module, kinds):
-                known, params = self._layers.get(module), module._parameters
+                known, params = self._layers.get(module), parameters_in(module)
                 if known is None or known[0].weight is not params["weight"] or known[0].bias is not params["bias"]:
                     layer = _Layer(module, self._copies, self._thread)
                     known = self._layers[module] = layer, layer.attributes()

@@ -13,10 +13,10 @@ if not torch.distributed.is_available():
 from torch.distributed import ProcessGroup as ProcessGroup  # torch has it here
 from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
-from castwise._torch_private import privateuse1_backend_name
 from castwise.amp import _torch_words as torch_words
 from castwise.amp._agreement import Agreement, Ranks
 from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator
+from castwise.amp._devices import custom_backend
 from castwise.amp._schedules import Schedule
 from castwise.amp.grad_scaler import (
     BACKOFF_FACTOR,
@@ -36,7 +36,7 @@ _TYPES = ("cuda", "xla", "cpu", "hpu", "mtia", "xpu")
 
 
 def _is_supported_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type in (*_TYPES, privateuse1_backend_name())
+    return tensor.device.type in (*_TYPES, custom_backend())
 
 
 class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator):
