@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib
 import inspect
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -15,7 +17,7 @@ import traceback
 import typing
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -433,45 +435,87 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     assert {name for module in MODULES for name in module.split(".")}.isdisjoint(functions)
 
 
-def private_torch_names(code: str) -> set[str]:
-    allowed = ("torch._foreach_", "torch._amp_", "torch.ops.")
-    of_tensors = {"_version", "_values", "_indices", "_base", "_execution_engine"}
-    found = set()
+# Private names that objects of torch have, and objects of castwise too.
+OF_BOTH = {
+    *("_buffers", "_dtype", "_enter_autocast", "_exit_autocast", "_modules", "_parameters", "_values", "_version"),
+}
+# Private names of others: of named tuples, Accelerate and Fabric; and parts of the names of ops.
+OF_OTHERS = {"_make", "_replace", "_ShardedScaler", "_forward_module", "_legit", "_native_", "_transpose"}
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_+[A-Za-z]\w*", name) is not None and not name.endswith("__")
+
+
+NATIVE = ("torch._foreach_", "torch._amp_", "torch.ops.")
+
+
+def is_op(name: str) -> bool:
+    is_tensors = hasattr(torch.Tensor, name)  # such as _version, which is an op too
+    return name.startswith(("_foreach_", "_amp_")) or (
+        not is_tensors and any(hasattr(ops, name) for ops in (torch.ops.aten, torch.ops.c10d))
+    )
+
+
+class Names(NamedTuple):
+    """The private names in some code: in imports from torch, attributes of `self`, other attributes, and strings."""
+
+    imported: set[str]
+    of_self: set[str]
+    of_others: set[str]
+    strings: set[str]
+
+
+def private_names(code: str) -> Names:
+    names = Names(set(), set(), set(), set())
     for node in ast.walk(ast.parse(code)):
-        names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in (name.removesuffix(".__version__") for name in names):
-            of_torch = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
-            of_tensor = isinstance(node, ast.Attribute) and name.split(".")[-1] in of_tensors
-            if (of_torch and not name.startswith(allowed)) or of_tensor:
-                found.add(name)
-    return found
+        if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith(NATIVE):
+            (names.of_self if ast.unparse(node.value) == "self" else names.of_others).add(node.attr)
+        elif isinstance(node, ast.Import):
+            torchs = [alias.name for alias in node.names if alias.name.startswith("torch")]
+            names.imported.update(part for name in torchs for part in name.split("."))
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
+            names.imported.update([*str(node.module).split("."), *(alias.name for alias in node.names)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            names.strings.update(part for part in node.value.split(".") if not is_op(part))
+    return Names(*(set(filter(is_private, some)) for some in names))
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """The names that castwise defines."""
+    names = {part for module in MODULES for part in module.split(".")}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.update([node.attr] if ast.unparse(node.value) == "self" else [])
+    return frozenset(names)
+
+
+def private_torch_names(code: str) -> set[str]:
+    """The private names of torch in code: those that castwise does not define, or that are `OF_BOTH`."""
+    names, own = private_names(code), own_names()
+    torchs = (names.of_others - (own - OF_BOTH)) | names.imported | ((names.of_self | names.strings) - own)
+    return {name for name in torchs - OF_OTHERS if not hasattr(sys, name) and not hasattr(os, name)}
 
 
 def names_of_torch_private() -> set[str]:
-    """The private identifiers in the one module that may have them: of imports, attributes, and names in strings."""
-    found: set[str] = set()
-    tree = ast.parse((SOURCE / "_torch_private.py").read_text())
-    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            is_ours = str(node.module).startswith("castwise")
-            found.update(f"{node.module}.{alias.name}" for alias in node.names if not is_ours)
-        elif isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch.ops."):
-            found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    parts = {part for name in found for part in name.split(".")}
-    ops = {part for part in parts if hasattr(torch.ops.c10d, part)}
-    return {part for part in parts if re.fullmatch(r"_[A-Za-z]\w*", part)} - own - ops
+    code = (SOURCE / "_torch_private.py").read_text()
+    return private_torch_names(code) | (private_names(code).strings & OF_BOTH)
 
 
-def test_there_are_at_most_thirty_private_names_of_torch() -> None:
-    assert {"_version", "_pytree", "_mp_policy"} <= names_of_torch_private()
-    assert len(names_of_torch_private()) <= 30
+def test_private_names_of_torch_are_as_few_as_the_guide_says() -> None:
+    names = names_of_torch_private()
+    assert {"_version", "_pytree", "_mp_policy", "_parameters", "_dtype", "_exit_autocast"} <= names
+    limit = re.search(r"Private torch names live in .*: at most (\d+),", (ROOT / "CONTRIBUTING.md").read_text())
+    assert limit is not None
+    assert len(names) <= int(limit[1])
 
 
 # Forks for each name a process in which torch has it no longer, so that torch is imported once.
@@ -540,13 +584,42 @@ def test_private_torch_names_are_reached_in_one_place() -> None:
             assert not private_torch_names(path.read_text()), path
 
 
+def test_castwise_defines_no_other_private_names_of_torchs_objects() -> None:
+    layer = torch.nn.LSTM(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    objects = (layer, optimizer, scheduler, layer.weight_ih_l0, (layer.weight_ih_l0 * 2).grad_fn)
+    names = {name for each in objects for name in dir(each)}
+    assert set(filter(is_private, names & own_names())) == OF_BOTH & names
+
+
 @pytest.mark.parametrize(
     "code",
-    ["import torch._dynamo", "from torch._C import x", "from torch import _C", "torch._utils.y()", "grad._version"],
+    [
+        *(
+            "import torch._dynamo",
+            "from torch._C import x",
+            "from torch import _C",
+            "torch._utils.y()",
+            "grad._version",
+        ),
+        *("module._parameters", "getattr(x, '_orig_mod')", "names = ('forward', '_conv_forward')"),
+        *("self._forward_hooks", "x = 'torch._dynamo.callback'", "ctx._dtype = 1"),
+    ],
 )
 def test_the_test_of_private_names_can_fail(code: str) -> None:
     assert private_torch_names(code)
-    assert not private_torch_names("torch._foreach_norm(x); torch.nn.utils.y(); self._scale")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("torch._foreach_norm(x)", "torch.nn.utils.y()", "torch.ops.aten._to_copy", "x = 'aten._to_copy.default'"),
+        *("self._scale", "self._parameters", "sys._getframe()", "x.__dict__", "x = 'an _orig_mod in a text'"),
+    ],
+)
+def test_names_that_are_not_torchs_do_not_count(code: str) -> None:
+    assert not private_torch_names(code)
 
 
 def test_nothing_in_amp_falls_back_on_the_class_it_derives_from() -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "graph_nodes_made",
     "is_backward_running",
     "is_compiled",
+    "is_compiler_loaded",
     "is_default_device",
     "is_dynamo_active",
     "is_forward_recorded",
@@ -127,7 +128,8 @@ else:
 
     TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode", _NoDispatchMode)
 
-# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes.
+# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes. Without it, a user's
+# modes see the casts of a `WeightCache`.
 without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
 _is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
 
@@ -158,7 +160,8 @@ _Run = TypeVar("_Run", bound=Callable[..., object])
 def run_while_tracing(function: _Run) -> _Run:
     """Mark a function without tensor arguments: Dynamo runs it while tracing and leaves it out of the graph.
 
-    `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
+    `torch.compiler.assume_constant_result` does the same but imports all of Dynamo. Without the mark, Dynamo breaks the
+    graph where it cannot trace the function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark for torch
     return function
@@ -182,7 +185,8 @@ def only_inlined(function: _Function) -> _Function:
 def never_traced(function: _Function) -> _Function:
     """Keep Dynamo from tracing a function and its callees; each call is a graph break.
 
-    `torch.compiler.disable` does the same but imports all of Dynamo.
+    `torch.compiler.disable` does the same but imports all of Dynamo. Without the mark, Dynamo traces the function inside
+    others, and may fail.
     """
     _skip(function, "SKIP")
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a mark for torch
@@ -280,6 +284,11 @@ def tell_of_no_more_compilations(*functions: Callable[..., None]) -> None:
             callbacks.remove(function)
 
 
+def is_compiler_loaded() -> bool:
+    """Return True if Dynamo is loaded, without which nothing is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
 def load_compiler() -> None:
     """Load Dynamo together with its table of rules for torch's classes and functions."""
     rules = _find("torch._dynamo.trace_rules", "get_torch_obj_rule_map")
@@ -291,7 +300,8 @@ def load_compiler() -> None:
 def backwards_without_autocast() -> Any:
     """Return a context manager in which this thread compiles backwards to run outside autocast; None if none is needed.
 
-    A user's own setting is kept, unless it equals torch's default: the two cannot be distinguished.
+    A user's own setting is kept, unless it equals torch's default: the two cannot be distinguished. Without the module,
+    compiled backwards of a policy's inner regions run in the outer one's state.
     """
     config = _find("torch._functorch", "config")
     # Before torch 2.13 the setting is shared by all threads; the name exists there too.
@@ -351,7 +361,10 @@ def number_of_node(node: Any) -> int:
 
 
 def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
-    """Return the `MixedPrecisionPolicy` of a module that `fully_shard` was applied to, or None."""
+    """Return the `MixedPrecisionPolicy` of a module that `fully_shard` was applied to, or None.
+
+    Without the name, a policy that contradicts FSDP2's is not refused.
+    """
     # A program that shards a module has imported this.
     state_of = getattr(getattr(sys.modules.get("torch.distributed.fsdp"), "fully_shard", None), "state", None)
     return None if state_of is None else getattr(state_of(module), "_mp_policy", None)
@@ -436,7 +449,10 @@ def recorded_forward(ctx: Any) -> tuple[bool, torch.dtype]:
 
 
 def is_fsdp_flattened(param: torch.Tensor) -> bool:
-    """Return True if FullyShardedDataParallel manages a parameter, which then holds this rank's part."""
+    """Return True if FullyShardedDataParallel manages a parameter, which then holds this rank's part.
+
+    Without the name, norms, records and `MasterWeights` take such a part for the whole parameter.
+    """
     return getattr(param, "_fsdp_flattened", False)
 
 
@@ -469,22 +485,26 @@ def _exporting_mode() -> Any:
 
 
 @only_inlined
-def _record(verb: str, args: tuple[object, ...]) -> Any:
-    """Return the new node of the graph; None outside an export."""
-    mode, function = _exporting_mode(), getattr(torch.amp, f"_{verb}_autocast", None)
+def _record(name: str, args: tuple[object, ...]) -> Any:
+    """Return the new node of the graph; None outside an export. Without the name, the graph has no regions."""
+    mode, function = _exporting_mode(), getattr(torch.amp, name, None)
     if mode is None or function is None:
         return None
     # An exported program must run without castwise, so its graph gets torch's own node.
     return mode.__torch_function__(function, (), args)
 
 
-record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "enter")
-record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "exit")
+record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "_enter_autocast")
+record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "_exit_autocast")
 
 
 @contextmanager
 def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Remove the parameters' post-accumulate-grad hooks during the block."""
+    """Remove the parameters' post-accumulate-grad hooks during the block.
+
+    Without the name, an optimizer in such a hook steps while a batch is replayed. (A hook that is registered to find the
+    others, as `hooks_of` does, would leave an empty table at each parameter.)
+    """
     # Autograd holds references to these dicts, so they are emptied, not replaced.
     hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]
     try:

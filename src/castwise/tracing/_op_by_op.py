@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from castwise._torch_private import is_compiler_loaded
 from castwise.policy._casting import in_native_state, native_state_of
 
 # The ops that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops,
@@ -28,6 +28,6 @@ def call_op(func: Any, args: Any, kwargs: Any) -> Any:
 
 def without_compiler() -> AbstractContextManager[Any]:
     """Return a context in which compiled code runs eagerly: under a mode Dynamo would permanently skip that code."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # torch's
