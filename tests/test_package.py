@@ -589,7 +589,7 @@ def test_castwise_defines_no_other_private_names_of_torchs_objects() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     objects = (layer, optimizer, scheduler, layer.weight_ih_l0, (layer.weight_ih_l0 * 2).grad_fn)
-    names = {name for each in objects for name in dir(each)}
+    names = {name for one in objects for name in dir(one)}
     assert set(filter(is_private, names & own_names())) == OF_BOTH & names
 
 

@@ -128,8 +128,8 @@ else:
 
     TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode", _NoDispatchMode)
 
-# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes. Without it, a user's
-# modes see the casts of a `WeightCache`.
+# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes. Without it, modes
+# of a user see the casts of a `WeightCache`.
 without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
 _is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
 
@@ -185,7 +185,7 @@ def only_inlined(function: _Function) -> _Function:
 def never_traced(function: _Function) -> _Function:
     """Keep Dynamo from tracing a function and its callees; each call is a graph break.
 
-    `torch.compiler.disable` does the same but imports all of Dynamo. Without the mark, Dynamo traces the function inside
+    `torch.compiler.disable` does the same but imports all of Dynamo. Without the mark, Dynamo traces the function in
     others, and may fail.
     """
     _skip(function, "SKIP")
@@ -365,9 +365,9 @@ def fsdp_mixed_precision(module: torch.nn.Module) -> Any:
 
     Without the name, a policy that contradicts FSDP2's is not refused.
     """
-    # A program that shards a module has imported this.
-    state_of = getattr(getattr(sys.modules.get("torch.distributed.fsdp"), "fully_shard", None), "state", None)
-    return None if state_of is None else getattr(state_of(module), "_mp_policy", None)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program that shards a module has imported it
+    is_sharded = isinstance(module, getattr(fsdp, "FSDPModule", ()))
+    return getattr(fsdp.fully_shard.state(module), "_mp_policy", None) if is_sharded else None
 
 
 @only_inlined
@@ -502,8 +502,8 @@ record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_r
 def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
     """Remove the parameters' post-accumulate-grad hooks during the block.
 
-    Without the name, an optimizer in such a hook steps while a batch is replayed. (A hook that is registered to find the
-    others, as `hooks_of` does, would leave an empty table at each parameter.)
+    Without the name, an optimizer in such a hook steps while a batch is replayed. (A hook that is registered to find
+    the others, as `hooks_of` does, would leave an empty table at each parameter.)
     """
     # Autograd holds references to these dicts, so they are emptied, not replaced.
     hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]

@@ -704,6 +704,34 @@ def test_hooks_run_once_a_step() -> None:
     assert calls == ["before", "after", "inner", "MasterWeights"]
 
 
+def test_step_hooks_get_the_arguments_that_the_hooks_before_them_returned() -> None:
+    _, optimizer = wrapped(ADAMW)
+    given = []
+
+    def closure() -> torch.Tensor:
+        given.append("closure")
+        return torch.ones(())
+
+    optimizer.register_step_pre_hook(lambda of, args, kwargs: ((*args[:1], closure), kwargs))
+    optimizer.inner.register_step_pre_hook(lambda of, args, kwargs: given.append(args == (optimizer, closure)))
+    optimizer.register_step_post_hook(lambda of, args, kwargs: given.append(of is optimizer))
+    optimizer.step()
+    assert given == [True, "closure", True]
+
+
+def test_a_step_hook_must_return_two_values_as_in_torch() -> None:
+    model, optimizer = wrapped(ADAMW)
+    plain = ADAMW(net().parameters())
+    before = [param.clone() for param in model.parameters()]
+    for stepped in (optimizer, plain):
+        stepped.register_step_pre_hook(lambda *_: "other")
+        with pytest.raises(
+            RuntimeError, match=r"must return None or a tuple of \(new_args, new_kwargs\), but got other"
+        ):
+            stepped.step()
+    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+
+
 def test_schedulers_work_made_before_or_after() -> None:
     results = []
     for when in ("plain", "before", "after"):
