@@ -281,7 +281,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         return inner
     if wraps_compiled(module) or wraps_checkpoint(module):
         return next(module.children())
-    return children_in(module).get("_forward_module")  # Fabric's
+    return dict(module.named_children()).get("_forward_module")  # Fabric's
 
 
 def _check_none_is_overruled(
