@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -44,18 +43,22 @@ def as_html(blocks: Iterable[Block]) -> str:
     return "<div>" + "".join(_lines(block) if isinstance(block, str) else _html(block) for block in blocks) + "</div>"
 
 
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
 def _text(table: Table) -> str:
     right = {column for column in table.right if column < len(table.rows[0])}
     return "\n".join(filter(None, [table.title, aligned(table.rows, right), table.more]))
 
 
 def _lines(text: str) -> str:
-    return f'<p style="white-space:pre-line;margin:.5em 0">{html.escape(text)}</p>'
+    return f'<p style="white-space:pre-line;margin:.5em 0">{_escape(text)}</p>'
 
 
 def _html(table: Table) -> str:
     head, *rows = table.rows
-    caption = f'<caption style="text-align:left;padding:.4em 0">{html.escape(table.title)}</caption>'
+    caption = f'<caption style="text-align:left;padding:.4em 0">{_escape(table.title)}</caption>'
     return (
         f'<table style="border-collapse:collapse">{caption if table.title else ""}'
         f"<thead>{_row(head, table.right, 'th')}</thead>"
@@ -70,7 +73,7 @@ def _row(cells: Sequence[str], right: Collection[int], tag: str) -> str:
 
 
 def _cell(text: str, side: str, tag: str) -> str:
-    return f'<{tag} style="{_CELL};text-align:{side}">{html.escape(text)}</{tag}>'
+    return f'<{tag} style="{_CELL};text-align:{side}">{_escape(text)}</{tag}>'
 
 
 class Shown:

@@ -1,4 +1,4 @@
-"""The watch itself: whom it tells and when, whose training it looks at, and that it never ends one."""
+"""The watch itself: who is called and when, whose training it looks at, and that it never ends one."""
 
 from __future__ import annotations
 

@@ -325,7 +325,8 @@ def fp16_overflows(groups: Iterable[Group], divisor: torch.Tensor) -> list[torch
     flags = []
     for group in groups:
         if group.dtype is torch.float16:
-            largest = torch.stack(_norms(group._replace(is_complex=False), math.inf)).amax()
+            parts = group._replace(is_complex=False)  # each part becomes infinite by itself
+            largest = torch.stack(_norms(parts, math.inf)).amax()
             # Halfway to the number after the largest one, from where fp16 rounds to inf.
             flags.append((largest * reciprocal(divisor).to(largest.device) >= 65_520.0).float())
     return flags

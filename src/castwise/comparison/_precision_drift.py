@@ -382,8 +382,8 @@ class Comparison:
             for problem, affected in names.items():
                 more = len(affected) - _NOTED_MODULES
                 rest = f" and {more:,} more" if more > 0 else ""
-                whom = "" if len(affected) == 1 else "each of "
-                yield f"{variant.name}: {whom}{', '.join(affected[:_NOTED_MODULES])}{rest} {problem}"
+                prefix = "" if len(affected) == 1 else "each of "
+                yield f"{variant.name}: {prefix}{', '.join(affected[:_NOTED_MODULES])}{rest} {problem}"
 
 
 class _OneBatch:

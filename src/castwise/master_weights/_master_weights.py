@@ -213,11 +213,19 @@ class MasterWeights(torch.optim.Optimizer):
         super().register_step_post_hook(functools.partial(_run_after, hooks_of(self._inner.register_step_post_hook)))
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook of the inner optimizer, which runs before each step."""
+        """Register a hook of the inner optimizer, which runs before each step.
+
+        Args:
+            hook: Called as torch calls it, with the inner optimizer.
+        """
         return self._inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook of the inner optimizer, which runs after each step."""
+        """Register a hook of the inner optimizer, which runs after each step.
+
+        Args:
+            hook: Called as torch calls it, with the inner optimizer.
+        """
         return self._inner.register_step_post_hook(hook)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
