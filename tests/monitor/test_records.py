@@ -197,7 +197,7 @@ def test_a_module_without_gradients_of_its_parameters_is_named() -> None:
         record_from({"kind": "sample", "step": 1, "scale": 1, "owned": {"": ["b"]}})
 
 
-@pytest.mark.parametrize(("scale", "zero"), itertools.product([2.0**-30, 1.0, 2.0**24], [0.0, 0.125]))
+@pytest.mark.parametrize(("scale", "zero"), [*itertools.product([2.0**-30, 1.0, 2.0**24], [0.0, 0.125])])
 def test_what_is_derived_is_what_torch_computes(scale: float, zero: float) -> None:
     values = torch.tensor([1.5, -0.25, 2.0**-20, 0.0 if zero else 3.0]).double() * scale
     stats = tally(count((values / scale).float())).stats()
