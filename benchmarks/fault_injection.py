@@ -255,7 +255,7 @@ def with_a_monitor(is_watched: bool) -> Run:
     scaler = castwise.GradScaler("cpu", init_scale=2.0**12)
     monitor = None
     if is_watched:
-        watched = {"every": 2, "on_skip": "diagnose", "sinks": [tempfile.mkdtemp(dir=FOLDER)]}
+        watched = {"every": 2, "on_nonfinite": "diagnose", "sinks": [tempfile.mkdtemp(dir=FOLDER)]}
         monitor = script.begins(lambda: castwise.Monitor(script.model, script.optimizer, scaler, **watched))
     if monitor is not None:
         script.begins(monitor.attach)
@@ -312,7 +312,7 @@ def while_installed(is_watched: bool) -> Run:
     """castwise.install with a folder, and a script that uses torch.amp."""
     script = Script()
     if is_watched:
-        script.begins(lambda: castwise.install(tempfile.mkdtemp(dir=FOLDER), every=2, on_skip="diagnose"))
+        script.begins(lambda: castwise.install(tempfile.mkdtemp(dir=FOLDER), every=2, on_nonfinite="diagnose"))
     run = script.train()
     if is_watched:
         castwise.uninstall()

@@ -138,9 +138,10 @@ def test_scripted_modules_are_left_out() -> None:
 def test_a_model_that_is_scripted_as_a_whole_is_not_recorded() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.warns(RuntimeWarning, match="that failed: RuntimeError: register_forward_pre_hook is not"):
-        records = records_of(scripted, torch.full((1, 2), torch.nan), on_skip="diagnose")
-    assert [record["kind"] for record in records] == ["run", "step", "sample", "end"]
+        records = records_of(scripted, torch.full((1, 2), torch.nan), on_nonfinite="diagnose")
+    assert [record["kind"] for record in records] == ["run", "step", "diagnosis", "sample", "end"]
     assert records[1]["cause"] == "non-finite loss"
+    assert records[2]["advice"].startswith("not all inputs of this op are known")  # in the graph of the loss
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -198,6 +198,45 @@ def test_what_went_wrong_on_rank_1_is_not_taken_for_an_overflow_of_rank_0(tmp_pa
         assert "-rank1" not in shown  # one section for both ranks
 
 
+ZEROS_ON_RANK_1 = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+class Gate(torch.nn.Module):
+    def forward(self, x):
+        return x / x.mean()
+
+inner = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), Gate(), torch.nn.Linear(8, 1))
+model = torch.nn.parallel.DistributedDataParallel(inner)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 7):
+    x = torch.full((4, 8), 0.0 if (rank, step) == (1, 4) else 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(inner[0].weight.isfinite().all().item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_without_a_scaler_the_rank_at_fault_is_named_and_ranks_skip_the_same_step(guard: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ZEROS_ON_RANK_1)
+    options = ["--guard"] if guard else []
+    on_ranks(2, ["-m", "castwise", "run", "--out", tmp_path / "out", *options, "train.py"], tmp_path)
+    text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
+    assert "the loss was inf or NaN on rank 1" in text.replace("The loss", "the loss")
+    assert "Step 4 on rank 1" in text
+    assert "In the forward, aten.div in module 1 gives nan" in text
+    folders = [folder for folder in run_in(tmp_path / "out").iterdir() if folder.is_dir()]
+    skipped = [[step["step"] for step in Run.read(folder).steps if step["skipped"]] for folder in folders]
+    assert skipped == [[4] if guard else []] * 2
+
+
 TRAINING = """import torch
 from torch.amp import GradScaler, autocast
 
@@ -313,14 +352,6 @@ if __name__ == "__main__":
         worker.join()
     print(sum(worker.exitcode for worker in workers))
 """
-NO_MODULE = """
-import torch, warnings
-warnings.simplefilter("ignore")
-weight = torch.ones(3, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-weight.sum().backward()
-optimizer.step()
-"""
 
 
 @pytest.mark.parametrize(
@@ -328,9 +359,8 @@ optimizer.step()
     [
         (BY_HAND, "3 autocast regions in float16, 3 scaled losses, 1 autocast region in bfloat16", ""),
         (HOGWILD, "2 child processes", "torch\ntorch\n0\n"),  # a process that is spawned has torch's classes
-        (NO_MODULE, "1 optimizer without a module", ""),
     ],
-    ids=["weights updated by hand", "hogwild", "no module"],
+    ids=["weights updated by hand", "hogwild"],
 )
 def test_a_run_without_a_modules_optimizer_says_what_was_seen(
     source: str, seen: str, printed: str, tmp_path: Path
@@ -425,7 +455,10 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["n" * 300], "n: File name too long"),
         (["--out", "n" * 300, "broken.py"], "n: File name too long"),
         (["-m", "missing.module"], "there is no module 'missing': check its name"),
-        (["--on-skip", "z", "broken.py"], ": --on-skip must be one of 'first', 'diagnose', 'nothing', got 'z'"),
+        (
+            ["--on-nonfinite", "z", "broken.py"],
+            ": --on-nonfinite must be one of 'first', 'diagnose', 'nothing', got 'z'",
+        ),
         (["--fail-on", "z", "broken.py"], ": --fail-on must be one of 'mistake', 'warning', 'critical', got 'z'"),
         (["broken.py"], "broken.py is not a Python script: "),
         (["--schedule", "Dinamic", "fine.py"], "--schedule must be one of 'Dynamic', "),
@@ -559,24 +592,29 @@ optimizer.step()
 """
 
 
-def test_what_had_no_effect_without_a_scaler_is_reported_at_the_end(tmp_path: Path) -> None:
+def test_a_nan_without_a_scaler_is_diagnosed_and_skipped_if_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(UNSCALED.replace("3, 4)", "3, 4).log()"))
     errors = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
-    assert "castwise: numbers were inf or NaN, but no step was diagnosed, because that needs an enabled" in errors
-    assert "castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs)" in errors
+    assert "castwise: 1 step; skipped: none; taken with inf or NaN: 1" in errors
+    assert "critical: Training is lost from step 1 on: the loss was inf or NaN, and the step was taken." in errors
+    assert "Step 1: Input 0 is nan at (" in errors
+    errors = " ".join(forked("--out", tmp_path / "out", "--guard", tmp_path / "bad.py").stderr.split())
+    assert "castwise: 1 step; skipped: 1 non-finite loss" in errors
+    assert "Step 1: Input 0 is nan at (" in errors
+
+
+def test_what_had_no_effect_without_a_scaler_is_reported_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNSCALED)
-    assert "diagnose" not in forked("--out", tmp_path / "out", tmp_path / "train.py").stderr
-    options = ["--on-skip", "nothing", "--schedule", "Guard", "--json"]
+    options = ["--on-nonfinite", "nothing", "--schedule", "Guard", "--json"]
     *_, last = forked("--out", tmp_path / "out", *options, tmp_path / "train.py").stderr.splitlines()
     (note,) = json.loads(last)["notes"]
     assert note.startswith("the schedule Guard(")
     assert note.endswith(" had no effect: the script created no enabled torch GradScaler")
     run = forked("--out", tmp_path / "out", "--schedule", "Guard", "broken.py", "--steps", 2)
-    assert "no step was diagnosed" not in run.stderr
     assert "had no effect" not in run.stderr
 
 
-@pytest.mark.parametrize(("on_skip", "diagnosed"), [("first", 3), ("diagnose", 5), ("nothing", 0)])
-def test_as_many_skips_are_diagnosed_as_are_asked_for(on_skip: str, diagnosed: int, tmp_path: Path) -> None:
-    forked("--out", tmp_path, "--on-skip", on_skip, "broken.py", "--logits", 400, "--steps", 5)
+@pytest.mark.parametrize(("on_nonfinite", "diagnosed"), [("first", 3), ("diagnose", 5), ("nothing", 0)])
+def test_as_many_skips_are_diagnosed_as_are_asked_for(on_nonfinite: str, diagnosed: int, tmp_path: Path) -> None:
+    forked("--out", tmp_path, "--on-nonfinite", on_nonfinite, "broken.py", "--logits", 400, "--steps", 5)
     assert [record["kind"] for record in records(tmp_path)].count("diagnosis") == diagnosed

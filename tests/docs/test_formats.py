@@ -51,7 +51,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     given: list[dict[str, Any]] = []
     with (
         warnings.catch_warnings(),
-        castwise.Monitor(model, optimizer, scaler, every=1, sinks=[folder, given.append], on_skip="diagnose"),
+        castwise.Monitor(model, optimizer, scaler, every=1, sinks=[folder, given.append], on_nonfinite="diagnose"),
     ):
         warnings.simplefilter("ignore")
         for factor in (1.0, 1e38):

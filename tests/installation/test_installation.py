@@ -456,7 +456,7 @@ GOOD, BAD = torch.ones(4, 8), torch.ones(4, 8).index_fill(0, torch.tensor([2]), 
 
 
 def test_skipped_steps_are_diagnosed_from_the_first_one_on(tmp_path: Path) -> None:
-    with castwise.installed(tmp_path, on_skip="diagnose"):
+    with castwise.installed(tmp_path, on_nonfinite="diagnose"):
         trained_on([BAD, GOOD, BAD, BAD, BAD, BAD], small_model())
     run = Run.read(run_in(tmp_path) / "Sequential")
     assert [diagnosis.step for diagnosis in run.diagnoses] == [1, 3, 4, 5, 6]
@@ -494,7 +494,7 @@ def test_of_a_gans_two_losses_the_replay_tells_which_was_not_finite(tmp_path: Pa
 
     generator, critic = small_model(), Critic(nn.Linear(8, 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
-    with castwise.installed(tmp_path, on_skip="diagnose"):
+    with castwise.installed(tmp_path, on_nonfinite="diagnose"):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         for real in (GOOD, GOOD, BAD, GOOD):
             with torch.autocast("cpu", dtype=torch.float16):
@@ -520,20 +520,22 @@ def test_a_batch_that_is_too_large_is_not_kept_and_that_is_said(
     assert account.MOST_BYTES == 2**26
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4 - 1)
     with (
-        castwise.installed(tmp_path, on_skip="diagnose"),
+        castwise.installed(tmp_path, on_nonfinite="diagnose"),
         pytest.warns(UserWarning, match="takes more than .* MiB, so skipped steps are not diagnosed any more"),
     ):
         trained_on([BAD, BAD], small_model())
     run = Run.read(run_in(tmp_path) / "Sequential")
     assert [step.skipped for step in run.steps] == [True, True]
-    assert run.diagnoses == []
+    # The graph of the loss is still walked.
+    assert {diagnosis.phase for diagnosis in run.diagnoses} == {"loss"}
+    assert run.diagnoses[0].advice.startswith("not all inputs of this op are known")
 
 
 def test_where_gradients_of_outputs_are_too_large_faults_of_the_forward_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(account, "MOST_BYTES", 4 * 8 * 4)
-    with castwise.installed(tmp_path, on_skip="diagnose"):
+    with castwise.installed(tmp_path, on_nonfinite="diagnose"):
         trained_on([BAD], small_model())
     assert [diagnosis.step for diagnosis in Run.read(run_in(tmp_path) / "Sequential").diagnoses] == [1]
 
@@ -550,17 +552,19 @@ def test_buffers_that_a_forward_has_spoilt_are_replayed_as_they_were(tmp_path: P
             self.peak.mul_(1.0)
             return self.layer(x / self.peak)  # type: ignore[no-any-return]
 
-    with castwise.installed(tmp_path, on_skip="diagnose"):
+    with castwise.installed(tmp_path, on_nonfinite="diagnose"):
         trained_on([BAD], Running())
     (diagnosis,) = Run.read(run_in(tmp_path) / "Running").diagnoses
     assert diagnosis.phase == "input"
 
 
 def test_diagnoses_need_a_folder() -> None:
-    with pytest.raises(ValueError, match=r'on_skip="diagnose" requires a folder for its records: pass out=\.\.\. too'):
-        castwise.install(on_skip="diagnose")
-    with pytest.raises(ValueError, match='on_skip must be "diagnose" or None, got 3'):
-        castwise.install("x", on_skip=3)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r'on_nonfinite="diagnose" requires a folder for its records: pass out=\.\.\. too'
+    ):
+        castwise.install(on_nonfinite="diagnose")
+    with pytest.raises(ValueError, match='on_nonfinite must be "diagnose" or None, got 3'):
+        castwise.install("x", on_nonfinite=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["../../x", "Gen[a/b]", "n" * 300, "", "CON"])

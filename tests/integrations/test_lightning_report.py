@@ -116,7 +116,7 @@ def test_the_last_steps_of_two_optimizers_are_in_the_record(how: str, tmp_path: 
 
 
 def test_skipped_steps_are_diagnosed(tmp_path: Path) -> None:
-    fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path, on_skip="diagnose")])
+    fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path, on_nonfinite="diagnose")])
     recorded = Run.read(tmp_path)
     skipped = [step.step for step in recorded.steps if step.skipped]
     assert [found.step for found in recorded.diagnoses] == skipped
@@ -147,10 +147,10 @@ def test_torchs_scaler_is_refused(tmp_path: Path) -> None:
         fit(theirs("16-mixed"), callbacks=[ReportCallback(tmp_path)])
 
 
-@pytest.mark.parametrize("on_skip", [None, "diagnose"])
+@pytest.mark.parametrize("on_nonfinite", [None, "diagnose"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_validation_within_the_training_returns_what_it_returns_without(
-    precision: Any, on_skip: Any, tmp_path: Path
+    precision: Any, on_nonfinite: Any, tmp_path: Path
 ) -> None:
     class Encoder(Regression):
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def test_a_validation_within_the_training_returns_what_it_returns_without(
             self.seen.append(self.net[0](batch[0][None]))  # of a dtype that tells of the fused kernel
 
     seen = []
-    for callbacks in ([], [ReportCallback(tmp_path, every=1, on_skip=on_skip)]):
+    for callbacks in ([], [ReportCallback(tmp_path, every=1, on_nonfinite=on_nonfinite)]):
         torch.manual_seed(0)
         module = Encoder()
         trainer = pl.Trainer(

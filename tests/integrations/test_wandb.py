@@ -82,7 +82,7 @@ def train(sinks: list[Any], steps: int = 5) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.125), castwise.GradScaler("cpu", init_scale=1024.0)
-    with castwise.Monitor(model, optimizer, scaler, every=2, sinks=sinks, on_skip="diagnose"):
+    with castwise.Monitor(model, optimizer, scaler, every=2, sinks=sinks, on_nonfinite="diagnose"):
         for number in range(steps):
             optimizer.zero_grad()
             inputs = torch.randn(3, 4)

@@ -372,7 +372,7 @@ def test_gradients_are_copied_and_saved_as_plain_tensors(training: Training) -> 
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_monitored_model_is_copied_and_saved_without_its_hooks(every: int) -> None:
     training = Training()
-    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_skip="diagnose"):
+    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_nonfinite="diagnose"):
         training.backward()
         training.finish()
         saved = io.BytesIO()
@@ -480,9 +480,9 @@ def test_four_mistakes_are_found_only_while_castwise_is_installed(
     assert found == ({name} if is_installed else set())
 
 
-@pytest.mark.parametrize("on_skip", [None, "diagnose"])
+@pytest.mark.parametrize("on_nonfinite", [None, "diagnose"])
 @pytest.mark.parametrize("every", [1, 100])
-def test_a_monitor_leaves_the_class_of_gradients_alone(every: int, on_skip: Any) -> None:
+def test_a_monitor_leaves_the_class_of_gradients_alone(every: int, on_nonfinite: Any) -> None:
     training = Training()
 
     def classes() -> set[type]:
@@ -490,7 +490,7 @@ def test_a_monitor_leaves_the_class_of_gradients_alone(every: int, on_skip: Any)
 
     attributes = [vars(torch), vars(torch.optim.lr_scheduler.LRScheduler), vars(torch.amp)]
     before = [dict(each) for each in attributes]
-    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_skip=on_skip):
+    with castwise.Monitor(training.model, training.optimizer, training.scaler, every=every, on_nonfinite=on_nonfinite):
         assert [dict(each) for each in attributes] == before  # nothing is patched
         for _ in range(3):
             training.backward()

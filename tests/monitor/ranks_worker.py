@@ -85,7 +85,7 @@ def refused() -> str:
     net = split(model(), "fsdp2")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     try:
-        Monitor(net, optimizer, castwise.ShardedGradScaler("cpu"), on_skip="diagnose").attach()
+        Monitor(net, optimizer, castwise.ShardedGradScaler("cpu"), on_nonfinite="diagnose").attach()
     except ValueError as error:
         return str(error)
     return ""
@@ -141,9 +141,9 @@ def main() -> None:
         for fault in FAULTS
         if (how, fault) != ("ddp", "gradient of rank 1")
     }
-    runs["ddp, diagnosed"] = train("ddp", "data of rank 1", rank, world_size, on_skip="diagnose")
+    runs["ddp, diagnosed"] = train("ddp", "data of rank 1", rank, world_size, on_nonfinite="diagnose")
     runs["apart, data of rank 1"] = train("apart", "data of rank 1", rank, world_size)
-    runs["apart, diagnosed"] = train("apart", "data of rank 1", rank, world_size, on_skip="diagnose")
+    runs["apart, diagnosed"] = train("apart", "data of rank 1", rank, world_size, on_nonfinite="diagnose")
     error, held = refused(), parts(rank)
     dist.barrier()
     dist.destroy_process_group()

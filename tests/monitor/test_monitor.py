@@ -162,7 +162,7 @@ def test_records_carry_the_numbers_that_the_loop_gives(scale: float | None) -> N
 
 
 def test_a_number_is_that_of_the_next_step_whatever_the_scaler_has_counted() -> None:
-    training = Training(every=1, on_skip="diagnose")
+    training = Training(every=1, on_nonfinite="diagnose")
     training.step()
     training.monitor.step = 41
     assert training.monitor.step == 41
@@ -560,7 +560,7 @@ def test_facts_that_a_loaded_checkpoint_has_dropped_are_missed_by_no_other_step(
 
 
 def test_an_error_in_the_training_ends_the_record_in_order(tmp_path: Path) -> None:
-    training = Training(on_skip="diagnose")
+    training = Training(on_nonfinite="diagnose")
     monitor = Monitor(training.model, training.optimizer, training.scaler, sinks=[tmp_path])
 
     def fail() -> None:
@@ -628,11 +628,11 @@ def test_memory_does_not_grow_with_the_run() -> None:
     assert min(after[1] - before[1] for before, after in itertools.pairwise(rounds)) <= 0
 
 
-# -- on_skip --------------------------------------------------------------------------------------------------------
+# -- on_nonfinite ------------------------------------------------------------------------------------------------------
 
 
 def test_a_skipped_step_is_diagnosed_if_asked_for() -> None:
-    training = Training(on_skip="diagnose")
+    training = Training(on_nonfinite="diagnose")
     with training.monitor:
         training.step()
         training.model[1][1].weight.data[0, 0] = math.nan
@@ -650,7 +650,7 @@ def test_optimizers_of_one_backward_share_its_diagnosis() -> None:
     model, records = mlp(), list[dict[str, Any]]()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
     scaler = castwise.GradScaler("cpu", init_scale=SCALE)
-    monitor = Monitor(model, optimizers, scaler, on_skip="diagnose", sinks=[records.append])
+    monitor = Monitor(model, optimizers, scaler, on_nonfinite="diagnose", sinks=[records.append])
     model.register_forward_pre_hook(lambda *_: calls.append(0))
     with monitor:
         scaler.scale(model(torch.full((5, 4), math.nan)).sum()).backward()
@@ -667,7 +667,7 @@ def test_optimizers_of_backwards_of_their_own_have_their_own_diagnoses() -> None
     model, records = mlp(), list[dict[str, Any]]()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
     scaler = castwise.GradScaler("cpu", init_scale=SCALE)
-    with Monitor(model, optimizers, scaler, on_skip="diagnose", sinks=[records.append]):
+    with Monitor(model, optimizers, scaler, on_nonfinite="diagnose", sinks=[records.append]):
         for optimizer, factor in zip(optimizers, (1.0, math.nan), strict=True):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(5, 4)).sum() * factor).backward()
@@ -679,20 +679,20 @@ def test_optimizers_of_backwards_of_their_own_have_their_own_diagnoses() -> None
     assert (diagnosis["step"], diagnosis["phase"]) == (2, "loss")
 
 
-def test_a_step_of_which_nothing_was_recorded_has_no_diagnosis() -> None:
-    training = Training(on_skip="diagnose")
+def test_a_step_of_which_no_forward_was_recorded_is_diagnosed_by_the_graph_of_its_loss() -> None:
+    training = Training(on_nonfinite="diagnose")
     assert training.scaler is not None
     with training.monitor:
         training.scaler.scale(training.model[0](torch.ones(5, 4)).sum() * math.inf).backward()  # past the model
         training.scaler.step(training.optimizer)
         training.scaler.update()
     assert training.of("step")[0]["skipped"]
-    assert training.of("diagnosis") == []
-    assert training.monitor.diagnosis is None
+    (found,) = training.of("diagnosis")
+    assert (found["phase"], found["op"]) == ("loss", "aten.mul")
 
 
 def test_a_step_that_was_left_out_has_no_part_in_the_diagnosis_of_the_next() -> None:
-    training = Training(on_skip="diagnose")
+    training = Training(on_nonfinite="diagnose")
     assert training.scaler is not None
     with training.monitor:
         training.scaler.scale(training.model(torch.full((5, 4), math.nan)).sum()).backward()
@@ -707,7 +707,7 @@ def test_an_exhausted_scale_carries_the_diagnosis() -> None:
     training = Training()
     schedule = castwise.schedules.Dynamic(init_scale=SCALE, patience=2, on_exhausted="raise")
     training.scaler = castwise.GradScaler("cpu", schedule=schedule)
-    monitor = Monitor(training.model, training.optimizer, training.scaler, on_skip="diagnose")
+    monitor = Monitor(training.model, training.optimizer, training.scaler, on_nonfinite="diagnose")
     training.step()
     with monitor:
         training.step(bad=math.inf)
@@ -717,7 +717,7 @@ def test_an_exhausted_scale_carries_the_diagnosis() -> None:
 
 
 def test_a_replay_is_not_sampled() -> None:
-    training = Training(on_skip="diagnose", every=1)
+    training = Training(on_nonfinite="diagnose", every=1)
     with training.monitor:
         training.step(bad=math.inf)
         training.step()
@@ -725,7 +725,7 @@ def test_a_replay_is_not_sampled() -> None:
 
 
 def test_a_diagnosis_that_fails_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(on_skip="diagnose")
+    training = Training(on_nonfinite="diagnose")
 
     def cannot_run_twice(*_: object) -> None:
         if training.of("step"):
@@ -760,7 +760,7 @@ def test_a_scaler_that_does_not_tell_of_its_steps_is_refused() -> None:
     [
         ({"every": 0}, "every must be an integer >= 1, got 0"),
         ({"every": 2.5}, "every must be an integer >= 1, got 2.5"),
-        ({"on_skip": "raise"}, "on_skip must be \"diagnose\" or None, got 'raise'"),
+        ({"on_nonfinite": "raise"}, "on_nonfinite must be \"diagnose\" or None, got 'raise'"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -775,15 +775,12 @@ def test_no_optimizer_is_refused() -> None:
         Monitor(mlp(), [nn.Linear(1, 1)])  # type: ignore[list-item]
 
 
-def test_on_skip_without_a_scaler_that_skips_is_pointed_out() -> None:
-    with pytest.warns(UserWarning, match="on_skip has no effect: no step is skipped without a scaler"):
-        Training(scale=None, on_skip="diagnose")
-
-
 def test_a_repr_shows_the_settings(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), castwise.GradScaler("cpu")
-    monitor = castwise.Monitor(model, optimizer, scaler, every=5, sinks=[tmp_path], on_skip="diagnose")
+    monitor = castwise.Monitor(model, optimizer, scaler, every=5, sinks=[tmp_path], on_nonfinite="diagnose")
     file = str(tmp_path / "monitor.jsonl.gz")
-    assert repr(monitor) == f"Monitor(Linear, [SGD], {scaler}, every=5, sinks=[JSONL({file!r})], on_skip='diagnose')"
+    assert (
+        repr(monitor) == f"Monitor(Linear, [SGD], {scaler}, every=5, sinks=[JSONL({file!r})], on_nonfinite='diagnose')"
+    )
     assert "Monitor object at" in repr(castwise.Monitor.__new__(castwise.Monitor))

@@ -77,7 +77,7 @@ def test_the_diagnosis_is_that_of_the_rank_at_fault(ranks: list[dict[str, Any]])
 
 def test_a_model_that_is_split_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "this model is split over ranks: remove on_skip" in rank["refused"]
+        assert "this model is split over ranks: remove on_nonfinite" in rank["refused"]
 
 
 def test_a_partial_sum_is_left_out_because_no_rank_knows_it_alone(ranks: list[dict[str, Any]]) -> None:

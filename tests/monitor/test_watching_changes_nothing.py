@@ -72,7 +72,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 WATCHED: dict[str, Watched] = {
     "sampled": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=1),
     "unsampled": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=100),
-    "diagnosed": lambda model, optimizer, scaler, _: Monitor(model, optimizer, scaler, every=2, on_skip="diagnose"),
+    "diagnosed": lambda model, optimizer, scaler, _: Monitor(
+        model, optimizer, scaler, every=2, on_nonfinite="diagnose"
+    ),
     "without a scaler": lambda model, optimizer, *_: Monitor(model, optimizer, every=2),
     "installed": lambda *_: castwise.installed(),
     "installed and recorded": lambda *given: castwise.installed(given[-1], every=1),

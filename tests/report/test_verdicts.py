@@ -489,7 +489,9 @@ def test_overflows_from_before_the_divergence_are_still_the_usual_price(tmp_path
 def test_too_little_data_is_said_and_no_format_judged(tmp_path: Path) -> None:
     for name, records in {"empty": [], "short": [*steps(5), *samples(n=2)]}.items():
         found = verdict(write(tmp_path / name, *records))
-        assert [advice.text.split(":")[0] for advice in found] == ["Too little was recorded to judge a format"]
+        nothing = ["Nothing to fix"] if name == "short" else []
+        expected = [*nothing, "Too little was recorded to judge a format"]
+        assert [advice.text.split(":")[0] for advice in found] == expected
 
 
 @pytest.mark.parametrize(("finite", "text_at"), [(0, "none"), (2, "2")])
@@ -578,3 +580,80 @@ def test_a_row_at_the_end_is_not_counted_again_and_names_its_causes(tmp_path: Pa
     assert advice_on(run, "The loss was inf or NaN").evidence["skipped_steps"] == 2
     assert advice_on(run, "30 steps in a row").evidence["causes"] == ("unknown (28x)", "non-finite loss (2x)")
     assert not [advice for advice in verdict(run) if advice.text.startswith("28 steps skipped")]
+
+
+# -- without a scaler -------------------------------------------------------------------------------------------------
+
+
+def unscaled(number: int, **fields: Any) -> dict[str, Any]:
+    return step(number, None, **{"loss": 1.0, "skipped": False, **fields})
+
+
+def fault(number: int, phase: str, **fields: str) -> dict[str, Any]:
+    known = {"module": "", "op": "aten.log", "text": f"{phase}: ...", "advice": "clamp it", "summary": "Log of 0."}
+    return {"kind": "diagnosis", "step": number, "cause": "non-finite loss", "phase": phase, **known, **fields}
+
+
+def test_a_healthy_run_has_nothing_to_fix(tmp_path: Path) -> None:
+    found = verdict(write(tmp_path, *(unscaled(number) for number in range(1, 61)), *samples()))
+    assert found.advice[0].severity == "good"
+    assert found.advice[0].finding.startswith("Nothing to fix: 60 steps, and no loss")
+
+
+def test_a_run_with_a_mistake_is_not_called_healthy(tmp_path: Path) -> None:
+    mistake = dict.fromkeys(("name", "text", "corrected", "file", "source"), "x") | {"kind": "mistake", "line": 1}
+    found = verdict(write(tmp_path, *(unscaled(number) for number in range(1, 61)), *samples(), mistake))
+    assert not any("Nothing to fix" in piece.finding for piece in found)
+
+
+def test_a_step_that_was_taken_with_a_nan_loses_the_training_and_is_diagnosed(tmp_path: Path) -> None:
+    lost = [unscaled(number, loss="nan", cause="non-finite weights") for number in range(8, 12)]
+    first = unscaled(7, loss="nan", cause="non-finite loss")
+    first_finding = verdict(
+        write(tmp_path, *(unscaled(number) for number in range(1, 7)), first, fault(7, "forward"), *lost)
+    ).advice[0]
+    assert first_finding.severity == "critical"
+    assert first_finding.text.startswith(
+        "Training is lost from step 7 on: the loss was inf or NaN, and the step was taken. Resume from a checkpoint of "
+        "step 6 or earlier. castwise run --guard,"
+    )
+    assert first_finding.text.endswith("Step 7: Log of 0. Clamp it.")
+
+
+def test_a_first_fault_of_the_loss_or_the_data_is_no_divergence(tmp_path: Path) -> None:
+    grown = [unscaled(number, loss=10.0 ** max(0, number - 20)) for number in range(1, 24)]
+    lost = [unscaled(number, loss="nan", cause="non-finite loss") for number in range(24, 40)]
+    for name, diagnosed in {
+        "none": (),
+        "forward": (fault(24, "forward", remedy="float32"),),
+        "huge": (fault(24, "loss", text="loss: ...\n  input 0: float32 (2,), -1 .. 3e+20"),),
+    }.items():
+        assert "Training diverged" in verdict(write(tmp_path / name, *grown, *diagnosed, *lost)).advice[0].finding
+    for phase, remedy in (("loss", "code"), ("input", "input"), ("forward", "code")):
+        found = verdict(write(tmp_path / f"{phase} {remedy}", *grown, fault(24, phase, remedy=remedy), *lost))
+        assert not any("diverged" in piece.finding for piece in found)
+
+
+def test_what_grows_only_at_the_fault_is_no_divergence(tmp_path: Path) -> None:
+    healthy = [unscaled(number, grad_norm=1.0) for number in range(1, 24)]
+    lost = [unscaled(number, loss="nan", grad_norm=1e9, cause="non-finite loss") for number in range(24, 40)]
+    assert not any("diverged" in piece.finding for piece in verdict(write(tmp_path, *healthy, *lost)))
+
+
+def test_overflows_now_and_then_are_no_warning(tmp_path: Path) -> None:
+    for late, severity in {2: "note", 6: "warning"}.items():
+        at = {20 + 15 * place for place in range(late)}
+        records = [step(i, 2.0**14, "overflow") if i in at else step(i, 2.0**14) for i in range(1, 121)]
+        overflows = next(
+            piece for piece in verdict(write(tmp_path / str(late), *records)) if "overflow" in piece.finding
+        )
+        assert overflows.severity == severity
+
+
+def test_a_loss_that_stays_after_updates_as_large_as_the_weights_is_reported(tmp_path: Path) -> None:
+    for ratio, is_reported in {3.0: True, 0.01: False}.items():
+        weights = {"a.weight": {"update_to_weight": ratio, "lost_in_bf16": 0.0}}
+        sample = {"kind": "sample", "step": 1, "scale": 1.0, "weights": weights}
+        records = [unscaled(number, loss=1.4 if number != 2 else 30.0) for number in range(1, 101)]
+        found = verdict(write(tmp_path / str(ratio), *records, sample))
+        assert any("The loss has not fallen" in piece.finding for piece in found) is is_reported

@@ -17,7 +17,7 @@ from castwise._user_error import UserError
 OUT = Path(RUNS)
 
 
-# Largest number of diagnosed steps per model and cause, by `--on-skip`.
+# Largest number of diagnosed steps per model and cause, by `--on-nonfinite`.
 DIAGNOSES = {"first": 3, "diagnose": math.inf, "nothing": 0}
 
 chosen: list[Callable[[], None]] = []
@@ -56,14 +56,18 @@ def run(
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Keep casts of weights until a weight changes.")
     ] = False,
-    on_skip: Annotated[
+    on_nonfinite: Annotated[
         str,
         typer.Option(
             metavar=f"[{'|'.join(DIAGNOSES)}]",
-            help="Diagnose the first three skipped steps of each cause (first), all (diagnose), or none (nothing).",
+            help="Diagnose the first three steps with an inf or NaN of each cause (first), all (diagnose), or none "
+            "(nothing).",
             autocompletion=completing(*DIAGNOSES),
         ),
     ] = "first",
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Skip steps with an inf or NaN in a gradient, also without a scaler.")
+    ] = False,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +87,7 @@ def run(
         _check_script(script, context)
         if every < 1:
             raise UserError(f"--every must be at least 1, got {every}")
-        _check_name("--on-skip", on_skip, DIAGNOSES)
+        _check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
         for level in fail_on or ():
             _check_name("--fail-on", level, LEVELS)
         source = context.get_parameter_source("out")
@@ -97,10 +101,11 @@ def run(
     except UserError as error:
         typer.echo(f"castwise run: {error}", err=True)
         raise typer.Exit(2) from None
-    from castwise._cli.script import Ending, Script
+    from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    chosen.append(lambda: Script(program).run(out, every, wanted, moved_by, weight_cache, DIAGNOSES[on_skip], ending))
+    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard)
+    chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 
 def _check_folder(out: Path) -> None:

@@ -40,6 +40,22 @@ class Ending(NamedTuple):
     as_json: bool = False
 
 
+class Watching(NamedTuple):
+    """What to record of a script.
+
+    Args:
+        out: The folder of runs.
+        every: Steps between two samples.
+        diagnoses: Largest number of diagnosed steps per model and cause.
+        guard: Whether to skip steps with an inf or NaN, also without a scaler.
+    """
+
+    out: Path
+    every: int
+    diagnoses: float
+    guard: bool
+
+
 class Script:
     """A program, run with castwise in torch's place."""
 
@@ -49,16 +65,15 @@ class Script:
 
     def run(
         self,
-        out: Path,
-        every: int,
+        watching: Watching,
         policy: Policy | None,
         schedule: Schedule | None,
         weight_cache: bool,
-        diagnoses: float,
         ending: Ending,
     ) -> None:
         """Run the script and re-raise its exceptions; the report is written when the process exits."""
-        account, settings = Account(out, every, diagnoses), Settings(policy, schedule, weight_cache)
+        out, settings = watching.out, Settings(policy, schedule, weight_cache)
+        account = Account(out, watching.every, watching.diagnoses, skips=watching.guard)
         account.report_failure = _print_failure
         try:
             castwise._installation.begin(account, settings)

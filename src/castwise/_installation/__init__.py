@@ -33,7 +33,8 @@ def install(
     policy: Policy | None = None,
     schedule: Schedule | None = None,
     weight_cache: bool = False,
-    on_skip: Literal["diagnose"] | None = None,
+    on_nonfinite: Literal["diagnose"] | None = None,
+    guard: bool = False,
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
@@ -54,14 +55,18 @@ def install(
             is entered. With several models, names of modules start with the model's class (`Generator.layers.0`).
         schedule: Schedule of all enabled scalers, instead of their own settings.
         weight_cache: Give all regions a `WeightCache` of the models that exist when the first region is entered.
-        on_skip: `"diagnose"` replays the batch of each skipped step. For this, a step's batches and the model's buffers
-            are kept, at most 64 MiB. On an accelerator a skip is known two steps later, and the replay uses the weights
-            of that time.
+        on_nonfinite: `"diagnose"` looks at the losses and gradients of each step before it is taken, and replays the
+            batch of a step with an inf or NaN. For this, a step's batches and the buffers that a forward writes are
+            kept, at most 64 MiB. On an accelerator such a step is known two steps later. The replay then uses the
+            weights of that time if a scaler has skipped the step, and there is none if the step was taken.
+        guard: Skip steps with an inf or NaN in a gradient also where there is no scaler, as `schedules.Guard()` does.
+            On an accelerator each step then waits for the device.
 
     Raises:
         RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is not an integer >= 1, `on_skip` is invalid, or `on_skip` is set without `out`.
+        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, or `on_nonfinite` or `guard` is set
+            without `out`.
 
     Warns:
         RuntimeWarning: At the first step, if `out` cannot be written.
@@ -76,11 +81,13 @@ def install(
         >>> torch.amp.GradScaler is castwise.GradScaler
         False
     """
-    if on_skip not in (None, "diagnose"):
-        raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
-    if on_skip and out is None:
-        raise ValueError('on_skip="diagnose" requires a folder for its records: pass out=... too')
-    begin(Account(out, every, math.inf if on_skip else 0), Settings(policy, schedule, weight_cache))
+    if on_nonfinite not in (None, "diagnose"):
+        raise ValueError(f'on_nonfinite must be "diagnose" or None, got {on_nonfinite!r}')
+    if on_nonfinite and out is None:
+        raise ValueError('on_nonfinite="diagnose" requires a folder for its records: pass out=... too')
+    if guard and out is None:
+        raise ValueError("guard=True requires a folder for its records: pass out=... too")
+    begin(Account(out, every, math.inf if on_nonfinite else 0, skips=guard), Settings(policy, schedule, weight_cache))
 
 
 def begin(account: Account, settings: Settings) -> None:
@@ -146,7 +153,8 @@ def installed(
     policy: Policy | None = None,
     schedule: Schedule | None = None,
     weight_cache: bool = False,
-    on_skip: Literal["diagnose"] | None = None,
+    on_nonfinite: Literal["diagnose"] | None = None,
+    guard: bool = False,
 ) -> Iterator[None]:
     """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
@@ -156,7 +164,8 @@ def installed(
         policy: See `install`.
         schedule: See `install`.
         weight_cache: See `install`.
-        on_skip: See `install`.
+        on_nonfinite: See `install`.
+        guard: See `install`.
 
     Example:
         >>> import castwise, torch
@@ -165,7 +174,15 @@ def installed(
         >>> type(scaler) is castwise.GradScaler
         True
     """
-    install(out, every=every, policy=policy, schedule=schedule, weight_cache=weight_cache, on_skip=on_skip)
+    install(
+        out,
+        every=every,
+        policy=policy,
+        schedule=schedule,
+        weight_cache=weight_cache,
+        on_nonfinite=on_nonfinite,
+        guard=guard,
+    )
     try:
         yield
     finally:

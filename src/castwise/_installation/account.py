@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from castwise._guard import Guard, guarded
-from castwise._installation.models import Models, model_with
+from castwise._installation.models import Models, model_with, raw_tensors
+from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
@@ -28,7 +30,9 @@ from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_of
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.amp._outcomes import Cause, StepFacts
+from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._monitor import Monitor, check_every
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 # Memory limit for the recorded batches of a step.
 MOST_BYTES = 64 << 20
+# Steps of any optimizers after which a model that has not stepped is not expected to any more.
+_STEPS_WAITED = 8
 _PROCESSES = "child process", "child processes"
 
 
@@ -56,15 +62,18 @@ class Account(Observer):
     Args:
         out: The folder of runs; None records nothing, and only reports mistakes.
         every: Steps between two samples of the monitors.
-        diagnoses: Largest number of diagnosed skipped steps per model and cause.
+        diagnoses: Largest number of diagnosed steps with an inf or NaN per model and cause.
+        skips: Whether to skip such steps where there is no scaler.
 
     Raises:
         ValueError: `every` is not an integer >= 1.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0) -> None:
+    def __init__(
+        self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0, *, skips: bool = False
+    ) -> None:
         check_every(every)
-        self._diagnoses = diagnoses
+        self._diagnoses, self._skips = diagnoses, skips
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
         self.out, self._every = None if out is None else _absolute(Path(out)), every
@@ -75,22 +84,32 @@ class Account(Observer):
         self._monitors: list[weakref.ref[Monitor]] = []
         self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
+        self._new_optimizers = NewOptimizers(self._record_batches_of, self._guard)
         self._hook: Any = None
         self._names: list[str] = []
         self._rank: int | None = None
         self._pid = os.getpid()
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._has_scaler = self._has_nonfinite = False
+        self._has_checked = self._follows_backward = False
+        self._steps = 0
 
     def begin(self) -> None:
         """Start looking for mistakes and models. Models are recorded if there is a folder."""
         OBSERVERS.append(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._new_optimizers.begin()
+        if self._diagnoses and self.out is not None:
+            BACKWARD_CALLS.follow()
+            self._follows_backward = True
         with self._guard:  # models are recorded anyway
             WATCH.subscribe(self._on_mistake, of_gradients=True)
 
     def stop(self) -> None:
         """Stop looking for models; those that were found are still recorded."""
+        self._new_optimizers.end()
+        if self._follows_backward:
+            self._follows_backward = False
+            BACKWARD_CALLS.leave()
         if self in OBSERVERS:
             OBSERVERS.remove(self)
         if self._hook is not None:
@@ -116,9 +135,7 @@ class Account(Observer):
         run = self._folder.run
         if run is None:  # it was deleted
             return None
-        summary = end([run], run / REPORT)
-        self._has_nonfinite = summary is not None and summary.has_nonfinite
-        return summary
+        return end([run], run / REPORT)
 
     @property
     def run(self) -> Path | None:
@@ -127,14 +144,10 @@ class Account(Observer):
 
     @property
     def notes(self) -> list[str]:
-        """A message after `end`, if numbers were inf or NaN and nothing was diagnosed because there was no scaler."""
-        if not self._diagnoses or not self._has_nonfinite or self._has_scaler:
+        """A message after `end`, if steps were to be skipped and the scaler of the script does that anyway."""
+        if not self._skips or self._has_checked or not self.has_recorded:
             return []
-        return [
-            "numbers were inf or NaN, but no step was diagnosed, because that needs an enabled GradScaler. To find the "
-            "origin, call castwise.diagnose(model, lambda outputs: loss_fn(outputs, targets), inputs) on such a batch, "
-            "inside the autocast region"
-        ]
+        return ["--guard had no effect: each optimizer steps with a GradScaler, which skips such steps anyway"]
 
     @property
     def has_recorded(self) -> bool:
@@ -172,27 +185,43 @@ class Account(Observer):
     @guarded
     def stepping(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Attach a monitor before a step of the scaler, which does not call the optimizer if it skips."""
-        self._has_scaler |= scaler.is_enabled()
         self._register(optimizer, scaler if scaler.is_enabled() else None)
 
     @guarded
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """Drop the recordings of models that did not step in the first iteration."""
-        for recording in self._recordings.values():
-            recording.detach()
-        self._recordings.clear()
+        self._drop_recordings()
 
     @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._register(optimizer, None)
+        self._steps += 1
+        if self._steps == _STEPS_WAITED:
+            self._drop_recordings()
+
+    def _drop_recordings(self) -> None:
+        for recording in self._recordings.values():
+            recording.detach()
+        self._recordings.clear()
 
     def _record_batches(self) -> None:
         """Start recording the batches of all models with an optimizer, because the first step may be skipped."""
-        optimizers = _optimizers_of(None) if self._diagnoses and self.out is not None else []
-        for model in {model_with(params_of(optimizer)) for optimizer in optimizers}:
-            if model is not None and not isinstance(model, Models):
-                self._recordings[model] = recording = Recording(model, most_bytes=MOST_BYTES)
-                recording.attach()
+        for optimizer in _optimizers_of(None) if self._diagnoses and self.out is not None else []:
+            self._record_batches_of(optimizer)
+
+    def _record_batches_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Start recording the batches of an optimizer's model, before its first step."""
+        if not self._diagnoses or self.out is None or optimizer in self._registered:
+            return
+        model = model_with(params_of(optimizer))
+        if model is None:
+            LOSS_CODE.read_lines()
+        if model is None or isinstance(model, Models) or model in self._recordings:
+            return  # several models have an object of their own at each look-up
+        for inner in [inner for inner in self._recordings if any(inner is module for module in model.modules())]:
+            self._recordings.pop(inner).detach()  # the model has been wrapped since
+        self._recordings[model] = recording = Recording(model, most_bytes=MOST_BYTES)
+        recording.attach()
 
     def _is_worker(self) -> bool:
         """Return True in a process that is not a rank and was forked from the one where castwise was installed."""
@@ -210,11 +239,7 @@ class Account(Observer):
     def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         model = model_with(params_of(optimizer))
         if model is None:
-            self._seen["optimizer without a module", "optimizers without a module"] += 1
-            warn_or_print(
-                "an optimizer trains parameters that belong to no module, so nothing is monitored", UserWarning
-            )
-            return
+            model = raw_tensors(params_of(optimizer))
         optimizers = [optimizer, *(other for other in _optimizers_of(model) if other not in self._registered)]
         self._registered.update(optimizers)
         if self.out is None:
@@ -225,15 +250,18 @@ class Account(Observer):
             WATCH.model_found(model)
             return
         monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
-        recording = self._recordings.pop(model, None)
-        if self._diagnoses and scaler is not None:
-            monitor.diagnose(recording, self._diagnoses)
-        elif recording is not None:
-            recording.detach()
+        recording = self._recording_of(model)
+        self._has_checked |= scaler is None
+        monitor.check(scaler, recording, self._diagnoses, skips=self._skips)
         monitor.attach()
         # A weak reference: the optimizer's hooks keep the monitor alive. A script may train several models in turn.
         self._monitors.append(weakref.ref(monitor))
         weakref.finalize(monitor, _end_record, sink).atexit = False
+
+    def _recording_of(self, model: nn.Module) -> Recording | None:
+        """Return the recording that was started before the model's first step, of the model or of what it wraps."""
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return self._recordings.pop(model, None) or self._recordings.pop(inner, None)
 
     def _make_sink(self, model: nn.Module) -> JSONL | None:
         """Create the folder of a model's record; None if that fails, and from then on nothing is recorded."""
@@ -246,9 +274,7 @@ class Account(Observer):
             if not self.has_recorded:
                 self._folder = None
             self.report_failure(self.failure)
-            for recording in self._recordings.values():
-                recording.detach()
-            self._recordings.clear()
+            self._drop_recordings()
             return None
 
     def _sink(self, model: nn.Module, records: Path) -> JSONL:
@@ -272,26 +298,29 @@ class _LocalMonitor(Monitor):
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
 
-    def diagnose(self, recording: Recording | None, most: float) -> None:
-        """Start diagnosing skipped steps.
+    def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool) -> None:
+        """Set what is done with steps with an inf or NaN, before `attach`.
 
         Args:
+            scaler: The scaler; None if steps are not scaled.
             recording: A recording of the model that has already started, if there is one.
             most: Largest number of diagnoses per cause, so that overflows during the search for the scale leave some
                 for a later NaN.
+            skips: Whether to skip them if there is no scaler.
         """
-        if is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
+        self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips), skips
+        self._most_diagnoses, self._faults = most, Counter[Cause | None]()
+        if not most or is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
+            if recording is not None:
+                recording.detach()
             return
-        assert self._scaler is not None
-        scaler: Any = self._scaler
         self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
-        self._recording.follow(lambda: int(scaler.iteration))
-        self._most_diagnoses, self._skips = most, Counter[Cause | None]()
+        self._recording.follow(lambda: self._steps.iteration)
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
-        if facts.skipped and self._recording is not None:
-            self._skips[facts.cause] += 1
-            if self._skips[facts.cause] > self._most_diagnoses:
+        if facts.cause is not None and self._recording is not None:
+            self._faults[facts.cause] += 1
+            if self._faults[facts.cause] > self._most_diagnoses:
                 return None
         return Monitor._diagnosed(self, facts, batches)
 

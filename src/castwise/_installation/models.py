@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
 
 import torch
 import torch.fx
@@ -26,6 +28,34 @@ class Models(nn.Module):
                 count += 1
                 number = f"{name}_{count}"
             self.add_module(number, model)
+
+
+class RawTensors(Models):
+    """Trained tensors that belong to no module, as the parameters of one that is never called.
+
+    Args:
+        tensors: The tensors, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(())
+        self._parameters.update(tensors)  # type: ignore[arg-type]  # not instances of nn.Parameter
+
+
+def raw_tensors(params: Iterable[torch.Tensor]) -> RawTensors:
+    """Return tensors under the names of the variables that the running functions and the script have for them."""
+    names: dict[int, str] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            if isinstance(value, torch.Tensor):
+                names.setdefault(id(value), name)
+        frame = frame.f_back
+    tensors: dict[str, torch.Tensor] = {}
+    for number, param in enumerate(params):
+        name = names.get(id(param), str(number))
+        tensors[name if name not in tensors else str(number)] = param
+    return RawTensors(tensors)
 
 
 def model_with(params: Iterable[torch.Tensor] | None = None) -> nn.Module | None:

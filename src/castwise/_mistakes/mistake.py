@@ -98,7 +98,7 @@ def passes_through(*files: str) -> bool:
 
 def _outside(frame: FrameType | None) -> Place | None:
     while frame is not None:
-        if not _is_passed_over(frame.f_code.co_filename):
+        if not is_passed_over(frame.f_code.co_filename):
             return Place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -113,7 +113,7 @@ def line_of_model(outside: str) -> Place | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_passed_over(file):
+        if not is_passed_over(file):
             return Place(file, frame.f_lineno)
         if file != outside and os.path.abspath(file).startswith(_LIBRARIES[1]):
             return None
@@ -122,7 +122,7 @@ def line_of_model(outside: str) -> Place | None:
 
 
 @functools.cache
-def _is_passed_over(file: str) -> bool:
+def is_passed_over(file: str) -> bool:
     """Return True if a file belongs to torch, castwise, or the machinery that runs the script."""
     path = os.path.abspath(file)
     return file.startswith("<frozen ") or path.startswith(_LIBRARIES) or os.path.basename(file) in _RUNNERS

@@ -25,6 +25,7 @@ from castwise._mistakes.low_weights import LowWeights
 from castwise._mistakes.mistake import Mistake, Place
 from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
+from castwise._mistakes.scalings import Scalings
 from castwise._mistakes.schedulers import Schedulers
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.validation import Validation
@@ -140,8 +141,8 @@ class Watch(Observer):
         self._forget()
         self._at_exit = self._guard.door(self.stop)
         atexit.register(self._at_exit)  # while the weak references are still usable
-        kinds = Scalers, Regions, Losses, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers, Validation
-        self._finders = [*(kind(self) for kind in kinds), LowWeights(self), CompiledRegions(self)]
+        kinds = Scalers, Regions, Losses, Scalings, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers
+        self._finders = [*(kind(self) for kind in kinds), Validation(self), LowWeights(self), CompiledRegions(self)]
         self._listening = {event: [finder for finder in self._finders if _listens(finder, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),

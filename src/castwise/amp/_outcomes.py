@@ -35,6 +35,8 @@ class Cause(str, Enum):
 
     OVERFLOW = "overflow"
     """The loss was finite but gradients were not: the scale was too high, or the backward itself produces an inf."""
+    NONFINITE_GRADIENTS = "non-finite gradients"
+    """The same without a scale, so the backward itself produces an inf or NaN. No scaler reports it."""
     NONFINITE_LOSS = "non-finite loss"
     """The fault is in the forward or in the data; the scale is not the cause."""
     NONFINITE_WEIGHTS = "non-finite weights"
@@ -51,6 +53,7 @@ class Cause(str, Enum):
 _MEANING = {
     Cause.OVERFLOW: "the loss was finite but the gradients were not, so the scale is too high or the backward itself "
     "produces an inf or NaN",
+    Cause.NONFINITE_GRADIENTS: "the loss was finite but the gradients were not, so the backward produces an inf or NaN",
     Cause.NONFINITE_LOSS: "the loss was not finite, so the forward or the data is at fault; the scale is not the cause",
     Cause.NONFINITE_WEIGHTS: "weights contain an inf or NaN, which no step can repair: go back to a checkpoint",
     Cause.ANOTHER_RANK: "this rank's loss and gradients were finite, but another rank's were not",
@@ -100,7 +103,7 @@ class ScaleExhausted(RuntimeError):  # noqa: N818  # it ends a training run as S
         RuntimeError.__init__(self, message, step)
         self.step = step
         self.diagnosis: object = None
-        """The diagnosis from a step hook, such as that of a Monitor with `on_skip="diagnose"`."""
+        """The diagnosis from a step hook, such as that of a Monitor with `on_nonfinite="diagnose"`."""
 
     def __str__(self) -> str:
         return f"{self.args[0]}. {_WHERE if self.diagnosis is None else self.diagnosis}"

@@ -16,6 +16,7 @@ from castwise.diagnosis._cases import OfLoss, OfOutput
 from castwise.diagnosis._fault_search import Found, find
 from castwise.diagnosis._op_facts import tensors_of
 from castwise.diagnosis._origins import Birth, Phase
+from castwise.diagnosis._outlying_rows import has_huge_input, outlying_row
 from castwise.diagnosis._ranges import Range, Value, first_not_finite, range_of
 from castwise.diagnosis._remedies import Remedy, remedy_of
 from castwise.policy._module_rules import named_modules
@@ -62,6 +63,8 @@ class Diagnosis:
             function, and for inputs.
         in_loss: Whether the op belongs to the loss function, in the forward or the backward.
         op: Name of the op, such as "aten.bmm"; "" for weights and inputs.
+        gradient_of: Name of the op of the forward whose gradient the op computes; "" if it is not known, or outside a
+            backward.
         inputs: Ranges of the op's floating-point inputs, before it ran.
         outputs: Ranges of the op's results, or of the weight or input.
         in_float32: Ranges of the op's results in fp32, if it ran in low precision and can be recomputed.
@@ -75,8 +78,8 @@ class Diagnosis:
         remedy: What to change: lower the "scale", run the module in "float32", or fix the "input", "weight" or "code".
         advice: The remedy in words.
         code: The remedy as Python code to copy; "" if no code applies.
-        line: Where the code of the model or the loss calls the op, such as "model.py:31"; "" if it is not known, as in
-            the backward.
+        line: Where the code of the model or the loss calls the op, or in a backward the op of the forward, such as
+            "model.py:31"; "" if it is not known.
         source: The source text of that line.
         harmless: Without a fault: non-finite values from ops of the forward that reach neither the loss nor a
             gradient, such as an overflow before a sigmoid. One entry per module and op.
@@ -90,6 +93,7 @@ class Diagnosis:
     module: str = ""
     in_loss: bool = False
     op: str = ""
+    gradient_of: str = ""
     inputs: tuple[Range, ...] = ()
     outputs: tuple[Range, ...] = ()
     in_float32: tuple[Range, ...] | None = None
@@ -133,12 +137,22 @@ class Diagnosis:
         if self.phase == "weight" or not self.op:
             what = self._what()
         else:
-            phase = "" if self.phase == "loss" else f"in the {self.phase}, "
             reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
             where = f"module {self.module}" if self.module else _where(self.module, self.in_loss)
-            what = f"{phase}{self.op} in {where} {self._gives()}{reached}"
+            inside = "" if self.phase == "loss" and self.in_loss else f" in {where}"
+            what = f"in the {self.phase}, {self._op()}{inside} {self._gives()}{reached}"
         at = f", at {self.line}" if self.line else ""
         return f"{what[:1].upper()}{what[1:]}{at}."
+
+    def named_within(self, model: str) -> Diagnosis:
+        """Return this diagnosis with a model's name before the names of its modules.
+
+        Args:
+            model: Name of the model, one of several.
+        """
+        module = f"{model}.{self.module}" if self.module else "" if self.in_loss or not self.op else model
+        parameter = f"{model}.{self.parameter}" if self.parameter else ""
+        return replace(self, module=module, parameter=parameter)
 
     def _gives(self) -> str:
         return f"{'gives' if self.outputs else 'reads'} {self.value}"
@@ -153,7 +167,13 @@ class Diagnosis:
             return f"the gradient of the model's output is {self.value}"
         if not self.op:
             return f"{self.value or 'a non-finite value'} of unknown origin{reached}"
-        return f"{_where(self.module, self.in_loss)}: {self.op} {self._gives()}{reached}"
+        return f"{_where(self.module, self.in_loss)}: {self._op()} {self._gives()}{reached}"
+
+    def _op(self) -> str:
+        if not self.gradient_of:
+            return self.op
+        by = "" if self.op == self.gradient_of else f" ({self.op})"
+        return f"the gradient of {self.gradient_of}{by}"
 
 
 def _where(module: str, in_loss: bool) -> str:
@@ -206,7 +226,7 @@ def diagnose(
     case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
     outside_region = not _is_in_region(model, [args, kwargs])
-    return replace(_diagnosis(find(case, scale), scale, case.loss), outside_region=outside_region)
+    return replace(_diagnosis(find(case, scale), model, scale, case.loss), outside_region=outside_region)
 
 
 def diagnose_replay(
@@ -240,14 +260,16 @@ def diagnose_replay(
         Exception: Whatever the model raises.
     """
     case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
-    return _diagnosis(find(case, scale), scale, None)
+    return _diagnosis(find(case, scale), case.model, scale, None)
 
 
-def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
+def _diagnosis(found: Found, model: nn.Module, scale: float, loss: float | None) -> Diagnosis:
     fault, others = found.fault, tuple(map(_non_finite, found.others))
     if fault is None:
         return Diagnosis(False, scale=scale, loss=loss, harmless=others)
     remedy, advice, code = remedy_of(fault, scale)
+    if fault.birth is not None and has_huge_input(fault.birth.inputs) and (row := outlying_row(model)) is not None:
+        remedy, advice, code = "weight", str(row), ""
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
     at = None if birth.tensor is None else first_not_finite(birth.tensor)
@@ -257,6 +279,7 @@ def _diagnosis(found: Found, scale: float, loss: float | None) -> Diagnosis:
         module="" if birth.kind == "input" else birth.module or "",
         in_loss=birth.module is None and birth.phase in {"loss", "backward"},
         op=birth.op,
+        gradient_of=birth.gradient_of,
         inputs=birth.inputs,
         outputs=birth.outputs or (() if birth.op else ranges),
         in_float32=birth.in_float32,

@@ -121,11 +121,12 @@ def _replay(case: Case, scale: float) -> Found:
         _without_cached_casts(),
     ):
         origins = Origins(module_of_op, copies.before_write)
-        _expect(case, origins)
-        with case.region(), origins:
-            output = case.model(*case.args, **case.kwargs)
-            origins.phase = "loss"
-            ends = case.ends(output)
+        with case.region():
+            _expect(case, origins)  # inside, where buffers are as they were before the forward
+            with origins:
+                output = case.model(*case.args, **case.kwargs)
+                origins.phase = "loss"
+                ends = case.ends(output)
         not_finite = case.not_finite(ends)
         if not_finite:
             fault: Fault | None = _fault("loss", case, origins, not_finite)

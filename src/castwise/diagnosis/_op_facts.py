@@ -81,6 +81,8 @@ def is_one_of(tensor: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
 def written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an op writes to and those whose values it reads."""
     writes = _writes(func)
+    if _has_running_statistics(func):
+        return _of_batch_norm(func, args, kwargs)
     if not writes:
         return [], list(dict.fromkeys(_leaves([args, list(kwargs.values())])))
     written: dict[torch.Tensor, None] = {}
@@ -93,6 +95,26 @@ def written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tens
         if not writes.get(name, False):
             read.update(tensors)
     return list(written), list(read)
+
+
+def _of_batch_norm(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what a batch norm writes to and reads: in training it writes running statistics and does not read them.
+
+    The schemas of most such ops do not say that they write. Nothing reads what those leave there.
+    """
+    given = {**dict(zip(_names(func), args, strict=False)), **kwargs}
+    is_training = given.get("training", given.get("train", True))
+    running = [given.get(name) for name in ("running_mean", "running_var")]
+    written = [tensor for tensor in running if isinstance(tensor, torch.Tensor)]
+    read = [tensor for tensor in dict.fromkeys(_leaves(list(given.values()))) if not is_one_of(tensor, written)]
+    if not is_training:
+        return [], read + written
+    return written if _writes(func) else [], read
+
+
+@functools.cache
+def _has_running_statistics(func: Any) -> bool:
+    return "batch_norm" in _name(func) and schema_of(func) is not None and "running_mean" in _names(func)
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:

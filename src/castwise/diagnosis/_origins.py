@@ -18,7 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from castwise._mistakes.mistake import Place, line_of_model
-from castwise._torch_private import TorchDispatchMode
+from castwise._torch_private import (
+    TorchDispatchMode,
+    graph_node_running,
+    graph_nodes_made,
+    is_backward_running,
+)
 from castwise.diagnosis import _op_facts as op_facts
 from castwise.diagnosis._fp32_rerun import involves_low_precision, ranges_in_float32
 from castwise.diagnosis._ranges import Range, has_only_minus_inf, is_all_of_its_memory, memory_of, range_of
@@ -47,7 +52,9 @@ class Birth:
         name: Name of the weight or input.
         tensor: The weight or input.
         is_mask: Whether all non-finite values are -inf and the code or the caller put them there.
-        place: The line of the model's or the loss's code that called the op; None if it is not known.
+        place: The line of the model's or the loss's code that called the op, or in a backward the op whose gradient it
+            computes; None if it is not known.
+        gradient_of: Name of the op of the forward whose gradient a backward computes; "" outside a backward.
     """
 
     kind: Kind
@@ -62,6 +69,7 @@ class Birth:
     tensor: torch.Tensor | None = None
     is_mask: bool = False
     place: Place | None = None
+    gradient_of: str = ""
 
     def without_mask(self) -> Birth:
         """Return this birth with `is_mask` False."""
@@ -95,6 +103,13 @@ class _Measured(NamedTuple):
     range: Range
 
 
+class _ForwardOp(NamedTuple):
+    """An op that has made an autograd node."""
+
+    name: str
+    place: Place | None
+
+
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Traces non-finite values through the ops of a replay.
 
@@ -113,6 +128,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._origins: dict[int, _Origin] = {}  # by address of the memory
         self._unwritten: dict[int, Birth] = {}
         self._born: list[Birth] = []  # births of ops in the forward
+        self._by_node: dict[int, _ForwardOp] = {}  # by the number of the autograd node
+        self._nodes = graph_nodes_made()
 
     def expect(self, kind: Kind, name: str, module: str | None, tensor: torch.Tensor) -> None:
         """Record a weight or input of the replay if it is not finite. Of several, the first gets the blame."""
@@ -172,6 +189,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._order += 1
+        self._note_node(func)
         written, read = op_facts.written_and_read(func, args, kwargs)
         if written:
             self._before_write(written)
@@ -247,6 +265,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         outputs = [tensor for tensor, _ in after]
         is_narrow = not is_constant and involves_low_precision(func, args, kwargs, outputs)
         is_like_a_mask = all(map(has_only_minus_inf, outputs))
+        forward_op = self._forward_op()
         birth = Birth(
             "constant" if is_constant else "op",
             *self._place(func),
@@ -254,13 +273,27 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             outputs=tuple(found for _, found in after),
             in_float32=ranges_in_float32(func, args, kwargs) if is_narrow else None,
             is_mask=is_constant and is_like_a_mask,
-            place=line_of_model(__file__),
+            place=line_of_model(__file__) or forward_op.place,
+            gradient_of=forward_op.name,
         )
         # The logarithm of a zero is intended, an overflow in low precision is not.
         is_meant = is_constant or (is_like_a_mask and not birth.is_finite_in_float32)
         if birth.phase in {"forward", "loss"} and not is_meant:
             self._born.append(birth)
         return birth
+
+    def _note_node(self, func: Any) -> None:
+        """Record the op and its line for the node that autograd has made just before it runs the op."""
+        nodes = graph_nodes_made()
+        if nodes != self._nodes and not is_backward_running():
+            self._by_node[nodes - 1] = _ForwardOp(op_facts.name_of(func), line_of_model(__file__))
+        self._nodes = nodes
+
+    def _forward_op(self) -> _ForwardOp:
+        """Return the op whose gradient is being computed."""
+        node = graph_node_running()
+        known = None if node is None else self._by_node.get(node)
+        return known or _ForwardOp("", None)
 
     def _place(self, func: Any) -> tuple[int, Phase, str | None, str]:
         phase = "forward" if self._module_of_op.is_forward_running() else self.phase

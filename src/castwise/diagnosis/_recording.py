@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,20 +13,21 @@ import torch
 from torch import nn
 
 from castwise._guard import Guard, guarded
-from castwise._torch_private import buffers_in, is_backward_running, tree_map
+from castwise._torch_private import is_backward_running
 from castwise._warnings import warn_or_print
 from castwise.amp._outcomes import Cause
+from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._cases import outputs_of
 from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose_replay
-from castwise.diagnosis._forward_state import CastingState, RandomState
-from castwise.diagnosis._op_facts import tensors_of
+from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
+from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._replay import is_replaying
 from castwise.tracing._module_hooks import ModuleHooks
 
 MOST = 64  # micro-batches kept per step
 GRADIENTS_OF = 8  # the most recent ones, whose output gradients are kept; each is as large as the logits
 
-_LOSS_IS_FINITE = {Cause.OVERFLOW: True, Cause.NONFINITE_LOSS: False}
+_LOSS_IS_FINITE = {Cause.OVERFLOW: True, Cause.NONFINITE_GRADIENTS: True, Cause.NONFINITE_LOSS: False}
 
 
 @dataclass
@@ -35,22 +35,20 @@ class MicroBatch:
     """One forward in training, and the gradients of its output.
 
     Args:
-        args: Positional arguments, detached; the tensors are the caller's, not copies.
-        kwargs: Keyword arguments.
-        casting: Autocast regions.
-        random: Random state at the start of the forward.
-        buffers: Module, name and value of each buffer at the start; a forward may leave non-finite values in them.
+        model: The model that was called.
+        name: Its name, if it is one of several.
+        inputs: What the forward was given.
+        began: Number of autograd nodes at its start.
         outputs: Number of floating-point tensors in the output.
         gradients: Gradients of these tensors by position, summed over several backwards. In a condensed batch only
             their largest magnitudes, shape ().
         is_condensed: Whether the gradients were too large to keep.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    casting: CastingState
-    random: RandomState
-    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)
+    model: nn.Module
+    name: str
+    inputs: KeptInputs
+    began: int = 0
     outputs: int = 0
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     is_condensed: bool = False
@@ -82,38 +80,36 @@ class MicroBatch:
         """Return True if the backward can be replayed."""
         return bool(self.gradients) and not self.is_condensed
 
-    def diagnose(self, model: nn.Module, scale: float, loss_is_finite: bool | None, with_backward: bool) -> Diagnosis:
+    def diagnose(self, scale: float, loss_is_finite: bool | None, with_backward: bool) -> Diagnosis:
         """Replay the micro-batch with the model's current weights."""
 
-        def region() -> AbstractContextManager[None]:
-            self.random.restore()  # the replay restores the previous state
-            for module, name, before in self.buffers:
-                buffers_in(module)[name] = before.clone()
-            return self.casting.applied()
-
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
-        return diagnose_replay(
-            model,
-            self.args,
-            self.kwargs,
+        diagnosis = diagnose_replay(
+            self.model,
+            self.inputs.args,
+            self.inputs.kwargs,
             gradients,
             scale=scale,
-            region=region,
+            region=lambda: self.inputs.applied(self.model),
             loss_is_finite=loss_is_finite,
             with_backward=with_backward,
         )
+        return diagnosis.named_within(self.name) if self.name else diagnosis
 
 
 class MicroBatches:
     """The micro-batches of one step: inputs of the last `MOST`, output gradients of the last `GRADIENTS_OF`.
 
     Args:
-        model: The model that they were passed to.
         iteration: Number of the scaler's iteration in which they started.
     """
 
-    def __init__(self, model: nn.Module, iteration: int = 0) -> None:
-        self._model, self.iteration = model, iteration
+    def __init__(self, iteration: int = 0) -> None:
+        self.iteration = iteration
+        self.of_loss: Diagnosis | None = None
+        """The origin of a loss that was not finite, in the code between model and loss."""
+        self.of_loss_backward: Callable[[], Diagnosis | None] = lambda: None
+        """Finds the origin of gradients that the backward of that code has made infinite."""
         self._batches: deque[MicroBatch] = deque(maxlen=MOST)
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = False
@@ -121,14 +117,25 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def with_changed_inputs(self) -> set[nn.Module]:
+        """Return the models with an input that was written to after the forward; see `KeptInputs.are_changed`."""
+        return {batch.model for batch in self._batches if batch.inputs.are_changed}
+
     def append(self, batch: MicroBatch) -> None:
         """Add a micro-batch, and drop the oldest if there are more than `MOST`."""
         self._batches.append(batch)
         if len(self._batches) > GRADIENTS_OF:
             self._batches[-1 - GRADIENTS_OF].condense()
 
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The result of `diagnose`; None if it was not called."""
+        return self._diagnosis
+
     def diagnose(self, scale: float, cause: Cause | None = None) -> Diagnosis | None:
         """Replay the micro-batches in order until one has a fault. Later calls return the same result.
+
+        If no model is at fault, the fault in the code of the loss is returned, if one is known.
 
         Args:
             scale: Scale of the step's losses.
@@ -139,7 +146,16 @@ class MicroBatches:
         """
         if not self._is_diagnosed:
             self._is_diagnosed = True  # even if it raises: it would raise again
-            self._diagnosis = self._first_fault(scale, None if cause is None else _LOSS_IS_FINITE.get(cause))
+            loss_is_finite = None if cause is None else _LOSS_IS_FINITE.get(cause)
+            self._diagnosis = replayed = self._first_fault(scale, loss_is_finite)
+            is_explained = (
+                replayed is not None
+                and replayed.found
+                and (replayed.op or replayed.phase != "loss" or replayed.remedy == "scale")
+            )
+            if not is_explained:
+                of_loss = self.of_loss_backward() if loss_is_finite else self.of_loss
+                self._diagnosis = of_loss or replayed
         return self._diagnosis
 
     def _first_fault(self, scale: float, loss_is_finite: bool | None) -> Diagnosis | None:
@@ -149,14 +165,18 @@ class MicroBatches:
         # Several batches may share one loss, and one bad batch then makes the gradients of all non-finite.
         bad = [] if loss_is_finite else [batch for batch in suspects if batch.has_bad_gradients()]
         for batch in bad if len(bad) > 1 else []:
-            if diagnosis := batch.diagnose(self._model, scale, loss_is_finite, with_backward=False):
+            if diagnosis := batch.diagnose(scale, loss_is_finite, with_backward=False):
                 return diagnosis
         harmless: list[NonFinite] = []
+        of_loss: Diagnosis | None = None
         for batch in suspects:
-            diagnosis = batch.diagnose(self._model, scale, loss_is_finite, with_backward=True)
-            if diagnosis:
+            diagnosis = batch.diagnose(scale, loss_is_finite, with_backward=True)
+            if diagnosis and (diagnosis.op or diagnosis.phase != "loss"):
                 return diagnosis
+            of_loss = of_loss or diagnosis or None
             harmless += diagnosis.harmless
+        if of_loss is not None:  # or of the backward of a model that has read this one's output
+            return of_loss
         is_clean = batches and all(batch.can_be_replayed_in_full() for batch in batches)
         return Diagnosis(False, scale=scale, harmless=tuple(dict.fromkeys(harmless))) if is_clean else None
 
@@ -164,13 +184,14 @@ class MicroBatches:
 class Recording:
     """Records the inputs of training forwards and the gradients of their outputs until `take` is called.
 
-    Each forward costs about 0.1 ms for the random states and a copy of the model's buffers; no other data is copied
-    and nothing syncs. Inputs that are overwritten before the replay (static inputs) are replayed with their new
-    values, and so are weights. Forwards without gradients, recomputations of activation checkpointing, and replays are
-    not recorded. Batches of an iteration whose step was never taken are dropped in the next one.
+    Each forward copies the random states and buffers that it changes; no other data is copied and nothing syncs.
+    Weights are replayed with the values of that time. So are inputs that were written to after the forward; from the
+    next step on, they are copied. Forwards without gradients, recomputations of activation checkpointing, and replays
+    are not recorded. Batches of an iteration whose step was never taken are dropped in the next one.
 
     Args:
-        model: The model as the script calls it, with its wrappers.
+        model: The model as the script calls it, with its wrappers. Of a module without a forward of its own, the
+            children are recorded.
         iteration: Returns the number of the scaler's current iteration.
         most_bytes: Memory limit for the batches and buffers of a step. Above it, recording stops with a warning.
             Output gradients that do not fit are reduced to their largest magnitudes.
@@ -181,10 +202,11 @@ class Recording:
     ) -> None:
         self._model, self._iteration, self._most_bytes = model, iteration, most_bytes
         self._nbytes = 0
+        self._inputs = {called: ForwardInputs(called) for called in _called_models(model).values()}
         self._guard = Guard()
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
-        self._batches = MicroBatches(model)
+        self._batches = MicroBatches()
 
     def attach(self) -> None:
         """Start recording. Does nothing if already started."""
@@ -193,14 +215,17 @@ class Recording:
             # sees the batch only after other hooks changed it, and Dynamo recompiles the model's callers whenever
             # either is set or removed. Both are also bound to one module, which replicas of DataParallel share.
             self._hooks = ModuleHooks(self._guard)
+            BACKWARD_CALLS.follow()
             # First, before a policy's rule for the model itself sets another state.
-            self._hooks.put_on(self._model, self._before, self._after, first=True)
+            for name, model in _called_models(self._model).items():
+                self._hooks.put_on(model, partial(self._before, name), self._after, first=True)
 
     def detach(self) -> None:
         """Stop recording and drop all recorded batches."""
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+            BACKWARD_CALLS.leave()
         self.take()
 
     def take(self) -> MicroBatches:
@@ -208,6 +233,9 @@ class Recording:
         if self._hooks is not None:
             self._hooks.put_back()
         taken = self._batches
+        taken.of_loss, taken.of_loss_backward = BACKWARD_CALLS.fault, LOSS_CODE.take()
+        for model in taken.with_changed_inputs():
+            self._inputs[model].copies_tensors = True
         self._begin(0)
         return taken
 
@@ -216,15 +244,15 @@ class Recording:
         self._iteration, self._batches.iteration = iteration, iteration()
 
     def _begin(self, iteration: int) -> None:
-        self._batches, self._nbytes = MicroBatches(self._model, iteration), 0
+        self._batches, self._nbytes = MicroBatches(iteration), 0
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = None
         if torch.is_grad_enabled() and not (is_replaying() or is_backward_running()):
             with self._guard:  # `_after` expects an entry for each forward
-                types = {tensor.device.type for tensor in [*tensors_of([args, kwargs]), *model.parameters()]}
-                given = tree_map(_detached, args), tree_map(_detached, kwargs)
-                batch = MicroBatch(*given, CastingState(types), RandomState(), self._buffers_of(model))
+                began = LOSS_CODE.forward_begins()
+                inputs = self._inputs[model].keep(args, kwargs, self._most_bytes - self._nbytes)
+                batch = MicroBatch(model, name, inputs, began)
         self._begun.append(batch)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -238,50 +266,41 @@ class Recording:
                 tensor.register_hook(partial(self._add, batch, place))  # type: ignore[no-untyped-call]  # torch's
         if self._batches.iteration != self._iteration():
             self._begin(self._iteration())
-        kept = [*tensors_of([batch.args, batch.kwargs]), *(copy for _, _, copy in batch.buffers)]
-        if not self._fits(kept):
+        self._inputs[model].learn(batch.inputs)
+        nbytes = batch.inputs.nbytes
+        if self._nbytes + nbytes > self._most_bytes:
             self.detach()
             warn_or_print(
                 f"recording a step takes more than {self._most_bytes / 2**20:g} MiB, so skipped steps are not "
-                "diagnosed any more. castwise.Monitor(..., on_skip='diagnose') has no such limit",
+                "diagnosed any more. castwise.Monitor(..., on_nonfinite='diagnose') has no such limit",
                 UserWarning,
             )
             return
-        self._nbytes += _nbytes(kept)
+        self._nbytes += nbytes
         self._batches.append(batch)
+        LOSS_CODE.forward_ends(batch.began, outputs)
 
     @guarded
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:  # of a compiled model, and the loss does not depend on this output
             return
-        if not self._fits([gradient]):
+        if self._nbytes + gradient.nbytes > self._most_bytes:
             batch.condense()
         elif not batch.is_condensed:
             self._nbytes += gradient.nbytes
         batch.add(place, gradient)
 
-    def _buffers_of(self, model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return [
-            (module, name, buffer.detach().clone())
-            for module in model.modules()
-            if not isinstance(module, torch.jit.ScriptModule)
-            for name, buffer in nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
-            if self._fits([buffer])
-        ]
 
-    def _fits(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return self._nbytes + _nbytes(tensors) <= self._most_bytes
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _called_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that a script calls, by name."""
+    has_forward = (
+        isinstance(model, torch.jit.ScriptModule)  # whose class has no readable `forward`
+        or "forward" in vars(model)
+        or type(model).forward is not nn.Module.forward
+    )
+    return {"": model} if has_forward else dict(model.named_children())
 
 
 def _peak(gradient: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude, inf or NaN if any value is. Shape (), on the same device."""
     return torch.stack(gradient.aminmax()).abs().amax() if gradient.numel() else gradient.new_zeros(())
-
-
-def _detached(value: Any) -> Any:
-    """Return a detached tensor with the same memory, so that its graph is not kept alive."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

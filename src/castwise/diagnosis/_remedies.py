@@ -9,6 +9,7 @@ import torch
 
 from castwise._number_text import power_of_two
 from castwise.diagnosis._fault_search import Fault
+from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._ranges import Range
 
@@ -48,22 +49,12 @@ def remedy_of(fault: Fault, scale: float) -> Help:
     low = low_precision(birth)
     if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
         return _keep_in_float32(birth, low, fault.tensors[0].device.type)
-    if birth.module is None and birth.phase in {"loss", "backward"}:
+    advice = advice_on_op(birth.op, birth.gradient_of, birth.inputs)
+    if birth.gradient_of and advice is not UNKNOWN:
+        return Help("code", advice)
+    if birth.module is None and birth.phase in {"loss", "backward"} and advice is UNKNOWN:
         return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
-    return Help("code", f"this op is not finite in fp32 either: {_advice_on_inputs(birth)}")
-
-
-def _advice_on_inputs(birth: Birth) -> str:
-    """Return what to check in the inputs of an op that is not finite in any precision."""
-    op = birth.op.rpartition(".")[2].rstrip("_")
-    ends = [(found.lowest, found.highest) for found in birth.inputs]
-    if any(name in op for name in ("softmax", "attention")) and any(found.inf for found in birth.inputs):
-        return "check for rows that are -inf throughout, as when attention masks a whole row, and leave out such rows"
-    if op == "div" and any(low is not None and high is not None and low <= 0.0 <= high for low, high in ends[1:]):
-        return "check for divisors that are 0, and add an epsilon"
-    if op in {"log", "log2", "log10", "rsqrt"} and any(low is not None and low <= 0.0 for low, _ in ends):
-        return "check for inputs that are 0 or negative, and add an epsilon or clamp them"
-    return "check the ranges of its inputs"
+    return Help("code", f"this op is not finite in fp32 either: {advice}")
 
 
 def low_precision(birth: Birth) -> str:

@@ -162,7 +162,7 @@ def report(
     folder: str | os.PathLike[str],
     every: int = 100,
     *,
-    on_skip: Literal["diagnose"] | None = None,
+    on_nonfinite: Literal["diagnose"] | None = None,
 ) -> Monitor:
     """Record the numerics of a training run, and write `report.html` when it ends.
 
@@ -174,7 +174,7 @@ def report(
         accelerator: An accelerator set up with `prepare`; without a scaler (bf16, fp32), any accelerator.
         folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
-        on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
+        on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN; see `Monitor`.
 
     Returns:
         The monitor, for example to set its `step`, because Accelerate does not count steps.
@@ -197,7 +197,9 @@ def report(
             "accelerator.prepare(model, optimizer), and with several models create a castwise.Monitor for each"
         )
     sink = JSONL(folder)
-    monitor = Monitor(models[0], optimizers, accelerator.scaler, every=every, sinks=[sink], on_skip=on_skip).attach()
+    monitor = Monitor(
+        models[0], optimizers, accelerator.scaler, every=every, sinks=[sink], on_nonfinite=on_nonfinite
+    ).attach()
     theirs = accelerator.end_training
 
     def end_training() -> None:

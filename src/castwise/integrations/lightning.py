@@ -117,11 +117,11 @@ class ReportCallback(Report, pl.Callback):
     Args:
         folder: Folder for the records and the report.
         every: Steps between two samples, >= 1.
-        on_skip: `"diagnose"` finds the op that made a skipped step's first inf or NaN, if `training_step` calls the
-            module itself, `self(x)`; see `castwise.Monitor`.
+        on_nonfinite: `"diagnose"` finds the op that made a step's first inf or NaN, if `training_step` calls the module
+            itself, `self(x)`; see `castwise.Monitor`.
 
     Raises:
         TypeError: In `fit`, if the Trainer has a torch scaler, as with Lightning's own plugin for fp16.
-        ValueError: In `fit`, if `every` or `on_skip` is out of range, or if `on_skip` is set and the model is split
-            over ranks.
+        ValueError: In `fit`, if `every` or `on_nonfinite` is out of range, or if `on_nonfinite` is set and the model is
+            split over ranks.
     """

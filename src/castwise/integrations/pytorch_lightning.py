@@ -59,5 +59,5 @@ class ReportCallback(Report, pl.Callback):
     Args:
         folder: As in `castwise.integrations.lightning.ReportCallback`.
         every: As in `castwise.integrations.lightning.ReportCallback`.
-        on_skip: As in `castwise.integrations.lightning.ReportCallback`.
+        on_nonfinite: As in `castwise.integrations.lightning.ReportCallback`.
     """

@@ -42,7 +42,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     Args:
         folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
-        on_skip: `"diagnose"` replays the batch of a skipped step; see `Monitor`.
+        on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN; see `Monitor`.
 
     Raises:
         TypeError: When training starts, if the scaler is torch's.
@@ -58,9 +58,9 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
+        self, folder: str | os.PathLike[str], every: int = 100, *, on_nonfinite: Literal["diagnose"] | None = None
     ) -> None:
-        self.folder, self._every, self._on_skip = Path(folder), every, on_skip
+        self.folder, self._every, self._on_nonfinite = Path(folder), every, on_nonfinite
         self._end_if_failed: weakref.finalize[Any, ReportCallback] | None = None
 
     def on_train_begin(
@@ -93,7 +93,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             scaler,
             every=self._every,
             sinks=[sink],
-            on_skip=self._on_skip,
+            on_nonfinite=self._on_nonfinite,
         ).attach()
         record = sink if state.is_world_process_zero else None
         self._end_if_failed = weakref.finalize(self, _end, monitor, record, RuntimeError("training failed"))

@@ -7,6 +7,7 @@ takes a second.
 from __future__ import annotations
 
 OVERFLOW = "overflow"
+NONFINITE_GRADIENTS = "non-finite gradients"
 NONFINITE_LOSS = "non-finite loss"
 NONFINITE_WEIGHTS = "non-finite weights"
 ANOTHER_RANK = "another rank"

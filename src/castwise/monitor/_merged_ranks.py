@@ -99,7 +99,7 @@ def _size(run: Run) -> int:
 
 
 def _skipped_until(last: int, run: Run) -> list[tuple[int, bool]]:
-    return [(step.step, step.skipped) for step in run.steps if step.step <= last]
+    return [(step.step, step.has_fault) for step in run.steps if step.step <= last]
 
 
 def _merged(ranks: Mapping[int, Run]) -> Run:
@@ -119,10 +119,10 @@ def _merged(ranks: Mapping[int, Run]) -> Run:
 
 
 def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
-    """Yield the number and facts of each skipped step of a rank."""
+    """Yield the number and facts of each step of a rank that was skipped, or taken with an inf or NaN."""
     diagnoses: dict[int, list[DiagnosisRecord]] = {}
     for record in run.diagnoses:
         diagnoses.setdefault(record.step, []).append(record)
     for step in run.steps:
-        if step.skipped:
+        if step.has_fault:
             yield step.step, Skip(step.why_skipped, step.parameters, tuple(diagnoses.get(step.step, ())))

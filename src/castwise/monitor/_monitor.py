@@ -17,7 +17,7 @@ from typing_extensions import Self
 from castwise._guard import Guard, guarded
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
-from castwise._warnings import warn, warn_or_print
+from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.monitor import _module_names as names
@@ -33,11 +33,12 @@ from castwise.monitor._scaler_steps import ScalerSteps
 from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, Skip, agreed
 from castwise.monitor._step_numbers import StepNumbers
-from castwise.monitor._step_sources import ScaledSteps, StepsByHand, steps_of
+from castwise.monitor._step_sources import ScaledSteps, StepsByHand, StepSource, UnscaledSteps, steps_of
 
 if TYPE_CHECKING:
     from castwise.diagnosis._diagnosis import Diagnosis
     from castwise.diagnosis._recording import MicroBatches, Recording
+    from castwise.monitor._step_check import Checked
 
 _BY_PHASE = {
     "weight": Cause.NONFINITE_WEIGHTS,
@@ -66,8 +67,8 @@ class Monitor:
     The monitor also finds mixed-precision mistakes in the script and warns about each once, with file and line
     (`MixedPrecisionMistake`). The manual's page on `castwise run` lists them, including those found only there. This
     hooks the parameters in the first iterations and in two of every 50 after, and puts one hook on the model (three
-    with `on_skip`). Between samples there are no other hooks, and nothing is read. Gradients stay plain tensors. Module
-    hooks are removed where they would change what torch does: in a `nn.TransformerEncoderLayer` that runs as one
+    with `on_nonfinite`). Between samples there are no other hooks, and nothing is read. Gradients stay plain tensors.
+    Module hooks are removed where they would change what torch does: in a `nn.TransformerEncoderLayer` that runs as one
     kernel, and for `torch.compile`. So outputs of compiled modules are not recorded, and to replay batches of a model
     that is compiled as a whole, pass the object that `torch.compile` returns.
 
@@ -87,23 +88,25 @@ class Monitor:
             An iteration ends when one of them steps again. Gradients that a closure computes are not seen before the
             step.
         scaler: A scaler of castwise, or None. Without a scaler, or with a disabled one, the optimizers' steps are
-            recorded and losses are unknown. With one, the steps of `scaler.step` are recorded, and steps that an
-            optimizer takes on its own after `scaler.unscale_`, in a script that skips by hand. Steps that such a script
-            skips are not recorded.
+            recorded, and losses are unknown unless `on_nonfinite` is set. With one, the steps of `scaler.step` are
+            recorded, and steps that an optimizer takes on its own after `scaler.unscale_`, in a script that skips by
+            hand. Steps that such a script skips are not recorded.
         every: Steps between two samples, >= 1; samples are denser at the start of a run.
         sinks: Where records go: paths, each opened as a `sinks.JSONL`, functions that accept one record as a dict, or
             other sinks (`sinks.RecordSink`). A sink that fails is dropped with a warning.
-        on_skip: `"diagnose"` replays the batch of a skipped step and records the module and op that made the first inf
-            or NaN. The last result is in `diagnosis`. This keeps the inputs of a step's last 64 forwards, and the
-            gradients of the outputs of the last 8 (each as large as the model's output, such as logits), until the
-            outcome of the step is known; on an accelerator that takes two more steps. Forwards before these 8 are
-            replayed only if the gradients of their outputs are not finite.
+        on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN and records the module and op that
+            made the first. The last result is in `diagnosis`. Without a scaler, each step is checked and replayed
+            before it is taken, except on an accelerator, where only the cause is recorded; losses are read where
+            `backward` is called. This keeps the inputs of a step's last 64 forwards, and the gradients of the outputs
+            of the last 8 (each as large as the model's output, such as logits), until the outcome of the step is known;
+            on an accelerator that takes two more steps. Forwards before these 8 are replayed only if the gradients of
+            their outputs are not finite.
 
     Raises:
         FileExistsError: A sink's file exists and is not a record.
         TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), or a sink
             is neither a path nor a function.
-        ValueError: `every` or `on_skip` is out of range, or there is no optimizer.
+        ValueError: `every` or `on_nonfinite` is out of range, or there is no optimizer.
 
     Example:
         >>> import castwise
@@ -126,30 +129,29 @@ class Monitor:
         *,
         every: int = 100,
         sinks: Sequence[Sink | str | os.PathLike[str]] = (),
-        on_skip: Literal["diagnose"] | None = None,
+        on_nonfinite: Literal["diagnose"] | None = None,
     ) -> None:
-        _check(every, on_skip)
+        _check(every, on_nonfinite)
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
         self._steps = steps_of(scaler, self._optimizers)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
-        self._recording = _recording_of(model, scaler) if on_skip and self._steps.is_scaled else None
-        if on_skip and not self._steps.is_scaled:
-            text = "on_skip has no effect: no step is skipped without a scaler, such as one with schedules.Guard()"
-            warn(text, UserWarning)
+        self._recording = _recording_of(model, self._steps) if on_nonfinite else None
+        self._is_checked = on_nonfinite is not None and not self._steps.is_scaled
+        self._skips_faults = False
         self._guard = Guard()
         self._handles: list[Any] = []
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
-        """The diagnosis of the last skipped step if `on_skip="diagnose"`; None if nothing could be replayed."""
+        """With `on_nonfinite`, the diagnosis of the last step with an inf or NaN; None if it was not replayed."""
 
     def __repr__(self) -> str:
         if "_numbers" not in vars(self):  # `__init__` has not finished
             return object.__repr__(self)
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-        diagnoses = ", on_skip='diagnose'" if self._recording is not None else ""
+        diagnoses = ", on_nonfinite='diagnose'" if self._recording is not None else ""
         return (
             f"{type(self).__name__}({type(self._model).__name__}, [{optimizers}], {self._scaler!r}, "
             f"every={self._every}, sinks={self._sinks}{diagnoses})"
@@ -183,15 +185,15 @@ class Monitor:
 
         Raises:
             RuntimeError: The monitor is already attached.
-            ValueError: `on_skip="diagnose"` is set and the model is split over ranks: a replay that stops on one rank
-                would block the others.
+            ValueError: `on_nonfinite="diagnose"` is set and the model is split over ranks: a replay that stops on one
+                rank would block the others.
         """
         if self._handles:
             raise RuntimeError("this monitor is already attached: call detach() first")
         if self._recording is not None and is_split_over_ranks(self._model):
             raise ValueError(
-                'on_skip="diagnose" replays a batch on each rank alone, and this model is split over ranks: remove '
-                "on_skip. The cause of a skip and the parameters are recorded without it"
+                'on_nonfinite="diagnose" replays a batch on each rank alone, and this model is split over ranks: '
+                "remove on_nonfinite. The cause of a skip and the parameters are recorded without it"
             )
         self._has_begun = is_attached = False
         with self._guard:
@@ -220,6 +222,8 @@ class Monitor:
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._on_step),
         ]
+        if self._is_checked and isinstance(source, UnscaledSteps):
+            self._handles.append(source.register_check(self._on_fault, skips=self._skips_faults))
         if self._recording is not None:
             with self._guard:  # steps are recorded without diagnoses
                 self._recording.attach()
@@ -316,6 +320,15 @@ class Monitor:
             iteration.sample = Sample(self._model, {})
             iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
 
+    def _on_fault(self, optimizer: torch.optim.Optimizer, checked: Checked) -> None:
+        """Replay the batch of a step without a scaler, while the weights are those of its forward."""
+        iteration = self._iterations.current
+        if iteration is None or self._recording is None:
+            return
+        iteration.note_batches(optimizer, self._recording.take())  # those of a closure
+        facts = StepFacts(self._numbers.next, optimizer, 1.0, skipped=True, cause=checked.cause)
+        self._diagnosed(facts, iteration.batches[optimizer])
+
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
@@ -345,7 +358,11 @@ class Monitor:
         optimizer = facts.optimizer
         assert optimizer is not None
         iteration = self._iterations.note_facts(optimizer, facts)
-        diagnosis = self._diagnosed(facts, None if iteration is None else iteration.batches.pop(optimizer, None))
+        batches = None if iteration is None else iteration.batches.pop(optimizer, None)
+        if self._steps.is_scaled:
+            diagnosis = self._diagnosed(facts, batches)
+        else:  # `_on_fault` has replayed them
+            diagnosis = None if batches is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
             facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
         self._record_step(facts, iteration, diagnosis)
@@ -412,7 +429,7 @@ class Monitor:
         return agreed(known, self._ranks.world_size)
 
     def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
-        if not facts.skipped:
+        if facts.cause is None:
             return None
         self.diagnosis = None
         if batches is not None:
@@ -447,10 +464,10 @@ def check_every(every: int) -> None:
         raise ValueError(f"every must be an integer >= 1, got {every!r}")
 
 
-def _check(every: int, on_skip: object) -> None:
+def _check(every: int, on_nonfinite: object) -> None:
     check_every(every)
-    if on_skip not in (None, "diagnose"):
-        raise ValueError(f'on_skip must be "diagnose" or None, got {on_skip!r}')
+    if on_nonfinite not in (None, "diagnose"):
+        raise ValueError(f'on_nonfinite must be "diagnose" or None, got {on_nonfinite!r}')
 
 
 def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
@@ -469,7 +486,7 @@ def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _recording_of(model: nn.Module, scaler: Any) -> Recording:
+def _recording_of(model: nn.Module, steps: StepSource) -> Recording:
     from castwise.diagnosis._recording import Recording
 
-    return Recording(model, lambda: int(scaler.iteration))
+    return Recording(model, lambda: steps.iteration)

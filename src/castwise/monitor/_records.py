@@ -267,6 +267,11 @@ class StepRecord(Record):
         return f"{self.cause} {' '.join(self.parameters)}"
 
     @property
+    def has_fault(self) -> bool:
+        """Whether the step was skipped, or taken with an inf or NaN."""
+        return self.skipped or self.cause is not None
+
+    @property
     def has_bad_loss(self) -> bool:
         """Whether the loss is known to be inf or NaN."""
         return self.loss is not None and not math.isfinite(self.loss)

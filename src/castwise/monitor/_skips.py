@@ -12,7 +12,10 @@ from castwise.monitor._records import DiagnosisRecord
 PARAMETERS_NAMED = 8
 """The number of parameters that a record names; the first of all ranks are among the first of each."""
 # The most specific cause first: the one with evidence on a rank wins.
-_BY_WEIGHT = (causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW, causes.UNKNOWN, causes.ANOTHER_RANK)
+_BY_WEIGHT = (
+    *(causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW, causes.NONFINITE_GRADIENTS),
+    *(causes.UNKNOWN, causes.ANOTHER_RANK),
+)
 
 
 @dataclass(frozen=True)

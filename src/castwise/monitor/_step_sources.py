@@ -10,9 +10,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from castwise._guard import Guard, guarded
-from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import StepFacts
 from castwise.amp._readback import DELAY, Readback
+from castwise.monitor._checked_steps import CheckedSteps, OnFault, device_of
+from castwise.monitor._step_check import LateCheck
 
 
 class Handle(Protocol):
@@ -98,7 +99,9 @@ class ScaledSteps:
 
 
 class UnscaledSteps:
-    """The steps of optimizers without a scaler, observed with hooks. The scale is 1 and losses are unknown.
+    """The steps of optimizers without a scaler, observed with hooks. The scale is 1.
+
+    Losses are unknown unless steps are checked.
 
     Args:
         optimizers: The optimizers to observe.
@@ -107,12 +110,13 @@ class UnscaledSteps:
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers, self.steps = optimizers, 0
         self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
-        self._waiting: deque[StepFacts] = deque()
+        self._waiting: deque[tuple[StepFacts, LateCheck | None]] = deque()
+        self._checked_steps: CheckedSteps | None = None
         self._guard = Guard()
 
     is_scaled = False
     agrees = False
-    """False, because no step is ever skipped."""
+    """False, because ranks do not agree on the steps to skip."""
 
     @property
     def iteration(self) -> int:
@@ -123,10 +127,15 @@ class UnscaledSteps:
         """Call a function with each optimizer and a scale of 1 before it steps."""
 
         def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            hook(optimizer, torch.ones((), device=_device_of(optimizer)))
+            hook(optimizer, torch.ones((), device=device_of(optimizer)))
 
         door = self._guard.door(call)
         return _Handles([optimizer.register_step_pre_hook(door) for optimizer in self._optimizers])
+
+    def register_check(self, on_fault: OnFault, *, skips: bool = False) -> Handle:
+        """Check each step before it is taken; see `CheckedSteps`. Register it after the hook of gradients."""
+        self._checked_steps = CheckedSteps(self._optimizers, on_fault, skips, self._guard)
+        return self._checked_steps
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> Handle:
         """Call a function with the facts of each step, with the same delay as a scaler."""
@@ -142,12 +151,19 @@ class UnscaledSteps:
     @guarded
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.steps += 1
-        self._waiting.append(StepFacts(self.steps, optimizer, scale=1.0, skipped=False, iteration=self.steps))
-        self._tell(0 if _device_of(optimizer).type == "cpu" else DELAY * len(self._optimizers))
+        facts = StepFacts(self.steps, optimizer, scale=1.0, skipped=False, iteration=self.steps)
+        late = None
+        if self._checked_steps is not None:
+            checked, late = self._checked_steps.result_of(optimizer)
+            facts = checked.added_to(facts)
+        self._waiting.append((facts, late))
+        self._tell(0 if device_of(optimizer).type == "cpu" else DELAY * len(self._optimizers))
 
     def _tell(self, but: int) -> None:
         while len(self._waiting) > but:
-            facts = self._waiting.popleft()
+            facts, late = self._waiting.popleft()
+            if late is not None:
+                facts = late.wait().added_to(facts)
             for hook in tuple(self._step_hooks.values()):
                 hook(facts)
 
@@ -206,7 +222,3 @@ class _Handles:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    return next((parameter.device for parameter in params_of(optimizer)), torch.device("cpu"))

@@ -63,6 +63,8 @@ def find_divergence(
 ) -> tuple[Growth, ...]:
     """Return the numbers that grew before steps failed, the loss first; empty if the run did not diverge.
 
+    What grows at the first loss from which on none is finite, or later, is a consequence and does not count.
+
     Args:
         steps: The run's step records. A step failed if it was skipped or its loss is inf or NaN.
         norms: Step and gradient norm, where known.
@@ -71,9 +73,15 @@ def find_divergence(
     failures = _Failures.of(steps)
     if not failures.steps:
         return ()
-    losses = _usable((record.step, record.loss) for record in steps if record.loss is not None)
-    of_loss = _growth("loss", losses, _largest_by_update(steps), failures)
-    norms = _usable(norms)
+    last_finite = max(
+        (record.step for record in steps if record.loss is not None and not record.has_bad_loss), default=0
+    )
+    lost = (record.step for record in steps if record.step > last_finite and record.has_bad_loss)
+    first_fault = next(lost, math.inf)
+    before = [record for record in steps if record.step < first_fault]
+    losses = _usable((record.step, record.loss) for record in before if record.loss is not None)
+    of_loss = _growth("loss", losses, _largest_by_update(before), failures)
+    norms = [point for point in _usable(norms) if point[0] < first_fault]
     of_norm = _growth("gradient norm", norms, norms, failures)
     has_ended = failures.row_at_end >= MANY_FAILURES
     if of_norm and not of_loss and (not has_ended or (losses and not _rises(losses, of_norm.first[0]))):
@@ -92,7 +100,7 @@ class _Failures:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> _Failures:
-        failed = [record.skipped or record.has_bad_loss for record in steps]
+        failed = [record.has_fault or record.has_bad_loss for record in steps]
         numbers = [record.step for record, has_failed in zip(steps, failed, strict=True) if has_failed]
         row = next((index for index, has_failed in enumerate(reversed(failed)) if not has_failed), len(failed))
         return cls(numbers, steps[-1].step if steps else 0, row)

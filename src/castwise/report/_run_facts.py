@@ -6,6 +6,7 @@ The verdict, the report page and the terminal output all use these facts, so the
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from castwise.monitor._recorded_run import Run
 from castwise.monitor._records import SampleRecord, Stats, StepRecord
 from castwise.report._diagnosed import Diagnosed, diagnosed
 from castwise.report._divergence import Growth, find_divergence
-from castwise.report._skips import Finding, Skips, assign, by_cause, skips_at_end
+from castwise.report._skips import Finding, Skips, assign, by_cause, grouped, skips_at_end
 from castwise.report._underflow import Underflow
 
+HUGE = 1e15
 WHOLE_MODEL = "(whole model)"
 
 
@@ -138,8 +140,19 @@ class RunFacts:
 
     @cached_property
     def divergence(self) -> tuple[Growth, ...]:
-        """Numbers that grew by orders of magnitude before steps failed; empty if the run did not diverge."""
-        return find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
+        """Numbers that grew by orders of magnitude before steps failed; empty if the run did not diverge.
+
+        A run has not if its first fault is in the data, or in an op that no format would help, unless that got huge
+        numbers.
+        """
+        growths = find_divergence(self.run.steps, self.grad_norms, self.typical_updates)
+        since = growths[0].since if growths else math.inf
+        first = next((diagnosis for diagnosis in self.run.diagnoses if diagnosis.step >= since), None)
+        if first is None:
+            return growths
+        is_of_op = first.op != "" and (first.phase == "loss" or first.remedy in ("code", "input"))
+        is_elsewhere = first.phase == "input" or (is_of_op and not _reads_huge(first.text))
+        return () if is_elsewhere else growths
 
     @cached_property
     def findings(self) -> Mapping[Finding, list[Skips]]:
@@ -226,11 +239,11 @@ class RunFacts:
         """Steps whose recorded loss is inf or NaN."""
         return [record.step for record in self.run.steps if record.has_bad_loss]
 
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether a loss, output or gradient was recorded as inf or NaN."""
-        has_bad_outputs = any(ranges.nonfinite_steps for ranges in self.activations.values())
-        return bool(self.nonfinite_losses) or has_bad_outputs or any(map(_has_nonfinite_gradients, self.run.samples))
+    @cached_property
+    def faults(self) -> list[Skips]:
+        """Steps that were taken with an inf or NaN in a loss or a gradient, by cause, the earliest first."""
+        taken = grouped(record for record in self.run.steps if record.has_fault and not record.skipped)
+        return sorted(taken, key=lambda skips: skips.steps[0])
 
     @cached_property
     def finite_samples(self) -> int:
@@ -304,6 +317,12 @@ class RunFacts:
                 for parameter, count in skips.parameters:
                     counts[parameter.rpartition(".")[0]] += count
         return counts
+
+
+def _reads_huge(diagnosis: str) -> bool:
+    """Return True if an input of the op is so large that a product of two may overflow in fp32."""
+    numbers = re.findall(r"^ *input \d+: .*?\), (\S+) \.\. ([^\s,]+)", diagnosis, re.MULTILINE)
+    return any(abs(float(end)) > HUGE for ends in numbers for end in ends)
 
 
 def _has_nonfinite_gradients(sample: SampleRecord) -> bool:

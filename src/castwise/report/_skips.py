@@ -21,7 +21,7 @@ COLLAPSED_BELOW = 1.0
 
 @dataclass(frozen=True)
 class Skips:
-    """The skipped steps of one cause.
+    """The steps of one cause that were skipped, or taken with an inf or NaN.
 
     Args:
         cause: The recorded cause: one of `castwise.monitor._causes`, or one from a later version of castwise.
@@ -38,10 +38,14 @@ class Skips:
 
 def by_cause(records: Iterable[StepRecord]) -> list[Skips]:
     """Group the skipped ones among records by cause, most frequent first."""
+    return grouped(record for record in records if record.skipped)
+
+
+def grouped(records: Iterable[StepRecord]) -> list[Skips]:
+    """Group records of steps with a fault by cause, most frequent first."""
     groups: dict[str, list[StepRecord]] = {}
     for record in records:
-        if record.skipped:
-            groups.setdefault(record.why_skipped, []).append(record)
+        groups.setdefault(record.why_skipped, []).append(record)
     skips = []
     for cause, skipped in groups.items():
         named = Counter(name for record in skipped for name in record.parameters)
@@ -56,11 +60,16 @@ class Finding(Enum):
     DIVERGENCE = auto()
     ENDLESS_ROW = auto()
     BAD_LOSSES = auto()
+    BAD_GRADIENTS = auto()
     OVERFLOWS = auto()
     OTHER = auto()
 
 
-_BY_CAUSE = {causes.NONFINITE_LOSS: Finding.BAD_LOSSES, causes.OVERFLOW: Finding.OVERFLOWS}
+_BY_CAUSE = {
+    causes.NONFINITE_LOSS: Finding.BAD_LOSSES,
+    causes.NONFINITE_GRADIENTS: Finding.BAD_GRADIENTS,
+    causes.OVERFLOW: Finding.OVERFLOWS,
+}
 
 
 def assign(steps: Sequence[StepRecord], diverged_at: int | None) -> Mapping[Finding, list[Skips]]:

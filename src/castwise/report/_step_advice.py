@@ -17,6 +17,8 @@ from castwise.report._skips import COLLAPSED_BELOW, STREAK_MATTERS, Finding, Ski
 # Dynamic probes the scale with at most one overflow per growth_interval (2000) steps, 0.05% of them. At twenty times
 # that, 1%, the skipped work is worth more than the higher scale.
 OVERFLOWS_MATTER = 0.01
+# A scale that backs off now and then is at its limit, where it should be, also in a short run.
+LATE_OVERFLOWS_MATTER = 5
 # An initial scale of 2^16 that is too high by 2^16 needs 16 halvings: that many skips at the start are a normal search.
 WARM_UP_SKIPS = 16
 NAMES_SHOWN = 3
@@ -62,7 +64,7 @@ def lost_weights(facts: RunFacts) -> Iterator[Advice]:
 
 def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     """Report steps that were taken with non-finite gradients; without a scaler nothing skips them."""
-    if not facts.poisoned or facts.findings[Finding.LOST_WEIGHTS]:
+    if not facts.poisoned or facts.faults or facts.findings[Finding.LOST_WEIGHTS]:
         return
     first = facts.poisoned[0]
     later = [sample.step for sample in facts.run.samples if sample.step > first]
@@ -120,7 +122,7 @@ def bad_losses(facts: RunFacts) -> Iterator[Advice]:
         )
     since = facts.divergence[0].since if facts.divergence else math.inf
     taken = [step for step in facts.nonfinite_losses if step not in facts.skipped_steps and step < since]
-    if taken:
+    if taken and not facts.faults:
         yield Advice(
             f"The loss was inf or NaN at {several(len(taken), 'step')} that nothing skipped, first at step "
             f"{taken[0]:,}: the cause is the forward or the data.",
@@ -134,12 +136,13 @@ def overflows(facts: RunFacts) -> Iterator[Advice]:
     unfinished = {record.step for record in facts.skips_to_the_end}
     for skips in facts.findings[Finding.OVERFLOWS]:
         found = _diagnosed(facts, causes.OVERFLOW)
-        share = sum(step > WARM_UP_SKIPS for step in skips.steps) / len(facts.run.steps)
+        late = sum(step > WARM_UP_SKIPS for step in skips.steps)
+        share = late / len(facts.run.steps)
         skipped = f"{several(len(skips.steps), 'step')} skipped for overflow{skips.where}"
         severity: Severity = "note"
         if any(each.advice and not each.is_due_to_scale for each in found):
             text, severity = f"{skipped}, and a lower scale does not help.", "warning"
-        elif share > OVERFLOWS_MATTER:
+        elif share > OVERFLOWS_MATTER and late >= LATE_OVERFLOWS_MATTER:
             text, severity = _cost_of_overflows(facts, skips.steps, share), "warning"
         elif unfinished.issuperset(skips.steps):
             text = f"{skipped}, and none was taken since: the right scale is not known yet."
@@ -243,7 +246,7 @@ def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
     """Report diagnoses of steps that have no record, because the process was killed."""
     if facts.divergence:
         return
-    recorded = {skips.cause for skips in facts.skips}
+    recorded = {skips.cause for skips in [*facts.skips, *facts.faults]}
     for cause in dict.fromkeys(each.cause for each in facts.diagnosed if each.cause not in recorded):
         found = [each for each in facts.diagnosed if each.cause == cause]
         evidence: dict[str, Measured] = {"module": shown(found[0].module), "op": found[0].op}

@@ -56,14 +56,10 @@ class Summary:
 
     @property
     def first_finding(self) -> Advice | None:
-        """The most severe piece of advice for any of the runs."""
+        """The most severe piece of advice for any of the runs; of runs that need nothing, the first one's first."""
         pieces = [piece for verdict in self.verdicts for piece in verdict]
-        return min(pieces, key=lambda piece: SEVERITIES.index(piece.severity), default=None)
-
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether a loss, output or gradient of a run was recorded as inf or NaN."""
-        return any(RunFacts(run).has_nonfinite for run in self.runs)
+        note = SEVERITIES.index("note")
+        return min(pieces, key=lambda piece: min(note, SEVERITIES.index(piece.severity)), default=None)
 
     @property
     def _names(self) -> list[str]:
@@ -78,8 +74,10 @@ class Summary:
         causes = Counter(step.why_skipped for step in steps if step.skipped)
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
         lost = sum(run.lost for run in self.runs)
+        taken = sum(step.has_fault and not step.skipped for step in steps)
+        of_taken = f"; taken with inf or NaN: {taken:,}" if taken else ""
         of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
-        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}{of_lost}"] if self.runs else []
+        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}{of_taken}{of_lost}"] if self.runs else []
         first = self.first_finding
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from castwise.monitor._recorded_run import Run
 from castwise.monitor._run_files import read_runs
+from castwise.report import _fault_advice as fault_advice
 from castwise.report import _range_advice as range_advice
 from castwise.report import _step_advice as step_advice
 from castwise.report._advice import SEVERITIES, Advice, Severity
@@ -19,6 +20,9 @@ _OF_STEPS = (
     step_advice.divergence,
     step_advice.lost_weights,
     step_advice.poisoned_weights,
+    fault_advice.taken_steps,
+    fault_advice.skipped_gradients,
+    fault_advice.nothing_learned,
     step_advice.collapse,
     step_advice.bad_losses,
     step_advice.overflows,
@@ -37,7 +41,7 @@ class Verdict:
     """The advice for a run, most severe first; prints as one line per piece of advice.
 
     Args:
-        advice: In order of severity.
+        advice: In order of severity. If nothing is to be fixed, that comes first.
     """
 
     advice: tuple[Advice, ...]
@@ -81,4 +85,7 @@ def judge(facts: RunFacts) -> Verdict:
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)
         advice += range_advice.scale_fit(facts, in_trouble)
-    return Verdict(tuple(sorted(advice, key=lambda piece: SEVERITIES.index(piece.severity))))
+    advice.sort(key=lambda piece: SEVERITIES.index(piece.severity))
+    if all(piece.severity in ("note", "good") for piece in advice):
+        advice = [*fault_advice.nothing_to_fix(facts), *advice]
+    return Verdict(tuple(advice))

@@ -18,9 +18,9 @@ class Report:
     """Monitors a run from its first to its last step, however it ends, and writes the report."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], every: int = 100, *, on_skip: Literal["diagnose"] | None = None
+        self, folder: str | os.PathLike[str], every: int = 100, *, on_nonfinite: Literal["diagnose"] | None = None
     ) -> None:
-        self.folder, self._every, self._on_skip = Path(folder), every, on_skip
+        self.folder, self._every, self._on_nonfinite = Path(folder), every, on_nonfinite
         self._monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -32,7 +32,7 @@ class Report:
             trainer.scaler,
             every=self._every,
             sinks=[self._sink],
-            on_skip=self._on_skip,
+            on_nonfinite=self._on_nonfinite,
         ).attach()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,219 @@
+"""`LOSS_CODE`: what a script computes between its models' outputs and `backward`, and where that goes wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from castwise._mistakes.mistake import Place, is_passed_over
+from castwise._torch_private import graph_nodes_made, number_of_node
+from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
+from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
+from castwise.diagnosis._ranges import Range, range_of
+
+_LINES_FROM = 2
+"""The number of backwards at the start whose loss code is read for its lines."""
+_FORWARDS = 8  # whose outputs are kept
+_MOST_NODES = 200  # of a loss whose saved tensors are kept
+_MOST_BYTES = 64 << 20
+
+_Structure = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class _Kept(NamedTuple):
+    """A loss and its code, over the backward."""
+
+    loss: torch.Tensor
+    nodes: list[Any]
+    saved: list[dict[str, Any]]
+
+
+class LossCode:
+    """Follows the code between models and `backward`.
+
+    The lines of its ops come from torch's anomaly mode without its check for NaN, which is on between the forward of a
+    model and the backward in the first two steps, and changes no result. Later a line is looked up by the structure of
+    the graph.
+    """
+
+    def __init__(self) -> None:
+        self._intervals: deque[tuple[int, int]] = deque(maxlen=64)
+        self._outputs: deque[dict[tuple[int, int], torch.Tensor]] = deque(maxlen=_FORWARDS)
+        self._kept: deque[_Kept] = deque(maxlen=_FORWARDS)
+        self._lines: dict[_Structure, list[Place | None]] = {}
+        self._backwards = 0
+        self._has_models = False
+        self._anomaly: tuple[bool, bool] | None = None
+        """The script's own anomaly mode, while lines are read."""
+
+    def forget(self) -> None:
+        """Forget all, and stop reading lines."""
+        self._stop_reading_lines()
+        self._intervals.clear()
+        self._outputs.clear()
+        self._kept.clear()
+        self._lines.clear()
+        self._backwards, self._has_models = 0, False
+
+    def forward_begins(self) -> int:
+        """Note that a model is called; return the number to give to `forward_ends`."""
+        self._stop_reading_lines()
+        return graph_nodes_made()
+
+    def forward_ends(self, began: int, outputs: list[torch.Tensor]) -> None:
+        """Note what a model has returned."""
+        self._has_models = True
+        self._intervals.append((began, graph_nodes_made()))
+        tensors = [tensor for tensor in outputs if tensor.grad_fn is not None and tensor.device.type == "cpu"]
+        if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES // _FORWARDS:
+            self._outputs.append({(number_of_node(t.grad_fn), t.output_nr): t.detach() for t in tensors})
+        self.read_lines()
+
+    def read_lines(self) -> None:
+        """Read the lines of the code that follows, if this is one of the first steps."""
+        if self._backwards < _LINES_FROM and self._anomaly is None:
+            self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, self._anomaly[0] and self._anomaly[1])
+
+    def backward_begins(self, loss: torch.Tensor, *, is_finite: bool) -> Diagnosis | None:
+        """Note that the backward of a loss begins. Return the origin of a loss that is not finite."""
+        has_lines = self._anomaly is not None
+        self._stop_reading_lines()
+        self._backwards += 1
+        if loss.grad_fn is None or loss.device.type != "cpu":
+            return None
+        nodes = nodes_of(loss, self._is_of_model)
+        if has_lines:
+            self._lines[_structure(nodes)] = [_line_of(node) for node in nodes]
+        if is_finite:
+            self._keep(loss, nodes)
+            return None
+        if not nodes:  # the loss is an output of a model
+            return None
+        fault = first_fault(loss, nodes, self._known_outputs(), [saved_by(node) for node in nodes])
+        return None if fault is None else self._diagnosis(loss, nodes, fault)
+
+    def take(self) -> Callable[[], Diagnosis | None]:
+        """Forget the losses of a step, and return a function that finds the origin of gradients that are not finite."""
+        kept, outputs = list(self._kept), self._known_outputs()
+        self._kept.clear()
+        self._outputs.clear()
+
+        def fault_of_backward() -> Diagnosis | None:
+            for loss, nodes, saved in kept:
+                fault = first_fault_of_backward(loss, nodes, outputs, saved)
+                if fault is not None:
+                    return self._diagnosis(loss, nodes, fault, is_of_backward=True)
+            return None
+
+        return fault_of_backward
+
+    def _keep(self, loss: torch.Tensor, nodes: list[Any]) -> None:
+        """Keep what the loss code has saved over its backward, which frees it, if that is little."""
+        if not 0 < len(nodes) <= _MOST_NODES:
+            return
+        saved = [{name: _detached(value) for name, value in saved_by(node).items()} for node in nodes]
+        tensors = [value for of_node in saved for value in of_node.values() if isinstance(value, torch.Tensor)]
+        if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES // _FORWARDS:
+            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved))
+
+    def _known_outputs(self) -> dict[tuple[int, int], torch.Tensor]:
+        return {edge: tensor for kept in self._outputs for edge, tensor in kept.items()}
+
+    def step_ends(self) -> None:
+        """Forget the forwards of a step. Without models, all code up to the next backward is that of the loss."""
+        self._intervals.clear()
+        self._outputs.clear()
+        self._kept.clear()
+        if not self._has_models:
+            self.read_lines()
+
+    def _stop_reading_lines(self) -> None:
+        if self._anomaly is not None:
+            torch.set_anomaly_enabled(*self._anomaly)
+            self._anomaly = None
+
+    def _is_of_model(self, number: int) -> bool:
+        return any(first <= number < end for first, end in self._intervals)
+
+    def _diagnosis(
+        self, loss: torch.Tensor, nodes: list[Any], fault: LossFault, *, is_of_backward: bool = False
+    ) -> Diagnosis:
+        place = self._line(nodes, fault.place)
+        inputs = tuple(filter(None, map(range_of, fault.inputs)))
+        output = range_of(fault.output)
+        return Diagnosis(
+            found=True,
+            phase="loss",
+            in_loss=True,
+            op=fault.name,
+            gradient_of=fault.name if is_of_backward else "",
+            inputs=inputs,
+            outputs=() if output is None or fault.reads else (output,),
+            value="nan" if output is not None and output.nan else "inf",
+            loss=float(loss.detach()),
+            remedy="input" if fault.reads == "argument" else "code",
+            advice=_advice(fault, inputs, is_of_backward, self._has_models),
+            line="" if place is None else str(place),
+            source="" if place is None else place.source,
+        )
+
+    def _line(self, nodes: list[Any], index: int) -> Place | None:
+        """Return the line of a node: of the same structure, or the only one that such a node has ever had."""
+        known = self._lines.get(_structure(nodes))
+        if known is not None:
+            return known[index]
+        name = nodes[index].name()
+        lines = {
+            line
+            for structure, places in self._lines.items()
+            for (other, _), line in zip(structure, places, strict=True)
+            if other == name
+        }
+        return lines.pop() if len(lines) == 1 else None
+
+
+def _advice(fault: LossFault, inputs: tuple[Range, ...], is_of_backward: bool, has_models: bool) -> str:
+    if fault.reads == "model":
+        return (
+            "the loss reads an inf or NaN from the model's output, such as -inf in masked logits: write a finite "
+            "number there, such as -1e4, or leave these elements out of the loss"
+        )
+    if fault.reads == "argument":
+        such_as = "the targets" if has_models else "the batch or the targets"
+        return f"an argument of the loss, such as {such_as}, is not finite: check where it comes from"
+    advice = advice_on_op(fault.name, fault.name if is_of_backward else "", inputs)
+    if is_of_backward and advice is not UNKNOWN:
+        return advice
+    if advice is UNKNOWN:
+        advice = "check the arguments of the loss"
+    if fault.has_unknown_inputs:
+        return f"not all inputs of this op are known: {advice}"
+    return f"this op of the loss is not finite in fp32 either: {advice}"
+
+
+def _structure(nodes: list[Any]) -> _Structure:
+    places = {node: place for place, node in enumerate(nodes)}
+    return tuple((node.name(), tuple(places.get(source, -1) for source, _ in node.next_functions)) for node in nodes)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _line_of(node: Any) -> Place | None:
+    """Return the innermost line of the script in the traceback that anomaly mode has stored with a node."""
+    for frame in reversed(node.metadata.get("traceback_", [])):
+        match = re.match(r'\s*File "(.+?)", line (\d+), in ', frame)
+        if match and not is_passed_over(match[1]):
+            return Place(match[1], int(match[2]))
+    return None
+
+
+LOSS_CODE = LossCode()
+"""The loss code of this process."""

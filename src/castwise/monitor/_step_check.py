@@ -1,0 +1,156 @@
+"""`StepCheck`: look at the gradients and the losses of each step before an optimizer takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from castwise._torch_private import stored_values
+from castwise.amp._gradients import params_of
+from castwise.amp._outcomes import Cause, StepFacts
+from castwise.amp._readback import Readback
+from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The check of a step before it is taken.
+
+    Args:
+        cause: Why a loss or gradients are not finite; None if all are finite.
+        has_nonfinite_gradients: Whether the step would spoil weights.
+        loss: The sum of the losses since the previous step; None if no `backward` was seen.
+        grad_norm: The norm of all gradients, before they were clipped.
+        parameters: The parameters whose gradients are not finite.
+        is_skipped: Whether the step is skipped for it.
+    """
+
+    cause: Cause | None = None
+    has_nonfinite_gradients: bool = False
+    loss: float | None = None
+    grad_norm: float | None = None
+    parameters: tuple[torch.Tensor, ...] = ()
+    is_skipped: bool = False
+
+    def added_to(self, facts: StepFacts) -> StepFacts:
+        """Return the facts of a step with those of this check."""
+        return replace(
+            facts,
+            skipped=self.is_skipped,
+            cause=self.cause,
+            parameters=self.parameters,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+        )
+
+
+class LateCheck:
+    """A check whose result is on an accelerator.
+
+    Args:
+        gradients: Not finite if a gradient is not; fp32, shape ().
+        loss: fp32, shape (); None if no `backward` was seen.
+    """
+
+    def __init__(self, gradients: torch.Tensor, loss: torch.Tensor | None) -> None:
+        self._has_loss = loss is not None
+        self._numbers = Readback(torch.stack([gradients, gradients if loss is None else loss.to(gradients.device)]))
+
+    def wait(self) -> Checked:
+        """Wait for the device."""
+        norm, loss = self._numbers.wait().tolist()
+        known = loss if self._has_loss else None
+        return Checked(_cause(math.isfinite(norm), known), not math.isfinite(norm), known, norm)
+
+
+class StepCheck:
+    """Looks at the gradients and losses of steps without a scaler.
+
+    The norm that `clip_grad_norm_` has computed is enough if it is finite. Otherwise each gradient is read once. Of
+    gradients that are split over ranks, this rank's part is read, so no rank waits for another.
+    """
+
+    def begin(self) -> None:
+        """Start to read losses and norms."""
+        BACKWARD_CALLS.follow()
+
+    def end(self) -> None:
+        """Stop."""
+        BACKWARD_CALLS.leave()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> Checked:
+        """Check the step that an optimizer is about to take. Waits for an accelerator."""
+        params = [param for param in params_of(optimizer) if param.grad is not None]
+        loss = _sum_of(BACKWARD_CALLS.losses)
+        known_loss = None if loss is None else loss.item()
+        bad: tuple[torch.Tensor, ...] = ()
+        clipped_norm = BACKWARD_CALLS.norm_of(params)
+        norm = (_norm([param.grad for param in params]) if clipped_norm is None else _local(clipped_norm)).item()
+        if not math.isfinite(norm):  # a norm may also overflow alone
+            bad = tuple(param for param in params if param.grad is not None and not _is_finite(param.grad))
+        cause = _cause(not bad, known_loss)
+        if cause is not None and not all(map(_is_finite, params)):
+            cause = Cause.NONFINITE_WEIGHTS
+        is_split = any(hasattr(param, "to_local") for param in params)  # then it is the norm of this rank's part
+        return Checked(cause, bool(bad), known_loss, None if is_split else norm, bad)
+
+    def check_late(self, optimizer: torch.optim.Optimizer) -> LateCheck:
+        """Start to check a step on an accelerator, without waiting for it."""
+        params = [param for param in params_of(optimizer) if param.grad is not None]
+        return LateCheck(_norm([param.grad for param in params]), _sum_of(BACKWARD_CALLS.losses))
+
+
+def _sum_of(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of losses in fp32, shape (), on the device of the first; None if there are none."""
+    if not losses:
+        return None
+    first = losses[0].reshape(()).float()
+    return sum((loss.reshape(()).float().to(first.device) for loss in losses[1:]), first)
+
+
+def _cause(gradients_are_finite: bool, loss: float | None) -> Cause | None:
+    if loss is not None and not math.isfinite(loss):
+        return Cause.NONFINITE_LOSS
+    if gradients_are_finite:
+        return None
+    return Cause.UNKNOWN if loss is None else Cause.NONFINITE_GRADIENTS
+
+
+def _norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the norm of all gradients, fp32, shape (): finite if all of them are, unless it overflows itself."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in _stored(gradients):
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    norms: list[torch.Tensor] = []
+    for (_, dtype), group in groups.items():
+        wide = torch.float32 if dtype is torch.float16 else None  # fp16 holds no norm above 65504
+        of_group = torch._foreach_norm(group, 2, wide)
+        norms.append(torch.linalg.vector_norm(torch.stack(of_group)).float())
+    if not norms:
+        return torch.zeros(())
+    return (
+        norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    )
+
+
+def _stored(gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    """Yield the numbers of gradients on this rank that a norm can be computed of."""
+    for gradient in gradients:
+        if gradient is not None and (stored := _local(gradient)).numel():
+            yield stored
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(_local(tensor).isfinite().all())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, the stored values of a sparse tensor, any other tensor itself."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.layout is torch.sparse_coo:
+        return stored_values(tensor)
+    return tensor

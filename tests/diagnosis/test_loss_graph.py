@@ -1,0 +1,230 @@
+"""A loss that is not finite is traced to the op and the line of the code between the model and `backward`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from castwise import GradScaler, Monitor
+from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+
+Loss = Callable[[Tensor, Tensor, bool], Tensor]
+
+
+def trained(loss_of: Loss, *, bad: int = 3, scaler: Any = None, compiled: bool = False) -> list[dict[str, Any]]:
+    """Train five steps of which one is bad, and return the diagnoses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    records: list[dict[str, Any]] = []
+    with Monitor(model, optimizer, scaler, sinks=[records.append], on_nonfinite="diagnose"):
+        for step in range(1, 6):
+            inputs, targets = torch.randn(6, 4), torch.randint(0, 5, (6,))
+            loss = loss_of(model(inputs), targets, step == bad)
+            optimizer.zero_grad()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    return [record for record in records if record["kind"] == "diagnosis"]
+
+
+def log_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    probabilities = logits.softmax(-1) * (0.0 if is_bad else 1.0)
+    return -torch.log(probabilities[torch.arange(6), targets]).mean()  # here
+
+
+def zero_times_log_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    probabilities = logits.softmax(-1)
+    probabilities = probabilities * (probabilities > (0.2 if is_bad else -1.0))
+    entropy = -(probabilities * torch.log(probabilities)).sum(-1).mean()  # here
+    return functional.cross_entropy(logits, targets) - 0.01 * entropy
+
+
+def smoothed_over_masked_logits(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    mask = torch.zeros(6, 5, dtype=torch.bool).index_fill(1, torch.tensor([4]), is_bad)
+    logits = logits.masked_fill(mask, -math.inf)
+    return functional.cross_entropy(logits, targets.clamp(max=3), label_smoothing=0.1)  # here
+
+
+def nan_among_targets(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    return functional.mse_loss(logits, torch.full((6, 5), math.nan if is_bad else 0.0))  # here
+
+
+def std_of_one(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    return logits[: 1 if is_bad else 6].std(dim=0).mean()  # here
+
+
+def division_by_a_sum_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    weights = torch.full((6,), 0.0 if is_bad else 1.0)
+    losses = functional.cross_entropy(logits, targets, reduction="none") * weights
+    return losses.sum() / weights.sum()  # here
+
+
+def overflowing_exponential(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    return torch.stack([logits.mul(1e4 if is_bad else 1.0).exp().mean(), logits.mean()]).mean()  # here
+
+
+def mean_of_nothing(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    return logits[targets == (9 if is_bad else targets[0])].mean()  # here
+
+
+LOSSES = [
+    (log_of_zero, "aten.log", "check for inputs that are 0 or negative"),
+    (zero_times_log_of_zero, "aten.log", "check for inputs that are 0 or negative"),
+    (smoothed_over_masked_logits, "aten.log_softmax", "mask with a finite number, such as -1e4"),
+    (nan_among_targets, "aten.mse_loss", "an argument of the loss, such as the targets, is not finite"),
+    (std_of_one, "aten.std", "leave out groups of one"),
+    (division_by_a_sum_of_zero, "aten.div", "check for divisors that are 0"),
+    (overflowing_exponential, "aten.exp", "clamp the exponent"),
+    (mean_of_nothing, "aten.mean", "it is the mean of no elements"),
+]
+
+
+@pytest.mark.parametrize(("loss", "op", "advice"), LOSSES, ids=[loss.__name__ for loss, *_ in LOSSES])
+def test_the_op_and_the_line_of_a_loss_that_is_not_finite(loss: Loss, op: str, advice: str) -> None:
+    lines, first = inspect.getsourcelines(loss)
+    (line,) = [first + place for place, text in enumerate(lines) if "# here" in text]
+    (found,) = trained(loss)
+    assert (found["step"], found["phase"], found["module"], found["op"]) == (3, "loss", "", op)
+    assert f"{__file__}:{line}" in found["summary"]
+    assert advice in found["advice"]
+    assert torch.is_anomaly_enabled() is False
+
+
+def root_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    difference = logits - (logits.detach() if is_bad else 0.1)
+    return difference.square().sum(-1).sqrt().mean()  # here
+
+
+def power_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    return (logits * (0 if is_bad else 1)).abs().pow(0.5).mean()  # here
+
+
+def angle_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    other = logits.detach() if is_bad else torch.ones(6, 5)
+    cosine = functional.cosine_similarity(logits, other, dim=-1).clamp(-1, 1)
+    return torch.acos(cosine).mean()  # here
+
+
+def branch_that_is_not_taken(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    probabilities = logits.softmax(-1) * (0 if is_bad else 1)
+    logs = probabilities.log()  # here
+    return torch.where(probabilities > 0, probabilities * logs, torch.zeros(6, 5)).sum(-1).mean() + 1
+
+
+OF_BACKWARD = [
+    (root_of_zero, "aten.sqrt", "add an epsilon inside, (x + 1e-8).sqrt()"),
+    (power_of_zero, "aten.pow", "add an epsilon inside, (x + 1e-8) ** p"),
+    (angle_of_zero, "aten.acos", "clamp its input to within 1 - 1e-6"),
+    (branch_that_is_not_taken, "aten.log", "torch.where passes gradients of 0 to the branch that it does not take"),
+]
+
+
+@pytest.mark.parametrize(("loss", "op", "advice"), OF_BACKWARD, ids=[loss.__name__ for loss, *_ in OF_BACKWARD])
+def test_the_op_of_a_finite_loss_whose_gradient_is_not_finite(loss: Loss, op: str, advice: str) -> None:
+    lines, first = inspect.getsourcelines(loss)
+    (line,) = [first + place for place, text in enumerate(lines) if "# here" in text]
+    (found,) = trained(loss)
+    assert (found["step"], found["cause"], found["op"]) == (3, "non-finite gradients", op)
+    assert f"the gradient of {op} gives" in found["summary"]
+    assert f"{__file__}:{line}" in found["summary"]
+    assert advice in found["advice"]
+
+
+def test_healthy_losses_are_not_diagnosed() -> None:
+    for loss, *_ in [*LOSSES, *OF_BACKWARD]:
+        assert not trained(loss, bad=0)
+
+
+def test_under_a_scaler_too() -> None:
+    (found,) = trained(log_of_zero, scaler=GradScaler("cpu", init_scale=4.0))
+    assert (found["step"], found["phase"], found["op"]) == (3, "loss", "aten.log")
+
+
+def test_a_loss_that_only_its_scale_makes_infinite_is_not_blamed() -> None:
+    records = trained(lambda logits, *_: logits.square().mean() * 1e5, scaler=GradScaler("cpu", init_scale=2.0**127))
+    assert records
+    assert {record["op"] for record in records} == {""}
+
+
+def test_a_fault_of_the_model_comes_before_that_of_the_loss() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - 10).sqrt()
+
+    model = nn.Sequential(nn.Linear(4, 4), Root())
+    optimizer, records = torch.optim.SGD(model.parameters(), 0.01), list[Any]()
+    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        model(torch.ones(2, 4)).log().sum().backward()
+        optimizer.step()
+    (found,) = [record for record in records if record["kind"] == "diagnosis"]
+    assert (found["phase"], found["module"], found["op"]) == ("forward", "1", "aten.sqrt")
+
+
+def test_a_line_is_known_although_the_graph_has_changed_if_the_op_has_only_one() -> None:
+    def loss(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+        extra = logits.square().mean() * 0.1 if is_bad else 0.0
+        return log_of_zero(logits, targets, is_bad) + extra
+
+    (found,) = trained(loss)
+    assert "aten.log gives" in found["summary"]
+    assert f"{__file__}:" in found["summary"]
+
+
+def test_custom_functions_and_what_is_not_known_are_admitted() -> None:
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, is_bad: bool) -> Tensor:
+            return x * math.nan if is_bad else x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient, None
+
+    (found,) = trained(lambda logits, _, is_bad: Odd.apply(logits, is_bad).mean())  # type: ignore[no-untyped-call]
+    assert found["phase"] == "loss"
+    assert found["summary"].startswith("In the loss, ")
+
+
+def test_the_scripts_own_anomaly_mode_is_kept() -> None:
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        trained(log_of_zero, bad=0)
+        assert torch.is_anomaly_enabled()
+        assert not torch.is_anomaly_check_nan_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
+def test_nothing_is_kept_of_steps_that_are_over() -> None:
+    trained(log_of_zero, bad=0)
+    assert not BACKWARD_CALLS.losses
+    assert BACKWARD_CALLS.fault is None
+
+
+def test_what_a_model_masks_with_minus_infinity_is_named_where_the_loss_reads_it() -> None:
+    class Masking(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).masked_fill(torch.arange(5) == 4, -math.inf)
+
+    model = Masking(4, 5)
+    optimizer, records = torch.optim.SGD(model.parameters(), 0.01), list[Any]()
+    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        for _ in range(2):
+            logits = model(torch.ones(2, 4)).double()
+            functional.cross_entropy(logits, torch.tensor([0, 1]), label_smoothing=0.1).backward()
+            optimizer.step()
+    found = next(record for record in records if record["kind"] == "diagnosis")
+    assert found["summary"].startswith("In the loss, aten.log_softmax reads inf, at ")
+    assert "the loss reads an inf or NaN from the model's output, such as -inf in masked logits" in found["advice"]
