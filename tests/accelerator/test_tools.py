@@ -264,7 +264,9 @@ def test_a_sampled_step_waits_for_nothing_newer_than_two_updates() -> None:
 
 def test_watching_changes_no_bit() -> None:
     plain, watched = (Training(castwise, "fused", "clip_grad_norm_") for _ in range(2))
-    monitor = castwise.Monitor(watched.model, watched.optimizer, watched.scaler, every=1, on_skip="diagnose").attach()
+    monitor = castwise.Monitor(
+        watched.model, watched.optimizer, watched.scaler, every=1, on_nonfinite="diagnose"
+    ).attach()
     data = batches(8, spoilt=(2, 6))
     assert watched.run(data) == plain.run(data)
     monitor.detach()
@@ -273,7 +275,7 @@ def test_watching_changes_no_bit() -> None:
 def test_a_skip_is_diagnosed() -> None:
     training, facts = Training(castwise, "fused"), list[dict[str, Any]]()
     monitor = castwise.Monitor(
-        training.model, training.optimizer, training.scaler, sinks=[facts.append], on_skip="diagnose"
+        training.model, training.optimizer, training.scaler, sinks=[facts.append], on_nonfinite="diagnose"
     ).attach()
     training.run(batches(6, spoilt=(2,)))
     monitor.detach()
