@@ -24,6 +24,8 @@ from castwise._warnings import warn
 
 __all__ = [
     "REPLICATE",
+    "SAVED",
+    "SAVED_SHAPE",
     "TO_COPY",
     "UNSCALES_IN_STEP",
     "PlainFunctions",
@@ -351,6 +353,11 @@ def leaf_running() -> torch.Tensor | None:
     """Return the leaf whose gradient the backward is accumulating, or None."""
     node = _node() if is_backward_running() else None
     return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+
+
+# What begins the names of what an autograd node has saved, and ends those of shapes. Without them, an op of the loss is
+# named only if it can be repeated from its own arguments.
+SAVED, SAVED_SHAPE = "_saved_", "_sym_sizes"
 
 
 @only_inlined

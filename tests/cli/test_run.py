@@ -233,7 +233,7 @@ def test_without_a_scaler_the_rank_at_fault_is_named_and_ranks_skip_the_same_ste
     assert "Step 4 on rank 1" in text
     assert "In the forward, aten.div in module 1 gives nan" in text
     folders = [folder for folder in run_in(tmp_path / "out").iterdir() if folder.is_dir()]
-    skipped = [[step["step"] for step in Run.read(folder).steps if step["skipped"]] for folder in folders]
+    skipped = [[step.step for step in Run.read(folder).steps if step.skipped] for folder in folders]
     assert skipped == [[4] if guard else []] * 2
 
 

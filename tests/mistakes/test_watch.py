@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from tests.mistakes.test_no_false_positives import Training, training
+from tests.monitor.recorded import records_in
 
 import castwise
 from castwise._mistakes import backwards, checkpoints
 from castwise._mistakes.scaled_gradients import ScaledGradient, Window
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.watch import WATCH
-from castwise.monitor._record_file import FILE_NAME
 from castwise.monitor._run_files import run_in
 
 __all__ = ["training"]
@@ -111,5 +110,5 @@ def test_what_was_found_before_there_was_a_monitor_is_in_the_record(tmp_path: Pa
 
 
 def mistakes_in(folder: Path) -> list[str]:
-    records = map(json.loads, (folder / FILE_NAME).read_text().splitlines())
+    records = records_in(folder)
     return [record["name"] for record in records if record["kind"] == "mistake"]

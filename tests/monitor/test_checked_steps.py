@@ -30,6 +30,9 @@ class Gate(nn.Module):
         return x / x.mean()
 
 
+LINE_OF_DIVISION = Gate.forward.__code__.co_firstlineno + 1
+
+
 def gated() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4, bias=False), Gate(), nn.Linear(4, 2))
@@ -69,7 +72,7 @@ def test_the_first_step_with_a_nan_is_replayed_with_the_weights_from_before_it()
     records = watched(model, optimizer, lambda: train(model, optimizer, {3}))
     (diagnosis,) = of(records, "diagnosis")  # and the later steps, whose weights are NaN, are not replayed
     assert (diagnosis["step"], diagnosis["module"], diagnosis["op"]) == (3, "1", "aten.div")
-    assert f"{Path(__file__).name}:29" in diagnosis["summary"]
+    assert f"{Path(__file__).name}:{LINE_OF_DIVISION}" in diagnosis["summary"]
     causes = [record["cause"] for record in of(records, "step")]
     assert causes == [None, None, "non-finite loss", *["non-finite weights"] * 5]
     assert not any(record["skipped"] for record in of(records, "step"))
@@ -154,7 +157,7 @@ def test_of_two_models_that_one_optimizer_trains_the_one_at_fault_is_named(tmp_p
             with torch.no_grad():
                 encoder[0].bias.zero_()
     (diagnosis,) = Run.read(run_in(tmp_path) / "Decoder+Encoder").diagnoses
-    assert (diagnosis["step"], diagnosis["module"], diagnosis["op"]) == (3, "Decoder.0", "aten.div")
+    assert (diagnosis.step, diagnosis.module, diagnosis.op) == (3, "Decoder.0", "aten.div")
 
 
 def test_a_batch_in_memory_that_the_script_uses_again_is_copied_from_the_next_step_on() -> None:
@@ -258,8 +261,8 @@ def test_guarded_steps_give_the_bits_that_a_guarding_scaler_gives(make: Any, tmp
     assert weights(got).isfinite().all()
     assert torch.equal(weights(got), weights(expected))
     steps = Run.read(run_in(tmp_path) / "Sequential").steps
-    assert [step["step"] for step in steps if step["skipped"]] == [3, 4, 7]
-    assert {step["cause"] for step in steps if step["skipped"]} == {"non-finite loss"}
+    assert [step.step for step in steps if step.skipped] == [3, 4, 7]
+    assert {step.cause for step in steps if step.skipped} == {"non-finite loss"}
 
 
 def test_gradients_are_the_scripts_again_after_a_skipped_step(tmp_path: Path) -> None:
@@ -313,7 +316,7 @@ def test_the_first_step_of_a_run_in_fp32_is_replayed(tmp_path: Path) -> None:
         model = gated()
         train(model, AdamW(model.parameters(), 0.01), {1}, steps=3)
     (diagnosis,) = Run.read(run_in(tmp_path) / "Sequential").diagnoses
-    assert (diagnosis["step"], diagnosis["module"]) == (1, "1")
+    assert (diagnosis.step, diagnosis.module) == (1, "1")
 
 
 def test_tensors_of_no_module_are_recorded_under_the_names_of_their_variables(tmp_path: Path) -> None:
@@ -325,8 +328,8 @@ def test_tensors_of_no_module_are_recorded_under_the_names_of_their_variables(tm
             (batch / batch.abs().max() * slope + offset).sum().backward()
             optimizer.step()
     run = Run.read(run_in(tmp_path) / "RawTensors")
-    assert [step["cause"] for step in run.steps] == [None, None, "non-finite loss", "non-finite weights"]
-    assert run.steps[2]["parameters"] == ["slope"]
+    assert [step.cause for step in run.steps] == [None, None, "non-finite loss", "non-finite weights"]
+    assert run.steps[2].parameters == ("slope",)
 
 
 # -- accelerators -----------------------------------------------------------------------------------------------------

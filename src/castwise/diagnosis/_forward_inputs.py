@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._torch_private import tree_map, version
+from castwise._torch_private import buffers_in, tree_map, version
 from castwise.diagnosis._forward_state import CastingState, RandomState
 from castwise.diagnosis._op_facts import tensors_of
 
@@ -65,7 +65,7 @@ class KeptInputs:
         """
         self.random.restore()
         for module, name, before in self.buffers:
-            module._buffers[name] = before.clone()
+            buffers_in(module)[name] = before.clone()
         for module in model.modules():
             if _keeps_statistics(module):
                 _reset_nonfinite_statistics(module)
@@ -86,7 +86,7 @@ class ForwardInputs:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._forwards = self._learned = 0
-        self._buffers: list[Buffer] = []
+        self._written_buffers: list[Buffer] = []
         self._versions: list[int] = []  # of the buffers last copied
         self._written: set[Buffer] = set()
         self._uses_random = False  # that of Python or numpy
@@ -120,27 +120,27 @@ class ForwardInputs:
         written = {
             (module, name)
             for (module, name, before), counted in zip(kept.buffers, self._versions, strict=True)
-            if _is_written(module._buffers.get(name), before, counted)
+            if _is_written(buffers_in(module).get(name), before, counted)
         }
         self._written |= written
         self._uses_random |= not kept.random.is_current_outside_torch()
         if self._learned == LEARNED_FROM:
-            self._buffers = [buffer for buffer in self._buffers if buffer in self._written]
+            self._written_buffers = [buffer for buffer in self._written_buffers if buffer in self._written]
 
     def _look_up(self) -> None:
         self._device_types = {param.device.type for param in self._model.parameters()}
-        self._buffers = [
+        self._written_buffers = [
             (module, name)
             for module in self._model.modules()
             if not (isinstance(module, torch.jit.ScriptModule) or _keeps_statistics(module))
-            for name in module._buffers
+            for name in buffers_in(module)
             if self._learned < LEARNED_FROM or (module, name) in self._written
         ]
 
     def _copies(self, most_bytes: float) -> list[tuple[nn.Module, str, torch.Tensor]]:
         copies, versions = [], []
-        for module, name in self._buffers:
-            buffer = module._buffers.get(name)
+        for module, name in self._written_buffers:
+            buffer = buffers_in(module).get(name)
             if buffer is not None and buffer.nbytes <= most_bytes:
                 most_bytes -= buffer.nbytes
                 copies.append((module, name, buffer.detach().clone()))
@@ -156,9 +156,9 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 def _reset_nonfinite_statistics(module: nn.Module) -> None:
     """Replace running statistics that the batch has spoilt, so that they are not blamed."""
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_in(module).items():
         if buffer is not None and buffer.is_floating_point() and not buffer.isfinite().all():
-            module._buffers[name] = torch.zeros_like(buffer)
+            buffers_in(module)[name] = torch.zeros_like(buffer)
 
 
 def _is_written(buffer: torch.Tensor | None, before: torch.Tensor, counted: int) -> bool:

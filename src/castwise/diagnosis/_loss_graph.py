@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from castwise._torch_private import number_of_node, schema_of
+from castwise._torch_private import SAVED, SAVED_SHAPE, number_of_node, schema_of
 from castwise.diagnosis._op_facts import is_random, name_of
 
 _LEAF = 2**63  # leaves are numbered above it
@@ -82,13 +82,13 @@ def saved_by(node: Any) -> dict[str, Any]:
     saved, kind = {}, cast(Any, type(node))
     for attribute in _saved_attributes(kind):
         with suppress(RuntimeError):
-            saved[attribute.removeprefix("_saved_")] = getattr(node, attribute)
+            saved[attribute.removeprefix(SAVED)] = getattr(node, attribute)
     return saved
 
 
 @functools.cache
 def _saved_attributes(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_")]
+    return [name for name in dir(kind) if name.startswith(SAVED)]
 
 
 class FrozenNode:
@@ -323,9 +323,7 @@ class _Values:
                 edge = edges.get(argument.name, (None, 0))
                 if given is None:
                     value = None if edge[0] is None else self._on(edge)
-                    given = (
-                        _of_saved_shape(unknown, saved.get(f"{argument.name}_sym_sizes")) if value is None else value
-                    )
+                    given = _of_saved_shape(unknown, saved.get(argument.name + SAVED_SHAPE)) if value is None else value
                 is_missing = given is None and "Optional" not in str(argument.type)
                 if is_missing or not isinstance(given, (torch.Tensor, type(None))):
                     return None
