@@ -77,6 +77,7 @@ class Snapshot:
         """Return the positions of gradients that were written to since, and of those that are new."""
         then = {id(grad): version for grad, version in zip(self._grads, self._versions, strict=True)}
         now = list(enumerate(zip(grads, versions_of(grads), strict=True)))
+        # A new gradient counts as new, not as written.
         written = [index for index, (grad, version) in now if then.get(id(grad), version) != version]
         return written, [index for index, (grad, _) in now if id(grad) not in then]
 
@@ -197,6 +198,7 @@ class OptimizerRecord:
 
     def has_begun(self) -> bool:
         """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
+        # Clipping leaves the stage at READY but sets found_inf.
         return self.state.stage is not OptState.READY or bool(self.found_inf_per_device)
 
     def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
@@ -290,11 +292,12 @@ class OptimizerStates(defaultdict[int, Any]):
     If an optimizer has no record yet, its state is kept until there is one, because an id does not lead to it.
     """
 
-    iteration: Iteration | None = None
+    iteration: Iteration | None = None  # None while of() fills it, and in a copy
 
     @staticmethod
     def of(iteration: Iteration) -> OptimizerStates:
         """Return the states of an iteration."""
+        # As torch lists them; __missing__ finds the others.
         begun = {id(record.optimizer): record for record in iteration.records.values() if record.has_begun()}
         states = OptimizerStates(_ready, begun | iteration.unseen)
         states.iteration = iteration

@@ -161,6 +161,7 @@ class GradScaler(torch.amp.GradScaler):
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
         for observer in OBSERVERS:
+            # A scaler that has disabled itself for lack of CUDA was still wanted.
             observer.scaler_made(self, wanted=enabled)
 
     _keeps_loss_dtype = False  # a loss of shape () in half precision becomes fp32, as in torch
@@ -227,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
         scaled = outputs * scale
         if self._keeps_loss_dtype:
             scaled = scaled.to(outputs.dtype)
-        self._iteration.note_loss(outputs)
+        self._iteration.note_loss(outputs)  # also in compiled code, which sums its losses inside the graph
         if not is_dynamo_compiling():
             if self._iteration.records:
                 self._iteration.expect_later_backward()
@@ -241,6 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, torch.Tensor):
             return self.scale(outputs)
         _check_is_loss(outputs)  # the items of an iterator are seen only now
+        # Scaled only when they are consumed, as in torch, unless in a list or tuple.
         scaled = (self._scale_all(output) for output in outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_make"):
             return outputs._make(scaled)
@@ -345,6 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         record.before_later_loss = None
         if not later:
             return record
+        # A step cannot measure the later gradients; only clipping again on all ranks can.
         if self._agreement is not None and call == "step":
             raise _changed_since_clipping()
         earlier = collect(record.optimizer, allow_fp16=True, agreement=self._agreement).without(
@@ -381,6 +384,7 @@ class GradScaler(torch.amp.GradScaler):
         if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=self._allow_fp16_gradients)
         elif isinstance(record.state, Unscaled) and record.state.may_unscale:
+            # Clipping has unscaled already, so this call only uses up the permission.
             record.state = dataclasses.replace(record.state, may_unscale=False)
         else:
             ours = RuntimeError("Call it once per step, and scaler.update() after the step")
@@ -406,8 +410,9 @@ class GradScaler(torch.amp.GradScaler):
             record.state = Ready()
         if self._replaces_unscaling():
             if self._rule.needs_largest:
+                # The replacement decides whether fp16 is allowed.
                 self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
-            found = self._unscale_grads_(
+            found = self._unscale_grads_(  # without a clip factor: with a replacement, clipping has unscaled first
                 record.optimizer, measure.reciprocal(scale), torch.zeros_like(scale), allow_fp16
             )
         else:
@@ -425,6 +430,7 @@ class GradScaler(torch.amp.GradScaler):
         if state.awaits_unscaling:  # otherwise a tool has only checked them again
             record.state = Unscaled(may_unscale, is_clipped)
         if found_by_clipping:
+            # What clipping found still skips the step.
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
             self._note(record, found)
@@ -452,6 +458,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _replaces_unscaling(self) -> bool:
         """Return True if a subclass or a script has replaced castwise's `_unscale_grads_`."""
+        # ShardedGradScaler's override only changes a default, so castwise's own classes do not count.
         return "_unscale_grads_" in vars(self) or not type(self)._unscale_grads_.__module__.startswith("castwise.")
 
     def _has_unscaled(self, params: list[torch.Tensor]) -> bool:
@@ -471,6 +478,7 @@ class GradScaler(torch.amp.GradScaler):
         clips_only = factor * scale if isinstance(record.state, Clipped) else torch.ones_like(scale)
         parts = [(factor, grads.without(unscaled).groups)]
         for param, unless in unscaled.items():
+            # A fused step that was skipped on the device has left its gradients scaled.
             of_param = clips_only if unless is None else torch.where(unless.to(scale.device) != 0, factor, clips_only)
             parts.append((of_param, grads.only({param}).groups))
         return parts
@@ -495,6 +503,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         if self._agreement is not None:
+            # Callers decide by the flags, so they are made the same on all ranks.
             self._agree("_found_inf_per_device")
         record = self._iteration.records.get(optimizer)
         return {} if record is None else record.found_inf_per_device
@@ -557,7 +566,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm, norm_type = measure.check_bound("max_norm", max_norm), measure.check_norm_type(norm_type)
         if not self._enabled:
-            if steps_in_fp32(optimizer):
+            if steps_in_fp32(optimizer):  # it clips in its own step, in fp32, where 16-bit gradients are not rounded
                 return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
             return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
@@ -567,12 +576,14 @@ class GradScaler(torch.amp.GradScaler):
         if record.info.steps_in_fp32:
             in_fp32: Any = optimizer
             in_fp32._check_not_clipped_by_value()
+        # A fused step computes in fp32, so fp16 gradients are allowed, as in torch.
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
         grads = self._gradients_to_clip(record, allow_fp16=allow_fp16)
+        # A step would unscale a repeated gradient once per occurrence.
         is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
         as_stepped = grads.measured_in_fp32() if record.info.steps_in_fp32 and not grads.repeat else grads
         if isinstance(record.state, Clipped):
-            scaled_by = record.state.divisor
+            scaled_by = record.state.divisor  # clipped before: measure the gradients as that call would leave them
         else:
             scaled_by = scale if record.state.awaits_unscaling else torch.ones_like(scale)
         clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type, not is_left_to_step)
@@ -628,6 +639,7 @@ class GradScaler(torch.amp.GradScaler):
             if found_here:  # an inf of this rank alone travels in the norm
                 found = measure.combine(found_here, scaled_by)
                 scaled_norm = torch.where(found.to(scaled_norm.device) != 0, math.inf, scaled_norm)
+            # Part of the ranks' digest: other arguments on another rank raise.
             call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
         clip = measure.clip(scaled_norm, scaled_by, max_norm, torch.float64 if grads.is_double() else torch.float32)
@@ -654,6 +666,7 @@ class GradScaler(torch.amp.GradScaler):
             measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
         if state.awaits_unscaling and self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
+        # This call has unscaled, so the user still may call unscale_, unless they did before.
         record.state = Unscaled(not isinstance(state, Unscaled) or state.may_unscale, is_clipped=True)
         return clip
 
@@ -687,7 +700,7 @@ class GradScaler(torch.amp.GradScaler):
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_value_", clip_value)
         allow_fp16 = steps_in_fp32 or self._allow_fp16_gradients
-        collect(
+        collect(  # raises before anything is unscaled, and adds up duplicates of sparse gradients
             record.optimizer, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True, agreement=self._agreement
         )
         if steps_in_fp32:
@@ -744,11 +757,12 @@ class GradScaler(torch.amp.GradScaler):
             self._last_step = info.last_step = LastStep(self.iteration)
             return returned
         closure = closures.closure_of(args, kwargs) if args or kwargs else None
-        if closure is None:
+        if closure is None:  # the closure's own scale() may be the first
             self._check_scale_growth_tracker("step")
         record = self._open(optimizer, "step", shows=closure is None)
         if closure is not None:
             returned = self._step_with_closure(record, closure, args, kwargs)
+            # Evaluations have replaced the record, and a closure may even have called update().
             record = self._iteration.records.get(optimizer) or self._new_record(optimizer)
         elif record.takes_scaler:
             hint = (
@@ -761,7 +775,7 @@ class GradScaler(torch.amp.GradScaler):
             returned = self._step_with_scale(record, *args, **kwargs)
         else:
             if record.state.awaits_unscaling:
-                self.unscale_(optimizer)
+                self.unscale_(optimizer)  # the public method, as in torch, because subclasses override it
             if self._agreement is not None:
                 self._agree("step")
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
@@ -807,11 +821,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._agree("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
-        may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)
+        may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)  # an accelerator decides without the host
         facts = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
+        # The factor does not contain a grad_scale that the user has set.
         if isinstance(state, Clipped) and state.factor is not None and getattr(optimizer, "grad_scale", None) is None:
             facts["grad_factor"] = state.factor
         with closures.given(optimizer, **facts):
+            # Called even if it is skipped, as in torch: the optimizer reads found_inf and changes nothing.
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
                 with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
                     returned = optimizer.step(*args, **kwargs)
@@ -839,6 +855,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("_check_inf_per_device")
         scale, record = self._made_scale(), self._iteration.records.get(optimizer) or self._new_record(optimizer)
         if self._replaces_unscaling():
+            # A factor of 1, as in torch: only checks them.
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
             self._note(record, found)
             return record.found_inf_per_device
@@ -862,11 +879,11 @@ class GradScaler(torch.amp.GradScaler):
     def _grad_scale(self, record: OptimizerRecord) -> torch.Tensor | None:
         """Return the divisor that gradients still need, including a `grad_scale` that the user has set."""
         user_scale = getattr(record.optimizer, "grad_scale", None)
-        scale = self._get_scale_async()
+        scale = self._get_scale_async()  # torch's accessor, which subclasses override
         assert scale is not None
         if isinstance(user_scale, (int, float)):
             user_scale = torch.full_like(scale, user_scale)
-        if not record.state.awaits_unscaling:
+        if not record.state.awaits_unscaling:  # unscaled already: only the user's own factor is left
             return user_scale
         divisor = record.state.divisor if isinstance(record.state, Clipped) else scale
         return divisor if user_scale is None else divisor * user_scale
@@ -884,13 +901,15 @@ class GradScaler(torch.amp.GradScaler):
         losses_before = list(self._iteration.losses)
 
         def evaluate() -> Any:
+            # Every evaluation begins with scaled, unchecked gradients.
             of_evaluation = self._new_record(optimizer, was_shown=was_shown)
-            self._iteration.losses[:] = losses_before
+            self._iteration.losses[:] = losses_before  # its losses replace those of the evaluation before
             before = Snapshot(params_and_grads(optimizer)[1])
             loss = closure()
             params, grads = params_and_grads(optimizer)
             written, new = before.changed(grads)  # these are scaled, however the closure computes them
             self._optimizers.shared.forget([params[index] for index in (*written, *new)])
+            # A later backward in the closure may have replaced the record after clipping.
             of_evaluation = self._iteration.records.get(optimizer, of_evaluation)
             scale, _ = self._check_scale_growth_tracker("step")
             if self._gradients_hooks:
@@ -899,6 +918,7 @@ class GradScaler(torch.amp.GradScaler):
             self._optimizers.shared.mark(params)  # in case the next evaluation computes no gradients
             is_finite = closures.is_finite(loss)
             if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
+                # A loss that is not finite skips the step even if the gradients are finite.
                 found = of_evaluation.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
                 self._note(of_evaluation, dict(found))
             if self._agreement is not None:
@@ -907,6 +927,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise closures.NonFiniteEvaluationError
             return loss
 
+        # Gradients clipped or unscaled before the step count as unscaled until an evaluation writes them.
         if isinstance(record.state, Clipped):
             self._unscale_now(record, allow_fp16=allow_fp16)
         if isinstance(record.state, Unscaled):
@@ -965,19 +986,24 @@ class GradScaler(torch.amp.GradScaler):
         found_infs: list[torch.Tensor] = []
         steps = []
         for record in iteration.records.values():
+            # Gradients that changed since clipping stay scaled.
             if isinstance(record.state, Clipped) and record.state.grads.matches(params_and_grads(record.optimizer)[1]):
                 self._unscale(record, allow_fp16=True)  # their fused step may come after this iteration
             found_infs += record.found_inf_per_device.values()
+            # No flags: the optimizer took the scaler itself, or never called its closure.
             if isinstance(record.state, Stepped) and record.found_inf_per_device:
                 steps.append(record)
         for state in iteration.unseen.values():
             found_infs += state["found_inf_per_device"].values()
+        # A copy, because the scale moves in place; needed only for steps to report.
         scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
+        # After skip() alone the scale stays; after no call at all, _move_scale raises.
         if number is not None or found_infs or not iteration.has_only_skips():
             self._move_scale(number, found_infs)
         outcomes.add(steps, scale_before, self._scale, iteration)
         if self._agreement is not None:
             self._agreement.note_update(number)
+        # Before settle, which may raise ScaleExhausted: the iteration is over all the same.
         self._iteration = Iteration()
         if self._optimizers.shared.watches:
             self._optimizers.shared.update()
@@ -1026,6 +1052,7 @@ class GradScaler(torch.amp.GradScaler):
         loss_is_nonfinite = self._iteration.loss_is_nonfinite(found_inf)
         if self._agreement is not None:
             call = f"update() with {_text(self._schedule())}"
+            # Where it is not finite, found_inf is set and Headroom does not read it.
             known = torch.where(largest.isfinite(), largest, 0.0)
             loss_is_nonfinite, largest = self._agreement.maxima([loss_is_nonfinite, known], call)
         return IterationFacts(found_inf, loss_is_nonfinite.float(), largest.float())
@@ -1036,6 +1063,7 @@ class GradScaler(torch.amp.GradScaler):
         records = [record for record in self._iteration.records.values() if not record.is_reduced]
         if records:
             flags = [flag for record in records for flag in record.found_inf_per_device.values()]
+            # In place, in the tensors of the records.
             self._agreement.any_(flags, f"{call}() with {_text(self._schedule())}")
         for record in records:
             record.is_reduced = True
@@ -1079,6 +1107,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
         last = self._last_step if optimizer is None else self._optimizers.info(optimizer).last_step
         is_function = not hasattr(scheduler, "step")
+        # `follow` also notes the scheduler, so that a step advances it once.
         if last is not None and (self._is_recent(last) if is_function else last.follow(scheduler)):
             self._after_steps.add(last, call)
         elif last is None and self._last_step is not None and not self._has_warned_of_unstepped:
@@ -1295,6 +1324,7 @@ class GradScaler(torch.amp.GradScaler):
             "steps_skipped": skips,
             "skips_in_a_row": skips_in_a_row,
         }
+        # Torch's numbers say it all unless there are other settings.
         if schedule != Dynamic(schedule.init_scale, self._growth_factor, self._backoff_factor, self._growth_interval):
             numbers["schedule"] = checkpoint.of_schedule(schedule, self._get_trackers())
         return numbers
@@ -1319,12 +1349,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
         self._adopt(saved.schedule, saved.trackers)
+        # After _adopt, which sets the schedule's own first scale.
         self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
         self._after_steps = AfterSteps()
         self._last_step = None
         self._optimizers.forget_last_steps()
         taken, skips, skips_in_a_row = saved.counts
-        self._outcomes.counts = taken + skips, skips, skips_in_a_row
+        self._outcomes.counts = taken + skips, skips, skips_in_a_row  # also drops pending results
         if self._scale is not None:
             self._scale.fill_(saved.scale)
             self._note_scale(saved.scale)
@@ -1405,7 +1436,7 @@ def _refuse_numbers_with(schedule: Schedule, *numbers: float) -> None:
     conflicting = [
         f"{name}={given!r}"
         for name, given, default in zip(names, numbers, defaults, strict=True)
-        if given is not default
+        if given is not default  # by identity, so that a default passed explicitly counts as given (see INIT_SCALE)
     ]
     if conflicting:
         raise ValueError(

@@ -73,7 +73,7 @@ class Exchange:
         self._over: NoExchangeError | None = None
         try:
             self._meet(name, model, agrees)
-            self.all_agree = self._store.add("agree", 0) == self.size
+            self.all_agree = self._store.add("agree", 0) == self.size  # adding 0 reads
             are_alike = self._store.add(f"model {model}", 0) == self.size
         except (RuntimeError, OSError) as error:  # of the store
             raise NoExchangeError(f"torch.distributed's store failed: {_first_line(error)}") from error
@@ -84,10 +84,11 @@ class Exchange:
 
     def _meet(self, name: str, model: str, agrees: bool) -> None:
         """Return when all ranks have come; raise `NoExchangeError` on all ranks if one has not."""
+        # Enters the loop; a count above size means that this meeting was given up.
         came, began = self.size + 1, time.monotonic()
         while came > self.size:  # the others no longer wait there
             self._store = _store_of(name, self.rank)
-            self._store.set(self._key(self.rank), "0")
+            self._store.set(self._key(self.rank), "0")  # announces this rank; later the number of its exchanges
             self._store.add("agree", int(agrees))
             self._store.add(f"model {model}", 1)
             came = self._store.add("came", 1)
@@ -99,6 +100,7 @@ class Exchange:
         before = self._store.add("came", _STOPPED) - _STOPPED
         if before == self.size:  # the last one came at the last moment, and the others go on
             return
+        # The first to give up: the others that do so see its _STOPPED in the count.
         if before < self.size:  # one rank looks for those that are missing, because each look costs as many reads
             missing = [rank for rank in range(self.size) if not self._store.check([self._key(rank)])]
             self._store.set("missing", ",".join(map(str, missing)))
@@ -197,9 +199,10 @@ class Exchange:
     def _enter(self) -> None:
         if self._store.check(["over"]):
             raise NoExchangeError(self._said() or "another rank has failed")
-        self._store.set(self._key(self.rank), str(self._count))
+        self._store.set(self._key(self.rank), str(self._count))  # tells _cause how far this rank has come
         if self._group is None:
             store = _dist.PrefixStore("gloo", self._store)
+            # At the first exchange, because creating it waits for all ranks.
             self._group = _dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT))
 
     def _headers(self, subject: str, step: int, numbers: Sequence[int] | None) -> Headers:
@@ -241,6 +244,7 @@ class Exchange:
         else:
             why = NoExchangeError(f"rank {self.rank} failed at step {step}: {_first_line(error)}")
         with suppress(Exception):  # of a store that no longer exists
+            # No longer a number, so _cause counts this rank neither as absent nor as silent.
             self._store.set(self._key(self.rank), f"{self._count} out")
             if self._store.add("over", 1) == 1:  # one rank looks for the cause, because each look costs many reads
                 why = why or self._cause(error, step)
@@ -257,7 +261,7 @@ class Exchange:
     def _disconnect(self) -> None:
         """Close the connections, so that ranks that wait for this one notice it at once."""
         with suppress(Exception):
-            getattr(self._group, "abort", lambda: None)()
+            getattr(self._group, "abort", lambda: None)()  # not in every torch release, and there may be no group
         self._group = None
 
     def _cause(self, error: Exception, step: int) -> NoExchangeError:
@@ -269,6 +273,7 @@ class Exchange:
             left = [rank for rank, state in enumerate(states) if state == "left"]
             absent = [rank for rank, state in enumerate(states) if state.isdecimal() and int(state) < self._count]
             silent = [rank for rank, state in enumerate(states) if state.isdecimal() and int(state) >= self._count]
+            # After a timeout, absent ranks are the cause; otherwise late ones get a moment to come or to say "out".
             if not (absent or silent) or (is_timeout and absent) or time.monotonic() >= give_up:
                 break
             time.sleep(0.01)
@@ -307,6 +312,7 @@ def _store_of(name: str, rank: int) -> Any:
     if not hasattr(world, "get_group_store"):
         raise NoExchangeError("this version of torch does not give access to its store")
     ours = _dist.PrefixStore(f"castwise/{name}", world.get_group_store())
+    # Numbers this rank's exchanges of this name, so that the n-th meets the n-th.
     return _dist.PrefixStore(str(ours.add(f"of rank {rank}", 1)), ours)
 
 

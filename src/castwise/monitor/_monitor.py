@@ -213,11 +213,12 @@ class Monitor:
         self._by_hand = StepsByHand(source, len(optimizers)) if isinstance(source, ScaledSteps) else None
         scaler = self._scaler if source.is_scaled else None
         self._scaler_steps = ScalerSteps(self._sample_skipped, self._model, optimizers, scaler, self._guard)
-        self._handles = [self._scaler_steps]
+        self._handles = [self._scaler_steps]  # from here on _remove has something to undo
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
         self._note_alone(self._numbers.next)
         self._handles += [
+            # Before _on_step, which without a scaler is such a hook too and records the sample.
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             self._steps.register_gradients_hook(self._before_step),
             self._steps.register_step_hook(self._on_step),
@@ -234,7 +235,7 @@ class Monitor:
         WATCH.model_found(self._model)
 
     def _make_ranks(self) -> Ranks:
-        model = type(names.modules(self._model)[""]).__name__
+        model = type(names.modules(self._model)[""]).__name__  # the class inside the wrappers
         return Ranks.together(model, self._every, agrees=self._steps.agrees)
 
     def detach(self) -> None:
@@ -260,7 +261,7 @@ class Monitor:
             self._sinks.close,
             lambda: self._ranks.close(),
         ]
-        self._handles = []
+        self._handles = []  # first, so that a second detach() does nothing
         for remove in removals:
             with self._guard:  # one that fails must not keep the others
                 remove()
@@ -296,11 +297,11 @@ class Monitor:
             iteration.sample.keep_weights(optimizer)
 
     def _begin(self, iteration: Iteration) -> None:
-        self._finish()
+        self._finish()  # the previous iteration is over now, even if some optimizers took no part
         if self._is_sampled(iteration.number):
             iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
             iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
-        if self._is_sampled(iteration.number + 1):
+        if self._is_sampled(iteration.number + 1):  # its forward runs before its first gradients are seen
             with self._guard:  # this iteration is measured anyway
                 self._activations.watch()
                 self._quantized.watch()
@@ -317,7 +318,7 @@ class Monitor:
             return
         is_wanted = self._ranks.combine_skips if self._ranks.combine else self._ranks.is_recorded
         if iteration.sample is None and is_wanted:
-            iteration.sample = Sample(self._model, {})
+            iteration.sample = Sample(self._model, {})  # gradients only: it is too late for this step's outputs
             iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
 
     def _on_fault(self, optimizer: torch.optim.Optimizer, checked: Checked) -> None:
@@ -393,11 +394,12 @@ class Monitor:
         """Record complete samples."""
         with self._guard:  # the step that completes them is recorded anyway
             for iteration in self._iterations.over(all_=all_):
+                # A rank without a sample joins as well, because the others wait for it.
                 if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
                     self._record_sample(iteration.sample, list(iteration.facts.values()))
 
     def _record_sample(self, sample: Sample | None, facts: list[StepFacts]) -> None:
-        first, mine = facts[0], None
+        first, mine = facts[0], None  # the record has the number and the scale of the first optimizer's step
         with self._guard:
             if sample is not None:
                 mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])

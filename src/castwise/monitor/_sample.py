@@ -101,7 +101,7 @@ class Sample:
         counter, counted = Counter(with_squares=True), list[str]()
         for parameter in params_and_grads(optimizer)[0]:
             name = of_parameter.get(parameter)
-            if name is None:
+            if name is None:  # a parameter of another model
                 continue
             if is_partial(parameter.grad):
                 self._left_out.append(name)
@@ -169,11 +169,14 @@ class Sample:
             if is_first:
                 scaled = tally(found[name, True])
                 if not self._is_scaled[name]:
+                    # Counted after unscaling, so the scaled tally is the derived one.
                     scaled, unscaled = scaled.divided_by(1.0 / scale), scaled
                 elif (name, False) in found:
+                    # The mantissa is divided out already; the rest of the scale is a power of two.
                     unscaled = tally(found[name, False]).times_two_to_the(1 - math.frexp(scale)[1])
                 else:
-                    unscaled = scaled.divided_by(scale)
+                    unscaled = scaled.divided_by(scale)  # exact for a power of two, else to within one exponent
+                # Squares contain the scale twice.
                 of_all = squares[name] / scale**2 if self._is_scaled[name] else squares[name]
                 distinct, shape = self._parts[name]
                 gradients[name] = OfGradient(scaled, unscaled, distinct, of_all, shape)

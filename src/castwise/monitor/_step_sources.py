@@ -185,6 +185,7 @@ class StepsByHand:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step in the current iteration."""
         scale, loss = self._source.scale_and_loss()
+        # Stacked, and so copied: the scale moves in place; it also stands in for a missing loss.
         numbers = torch.stack([scale, scale if loss is None else loss])
         self._waiting.append((optimizer, self._source.iteration, loss is not None, Readback(numbers)))
 
@@ -192,6 +193,7 @@ class StepsByHand:
         """Yield the facts that have arrived, each once; with `all_` wait for the rest. They have no numbers yet."""
         while self._waiting:
             optimizer, iteration, has_loss, readback = self._waiting[0]
+            # Counted, not asked of the device, so that all ranks record at the same time.
             if not all_ and not readback.is_on_host and len(self._waiting) <= DELAY * self._optimizers:
                 return
             self._waiting.popleft()

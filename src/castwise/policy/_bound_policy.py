@@ -130,7 +130,7 @@ class BoundPolicy:
                 warn_if_emulated(RECIPES[decision.recipe], decision.device_of_weight)
         for decision, rule in rules:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
-                self.unbind()
+                self.unbind()  # undoes what earlier turns of this loop have set
                 raise ValueError(
                     f"{decision.name!r} has a forward of {whose} as an attribute, which {decision.recipe} would "
                     "bypass: bind the policy first, or give the module another rule"
@@ -158,8 +158,9 @@ class BoundPolicy:
             if module in seen:
                 continue
             seen.add(module)
+            # No rule differs from the region, so none is needed.
             precision = None if effective == "inherit" or not needed else effective
-            output = self.output if name == "" else None
+            output = self.output if name == "" else None  # "" is the model itself
             # When checkpointing reruns a forward, the module itself activates op rules.
             calls_ops = bool(self.op_rules) and not op_rules.calls_no_rule(module, self.op_rules)
             fast_path = None
@@ -282,7 +283,8 @@ class BoundPolicy:
                 backwards.__enter__()
             return state, mode, backwards, graph_nodes_made()
         except BaseException:
-            if backwards is not None and backwards_without_autocast() is None:  # it was entered
+            # It returns None once the setting is no longer the default, so the context was entered.
+            if backwards is not None and backwards_without_autocast() is None:
                 backwards.__exit__(None, None, None)
             if mode is not None:
                 op_rules.exit_if_entered(mode)
@@ -302,7 +304,7 @@ class BoundPolicy:
         if mode is not None:
             mode.__exit__(None, None, None)
         self.remember(start, state.device, (state.enabled, state.dtype), state)
-        THREAD.state = None
+        THREAD.state = None  # the region puts back the state of an outer one
 
     @only_inlined
     def remember(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
@@ -314,7 +316,7 @@ class BoundPolicy:
             native: Whether autocast is enabled, and its dtype.
             state: The policy's state; None if the policy is not active.
         """
-        if start is not None and start != (stop := graph_nodes_made()):
+        if start is not None and start != (stop := graph_nodes_made()):  # without new nodes there is nothing to rerun
             self._forwards.append(_Forward(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
@@ -324,11 +326,11 @@ class BoundPolicy:
         if node is None:
             return None
         thread, innermost = THREAD.token, None
-        for forward in reversed(self._forwards.copy()):
+        for forward in reversed(self._forwards.copy()):  # a copy, because other threads may append
             # On a CPU a backward runs in the caller's thread; on other devices, in a thread per device.
             if forward.thread is not thread and forward.device == "cpu":
                 continue
-            if forward.stop <= node:
+            if forward.stop <= node:  # in order of their ends: all earlier ones of this thread end before the node too
                 break
             # Of nested records, use the one in which the checkpoint was created: its native state has been restored.
             is_inner = forward.start <= node and (innermost is None or forward.start >= innermost.start)
@@ -407,6 +409,7 @@ class _Rule(NamedTuple):
             return outer
         if name in _LOW_PRECISION:
             return outer._replace(enabled=True, dtype=_LOW_PRECISION[name], ops=True, writes=True)
+        # Op rules end where a module runs in fp32; write rules end only where it is excluded.
         return outer._replace(enabled=False, ops=False, writes=name != "exclude")
 
     @only_inlined
@@ -457,6 +460,7 @@ class _Fp32Weights(TorchFunctionMode):
 
     @only_inlined
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reading an attribute, such as .dtype, must not see a copy's.
         if func.__name__ != "__get__":  # of an attribute
             args = [_widened(arg) for arg in args]
             kwargs = {name: _widened(arg) for name, arg in (kwargs or {}).items()}
@@ -546,6 +550,7 @@ class _RuledForward:
         if outer is None or rule is None:
             return forward(*args, **kwargs)
         if not outer.is_native():
+            # The cache switch ([2]) does not count when records are compared.
             start, native = None if compiling else graph_nodes_made(), native_state_of(outer.device)
             try:
                 return forward(*args, **kwargs)
@@ -553,6 +558,7 @@ class _RuledForward:
                 outer.bound.remember(start, outer.device, native[:2], None)
         if rule.recipe is not None and len(args) + len(kwargs) == 1:
             input = args[0] if args else kwargs.get("input")  # None has nn.Linear raise its own error
+            # Integer and fp64 inputs run as without a recipe.
             if isinstance(input, torch.Tensor) and input.is_floating_point() and input.dtype is not torch.float64:
                 return rule.cast_output(self._by_recipe(input, rule, outer), outer)
         state, casts = rule.state_inside(outer), None
@@ -575,6 +581,7 @@ class _RuledForward:
         """Return the state around the module; when checkpointing reruns it, that of its forward, and a mode for it."""
         outer = THREAD.state
         if (outer is None or not outer.again) and is_backward_running():
+            # Of several policies on the module, the one whose record began last.
             forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forward_again())]
             state = max(forwards, key=lambda forward: forward.start).state if forwards else None
             if state is not None:
@@ -596,9 +603,10 @@ class _RuledForward:
         start, changes, is_entered = graph_nodes_made(), _ThreadChanges(outer.device), False
         try:
             try:
+                # Op rules have a mode of their own, which blocks the fast path as well.
                 if rule.fast_path is False and not outer.bound.op_rules:
                     mode = _Seen()
-                elif rule.fast_path and mode is None:
+                elif rule.fast_path and mode is None:  # and is hidden here, because it would block it
                     changes.hide(op_rules.innermost_mode(outer.bound))
                 THREAD.state = state
                 if mode is not None:
@@ -611,6 +619,7 @@ class _RuledForward:
                 return forward(*args, **kwargs)
             finally:
                 changes.put_back(is_entered, sets_native=rule.precision is not None)
+                # Otherwise the state is the one around it, whose record covers these nodes.
                 if rule.precision is not None:
                     outer.bound.remember(start, outer.device, (state.enabled, state.dtype), state)
         except BaseException:
@@ -673,6 +682,7 @@ class _RuledForward:
                 tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
         if is_dynamo_compiling():
+            # No op rule and no autocast may change the recipe's own ops.
             hidden, native = op_rules.innermost_mode(outer.bound), native_state_of(outer.device)
             try:
                 if hidden is not None:
@@ -719,7 +729,7 @@ class _ThreadChanges:
     @only_inlined
     def hide(self, mode: TorchFunctionMode | None) -> None:
         """Exit the innermost mode, if it is given."""
-        self._hidden = mode
+        self._hidden = mode  # noted before the exit, so that put_back can undo an interrupted one
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
@@ -788,6 +798,7 @@ def is_bound_to(policy: Policy, model: nn.Module) -> BoundPolicy | None:
         return None
     now = _named(model)
     same = len(now) == len(modules) and all(
+        # The type too, because fully_shard changes a module's class in place.
         name == name_then and then() is module and type_then is type(module)
         for (name, module), (name_then, then, type_then) in zip(now, modules, strict=True)
     )
@@ -804,6 +815,7 @@ def _check_what_fsdp_gathers(decisions: list[Decision]) -> None:
     for name, module, _, _, compute, _, _, recipe, _ in decisions:
         mixed_precision = fsdp_mixed_precision(module)
         if mixed_precision is None:
+            # Without fully_shard of its own, a module belongs to the unit around it.
             units[name] = units.get(name.rpartition(".")[0], ("", None))
         else:
             units[name] = name, mixed_precision.param_dtype
