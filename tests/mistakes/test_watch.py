@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from tests.mistakes.test_no_false_positives import Training, training
 from tests.monitor.recorded import records_in
 
 import castwise
-from castwise._mistakes import backwards, checkpoints
+from castwise._mistakes import backwards, checkpoints, watch
 from castwise._mistakes.scaled_gradients import ScaledGradient, Window
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.watch import WATCH
+from castwise.amp._observers import Observer
 from castwise.monitor._run_files import run_in
 
 __all__ = ["training"]
@@ -112,3 +115,32 @@ def test_what_was_found_before_there_was_a_monitor_is_in_the_record(tmp_path: Pa
 def mistakes_in(folder: Path) -> list[str]:
     records = records_in(folder)
     return [record["name"] for record in records if record["kind"] == "mistake"]
+
+
+def test_every_event_of_a_scaler_and_a_region_reaches_the_finders(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = set()
+
+    class Everything(Unscaling):
+        """Instead of one of the finders."""
+
+    def receiving(event: str) -> Any:
+        return lambda self, *args, **kwargs: received.add(event)
+
+    events = {name for name, value in vars(Observer).items() if not name.startswith("_") and callable(value)}
+    for event in events:
+        setattr(Everything, event, receiving(event))
+    monkeypatch.setattr(watch, "Unscaling", Everything)
+    with castwise.installed():
+        model, scaler = torch.nn.Linear(8, 1), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for value in (1.0, math.inf):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(1, 8)).sum() * value
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        scaler.get_scale()
+        scaler.load_state_dict(scaler.state_dict())
+    assert events - received == {"compiled"}  # a region that torch.compile traces

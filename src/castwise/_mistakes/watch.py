@@ -38,7 +38,7 @@ from castwise.amp._outcomes import StepFacts
 _FIRST, _EVERY = 12, 50
 _PER_KIND = 3  # places reported per kind of mistake
 
-_EVENTS = [name for name in dir(Finder) if not name.startswith("_")]
+_EVENTS = [name for name in dir(Finder) if not name.startswith("_") and name not in ("call", "turn_off", "stop")]
 
 Subscriber = Callable[[Mistake], object]
 
@@ -184,7 +184,7 @@ class Watch(Observer):
     model_found, file_saved, state_loaded = map(_to_finders, ("model_found", "file_saved", "state_loaded"))
     scaler_made, saved, loaded = map(_to_finders, ("scaler_made", "saved", "loaded"))
     entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
-    advanced = _to_finders("advanced")
+    advanced, skipped = map(_to_finders, ("advanced", "skipped"))
 
     @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -207,8 +207,10 @@ class Watch(Observer):
 
     @guarded
     def asked(self, scaler: Any) -> None:
-        """Record that the script asked for the scale."""
-        self.is_by_hand = self.is_by_hand or not self._is_elsewhere()
+        """Record that the script asked for the scale, and notify the finders."""
+        if not self._is_elsewhere():
+            self.is_by_hand = True
+            self._each("asked", scaler)
 
     @guarded
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
